@@ -1,0 +1,340 @@
+"""The IR: a model as calls of distinct blocks, each block one small ``torch.fx`` graph with typed metadata.
+
+A real model repeats itself, so it is kept folded: a :class:`Block` is one distinct piece of code (a decoder
+layer, the embedding, the head with the loss), a :class:`Call` one occurrence with its own parameters. Passes
+rewrite blocks; what depth costs is one ``Call`` per layer.
+
+This file is the only one that knows ``node.meta`` keys: use :func:`info`, :func:`set_info`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.errors import GraphError
+from autopar.spmd import Type
+
+_KEY = "autopar"
+INPUT_CALL = -1  # Value.call of a tensor of the batch
+
+
+@dataclass(frozen=True)
+class Meta:
+    """A tensor's shape (of one microbatch, local to the axes solved so far), dtype, and whether it has a gradient."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_grad: bool = False
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{short_dtype(self.dtype)}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What an op does on one axis: the type each tensor operand is taken as, the result's type, its form.
+
+    ``form`` names a special implementation registered beside the rule ("" for the op itself).
+    """
+
+    operands: tuple[Type, ...]
+    result: Type
+    form: str = ""
+
+    def __str__(self) -> str:
+        text = f"{', '.join(map(str, self.operands))} -> {self.result}".lstrip()
+        return f"{text} [{self.form}]" if self.form else text
+
+
+@dataclass
+class Info:
+    """Metadata of one node. ``outputs`` has one entry, or one per element of a tuple result."""
+
+    outputs: tuple[Meta, ...]
+    module: str = ""  # path of the innermost nn.Module, relative to the block
+    source: str = ""  # file.py:line of the user's code
+    role: str = ""  # placeholders: "parameter", "buffer" or "input"
+    name: str = ""  # placeholders: parameter path relative to the block, or a readable name
+    random: bool = False
+    choices: dict[str, Choice] = field(default_factory=dict)  # axis -> choice
+
+    @property
+    def meta(self) -> Meta:
+        return self.outputs[0]
+
+    def types(self) -> dict[str, Type]:
+        return {axis: choice.result for axis, choice in self.choices.items()}
+
+
+def info(node: fx.Node) -> Info:
+    found = node.meta.get(_KEY)
+    if not isinstance(found, Info):
+        raise GraphError(f"node {node.name} ({node.target}) carries no metadata")
+    return found
+
+
+def set_info(node: fx.Node, value: Info) -> fx.Node:
+    node.meta = {_KEY: value}
+    return node
+
+
+def derive(node: fx.Node, like: fx.Node, **changes: Any) -> fx.Node:
+    """Give ``node`` the metadata of ``like`` with ``changes``; for nodes that a pass puts in."""
+    return set_info(node, replace(info(like), **{"choices": {}, **changes}))
+
+
+@dataclass(frozen=True)
+class AxisRef:
+    """A mesh axis as an argument of a node; the emitted text names the axis object there."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class RuntimeOp:
+    """A function of ``autopar.runtime`` as the target of a node: a collective, or an op's sharded form.
+
+    The compiler never runs it; the emitted text imports it by name.
+    """
+
+    __name__: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise GraphError(f"{self.__name__} runs in emitted code only")
+
+    def __str__(self) -> str:
+        return self.__name__
+
+
+def operands(node: fx.Node) -> list[fx.Node]:
+    """The tensor operands in order of appearance, one entry per use (``mul(x, x)`` has two)."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+def is_getitem(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is operator.getitem
+
+
+def op_name(node: fx.Node) -> str:
+    """``aten.mm.default`` for an ATen op, else the function's name."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return f"{target.namespace}.{target.__name__}"
+    return getattr(target, "__name__", str(target))
+
+
+def where(node: fx.Node) -> str:
+    """How an error names a node: op, module and the user's source line."""
+    data = info(node)
+    place = f" in {data.module}" if data.module else ""
+    line = f" at {data.source}" if data.source else ""
+    return f"{op_name(node) if node.op == 'call_function' else node.name}{place}{line}"
+
+
+def short_dtype(dtype: torch.dtype) -> str:
+    """``f32``, ``bf16``, ``i64``, ``bool``."""
+    name = str(dtype).removeprefix("torch.")
+    for long, short in (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "i")):
+        if name.startswith(long):
+            return short + name.removeprefix(long)
+    return name
+
+
+@dataclass(frozen=True)
+class Value:
+    """Output ``output`` of call ``call``; with ``call == INPUT_CALL``, tensor ``output`` of the batch."""
+
+    call: int
+    output: int
+
+
+@dataclass
+class Block:
+    """One distinct piece of the model.
+
+    ``graph``: parameter and buffer placeholders first (in order of ``Call.parameters``), then inputs (in order of
+    ``Call.operands``), then ops, then ``output`` of a tuple of nodes. ``kind`` is "layer" (a repeatable module),
+    "glue" (code between them) or "tables" (computed from the batch alone, so any stage can compute it).
+    """
+
+    name: str
+    kind: str
+    graph: fx.Graph
+
+    def placeholders(self, *roles: str) -> list[fx.Node]:
+        return [n for n in self.graph.nodes if n.op == "placeholder" and (not roles or info(n).role in roles)]
+
+    @property
+    def parameters(self) -> list[fx.Node]:
+        return self.placeholders("parameter", "buffer")
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        return self.placeholders("input")
+
+    @property
+    def ops(self) -> list[fx.Node]:
+        return [n for n in self.graph.nodes if n.op == "call_function"]
+
+    @property
+    def outputs(self) -> list[fx.Node]:
+        node = next(n for n in reversed(self.graph.nodes) if n.op == "output")
+        return list(node.args[0])  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One occurrence of a block: ``parameters`` are full names, ``operands`` where the inputs come from."""
+
+    block: int
+    path: str
+    parameters: tuple[str, ...]
+    operands: tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """A parameter or buffer of the model under its first name; ``aliases`` are its other names (tied weights)."""
+
+    name: str
+    meta: Meta
+    aliases: tuple[str, ...] = ()
+    trainable: bool = True
+    is_buffer: bool = False
+
+
+@dataclass(frozen=True)
+class InputInfo:
+    """A tensor of the batch: ``path`` in the call (``input_ids``, ``0``), global meta, batch dim or None."""
+
+    name: str
+    path: str
+    meta: Meta
+    batch_dim: int | None
+
+
+@dataclass
+class Model:
+    """A captured model: blocks, their calls in order, its parameters by name, the batch, and the loss."""
+
+    name: str
+    blocks: list[Block]
+    calls: list[Call]
+    parameters: dict[str, ParameterInfo]
+    inputs: list[InputInfo]
+    loss: Value
+    batch_size: int
+    fingerprint: str = ""
+
+    def block_of(self, call: Call) -> Block:
+        return self.blocks[call.block]
+
+    def counts(self) -> list[int]:
+        """How often each block is called."""
+        counts = [0] * len(self.blocks)
+        for call in self.calls:
+            counts[call.block] += 1
+        return counts
+
+    def edges(self) -> dict[tuple[int, int, int, int], int]:
+        """(producer block, output, consumer block, input) -> how often; producer INPUT_CALL is the batch."""
+        found: dict[tuple[int, int, int, int], int] = {}
+        for call in self.calls:
+            for position, value in enumerate(call.operands):
+                source = INPUT_CALL if value.call == INPUT_CALL else self.calls[value.call].block
+                key = (source, value.output, call.block, position)
+                found[key] = found.get(key, 0) + 1
+        return found
+
+    def __str__(self) -> str:
+        return "\n".join(_print_model(self))
+
+
+def _print_model(model: Model) -> Iterator[str]:
+    yield f"{model.name}: {len(model.calls)} calls of {len(model.blocks)} blocks, batch {model.batch_size}"
+    for call_index, call in enumerate(model.calls):
+        operand_text = ", ".join(_value_text(model, v) for v in call.operands)
+        yield f"  %{call_index} = {model.block_of(call).name}[{call.path}]({operand_text})"
+    for block in model.blocks:
+        yield print_block(block)
+
+
+def _value_text(model: Model, value: Value) -> str:
+    return model.inputs[value.output].name if value.call == INPUT_CALL else f"%{value.call}.{value.output}"
+
+
+def print_block(block: Block) -> str:
+    """One line per node: name, op, operands, shape, types."""
+    lines = [f"block {block.name} ({block.kind})"]
+    for node in block.graph.nodes:
+        if node.op == "output":
+            lines.append(f"  return {', '.join(n.name for n in block.outputs)}")
+            continue
+        data = info(node)
+        shapes = ", ".join(map(str, data.outputs))
+        types = " ".join(f"{choice}@{axis}" for axis, choice in data.choices.items())
+        what = data.role if node.op == "placeholder" else f"{op_name(node)}({_args_text(node)})"
+        lines.append(f"  {node.name} = {what}  {shapes}  {types}".rstrip())
+    return "\n".join(lines)
+
+
+def _args_text(node: fx.Node) -> str:
+    parts = [str(a) for a in node.args] + [f"{k}={v}" for k, v in node.kwargs.items()]
+    return ", ".join(parts)
+
+
+def verify(model: Model, after: str) -> None:
+    """Check what every pass must keep. Raises GraphError naming the pass, the node and the rule broken."""
+    for block in model.blocks:
+        _verify_block(block, after)
+    for index, call in enumerate(model.calls):
+        block = model.block_of(call)
+        _require(len(call.operands) == len(block.inputs), after, call.path, "one operand per block input")
+        _require(len(call.parameters) == len(block.parameters), after, call.path, "one name per block parameter")
+        for value in call.operands:
+            _require(value.call < index, after, call.path, "operands come from earlier calls")
+        for name in call.parameters:
+            _require(name in model.parameters, after, name, "parameters are known to the model")
+
+
+def _verify_block(block: Block, after: str) -> None:
+    seen: set[fx.Node] = set()
+    for node in block.graph.nodes:
+        for operand in node.all_input_nodes:
+            _require(operand in seen, after, node.name, "operands are defined before use")
+        seen.add(node)
+        if node.op == "output":
+            continue
+        _require(node.op in ("placeholder", "call_function"), after, node.name, "only placeholders and functions")
+        data = info(node)
+        for choice in data.choices.values():
+            if node.op == "call_function":
+                count = len(operands(node))
+                _require(len(choice.operands) == count, after, node.name, "one operand type per tensor operand")
+
+
+def _require(holds: bool, after: str, node: str, rule: str) -> None:
+    if not holds:
+        raise GraphError(f"after pass {after}: {node}: {rule}")

@@ -1,0 +1,153 @@
+"""What a rule is: everything the compiler knows about one op.
+
+A rule answers four questions, and nothing else in autopar knows an op by name:
+
+* ``choices``: on an axis of ``size`` ranks, which types may the operands have, and which type results?
+* ``localize``: given a choice, which arguments does one rank call the op with?
+* ``link``: how do split points of the operands' dims correspond to those of the result's (strided shards)?
+* ``flops``, ``communication``: what does it cost?
+
+The choices in which every rank does all the work (all operands ``R``, or all ``I``) are legal for every op and
+added by :func:`legal_choices`, so an op without a rule runs whole on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import fx
+
+from autopar.graph import Choice, Meta, info, op_name, operands
+from autopar.spmd import I, P, R, S, Type, divides
+
+Splits = list[set[int]]
+"""Per dim of a value: the ``outer`` of every shard worth trying; 1 is a plain contiguous shard."""
+
+
+@dataclass(frozen=True)
+class Op:
+    """A node as rules see it: arguments with :class:`Meta` in place of nodes; shapes are those of this axis' whole."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    operands: tuple[Meta, ...]
+    outputs: tuple[Meta, ...]
+
+    @classmethod
+    def of(cls, node: fx.Node) -> Op:
+        args = fx.map_arg(node.args, lambda n: info(n).meta)
+        kwargs = fx.map_arg(node.kwargs, lambda n: info(n).meta)
+        metas = tuple(info(n).meta for n in operands(node))
+        return cls(op_name(node), tuple(args), dict(kwargs), metas, info(node).outputs)
+
+    @property
+    def result(self) -> Meta:
+        return self.outputs[0]
+
+    def arg(self, position: int, name: str, default: Any = None) -> Any:
+        """Argument ``position`` of the schema, however it was passed."""
+        if position < len(self.args):
+            return self.args[position]
+        return self.kwargs.get(name, default)
+
+
+@dataclass(frozen=True)
+class Local:
+    """How one rank calls the op: replacements by position or name; ``target`` names a runtime form ("": the op)."""
+
+    args: dict[int, Any]
+    kwargs: dict[str, Any]
+    target: str = ""
+
+    @classmethod
+    def same(cls) -> Local:
+        return cls({}, {})
+
+
+class Rule(Protocol):
+    """One op's rule; :class:`autopar.rules.spec.Spec` is the usual one."""
+
+    def link(self, op: Op, inputs: Sequence[Splits], output: Splits) -> None:
+        """Carry split points between operands and result, both ways, by adding to the sets."""
+
+    def choices(self, op: Op, size: int, inputs: Sequence[Splits], output: Splits) -> Iterable[Choice]:
+        """The choices that split or sum; those where every rank does all the work are added by the caller."""
+
+    def localize(self, op: Op, choice: Choice, size: int, axis: str) -> Local:
+        """The arguments of one rank's call, where they differ."""
+
+    def flops(self, op: Op) -> int:
+        """Floating-point operations of the forward call that count (matrix products), else 0."""
+
+    def communication(self, op: Op, choice: Choice, size: int) -> list[tuple[str, int]]:
+        """Collectives inside the op's form: (kind, bytes as ``cost_models.collective`` counts them)."""
+
+
+class Whole:
+    """The rule of an op that has none: it runs whole on every rank."""
+
+    def link(self, op: Op, inputs: Sequence[Splits], output: Splits) -> None:
+        return
+
+    def choices(self, op: Op, size: int, inputs: Sequence[Splits], output: Splits) -> Iterable[Choice]:
+        return ()
+
+    def localize(self, op: Op, choice: Choice, size: int, axis: str) -> Local:
+        return Local.same()
+
+    def flops(self, op: Op) -> int:
+        return 0
+
+    def communication(self, op: Op, choice: Choice, size: int) -> list[tuple[str, int]]:
+        return []
+
+
+def legal_choices(
+    rule: Rule, op: Op, size: int, inputs: Sequence[Splits], output: Splits
+) -> list[Choice]:
+    """All legal choices of ``op`` on an axis of ``size`` ranks, the whole ones first, without repeats.
+
+    Values without a gradient know no difference between ``I`` and ``R``: they are always ``R``.
+    """
+    count = len(op.operands)
+    candidates = [Choice((R,) * count, R), Choice((I,) * count, I)]
+    candidates += rule.choices(op, size, inputs, output)
+    legal: dict[Choice, None] = {}
+    for choice in candidates:
+        normal = _without_gradient_is_replicate(choice, op)
+        if _consistent(normal, op) and _divisible(normal, op, size):
+            legal[normal] = None
+    return list(legal)
+
+
+def _without_gradient_is_replicate(choice: Choice, op: Op) -> Choice:
+    taken = tuple(
+        R if kind == I and not meta.needs_grad else kind
+        for kind, meta in zip(choice.operands, op.operands, strict=True)
+    )
+    result = R if choice.result == I and not op.result.needs_grad else choice.result
+    return Choice(taken, result, choice.form)
+
+
+def _consistent(choice: Choice, op: Op) -> bool:
+    """An R result with gradient needs a pending sum to flow into some operand: I operands can't take it."""
+    if not op.result.needs_grad:
+        return True
+    kinds = {k.kind for k, m in zip(choice.operands, op.operands, strict=True) if m.needs_grad}
+    return not (choice.result == R and "I" in kinds)
+
+
+def _divisible(choice: Choice, op: Op, size: int) -> bool:
+    pairs = [*zip(op.operands, choice.operands, strict=True), *((m, choice.result) for m in op.outputs)]
+    return all(divides(meta.shape, kind, size) for meta, kind in pairs)
+
+
+def shards(position: int, rank: int, kind: Type, others: Type = R) -> tuple[Type, ...]:
+    """``kind`` at operand ``position`` of ``rank`` operands, ``others`` elsewhere."""
+    return tuple(kind if i == position else others for i in range(rank))
+
+
+__all__ = ["I", "Local", "Op", "P", "R", "Rule", "S", "Splits", "Whole", "legal_choices", "shards"]
