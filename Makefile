@@ -1,0 +1,50 @@
+# make demo   train a small model on 4 ranks beside the one-device run
+# make test   the fast tests
+# Each sets up .venv first, with the versions of constraints.txt. Another Python: make PYTHON=python3.12 test
+
+PYTHON ?= python3
+VENV   ?= .venv
+JOBS   ?= 2
+
+BIN   := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all lint format clean
+
+help:
+	@sed -n 's/^# //p' Makefile
+	@echo "also: make setup | test-all | lint | format | clean"
+
+setup: $(READY)
+
+demo: $(READY)
+	$(BIN)/python examples/demo.py
+
+test: $(READY)
+	$(BIN)/python -m pytest -m "not slow" -n $(JOBS)
+
+test-all: $(READY)
+	$(BIN)/python -m pytest -n $(JOBS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info plan .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "autopar needs Python 3.11 or newer, but $(PYTHON) is" \
+	        "$$($(PYTHON) --version 2>&1 || echo missing); name another: make PYTHON=python3.12 test" >&2; exit 1; }
+	@echo "Setting up $(VENV) (some minutes the first time: PyTorch is large)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
