@@ -1,4 +1,4 @@
-"""What every test shares: golden text, one thread, the same random numbers each time, and no GPU tests without CUDA."""
+"""What every test shares: golden text, one thread, one seed, and no GPU tests where CUDA is missing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _seed() -> None:
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
-    """``golden(name, text)``: ``text`` equals tests/golden/<name>, which ``pytest --update-golden`` rewrites."""
+    """``golden(name, text)``: ``text`` equals tests/golden/<name>; ``--update-golden`` rewrites that file."""
     update = request.config.getoption("--update-golden")
 
     def compare(name: str, text: str) -> None:
