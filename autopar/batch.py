@@ -1,0 +1,77 @@
+"""A sample or batch: what the one-device model is called with, as named tensor leaves.
+
+A tensor is one positional argument, a tuple or list are positional arguments, a mapping keyword arguments; tensors may
+lie deeper, in nested tuples, lists and mappings. A leaf's path joins keys and positions: ``input_ids``, ``1.mask``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopar.errors import BatchError
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Everything of a batch but its tensors; :meth:`call_arguments` puts tensors back."""
+
+    tree: Any
+
+    def call_arguments(self, tensors: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """``(args, kwargs)`` of the model's call."""
+        filled = _fill(self.tree, tensors)
+        if isinstance(filled, dict):
+            return (), filled
+        return (tuple(filled), {}) if isinstance(filled, list | tuple) else ((filled,), {})
+
+    def batch(self, tensors: Mapping[str, Any]) -> Any:
+        """The batch as the user would write it."""
+        return _fill(self.tree, tensors)
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    path: str
+
+
+def flatten(batch: Any) -> tuple[dict[str, torch.Tensor], Structure]:
+    """The tensors of ``batch`` by path, and the rest. Raises BatchError where there is no tensor in it."""
+    tensors: dict[str, torch.Tensor] = {}
+    tree = _strip(batch, "", tensors)
+    if not tensors:
+        raise BatchError(f"the batch holds no tensor (it is a {type(batch).__name__}); give what the model is called with")
+    return tensors, Structure(tree)
+
+
+def _strip(item: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(item, torch.Tensor):
+        name = path or "0"
+        tensors[name] = item
+        return _Leaf(name)
+    if isinstance(item, Mapping):
+        return {k: _strip(v, f"{path}.{k}" if path else str(k), tensors) for k, v in item.items()}
+    if isinstance(item, list | tuple) and type(item) in (list, tuple):
+        return type(item)(_strip(v, f"{path}.{i}" if path else str(i), tensors) for i, v in enumerate(item))
+    return item
+
+
+def _fill(tree: Any, tensors: Mapping[str, Any]) -> Any:
+    if isinstance(tree, _Leaf):
+        return tensors[tree.path]
+    if isinstance(tree, dict):
+        return {k: _fill(v, tensors) for k, v in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(_fill(v, tensors) for v in tree)
+    return tree
+
+
+def batch_size(tensors: Mapping[str, torch.Tensor], batch_dim: int) -> int:
+    """Extent of ``batch_dim`` of the first tensor that has that dim."""
+    for tensor in tensors.values():
+        if tensor.dim() > batch_dim:
+            return int(tensor.shape[batch_dim])
+    raise BatchError(f"no tensor of the batch has a dim {batch_dim} to split over microbatches and dp")
