@@ -41,9 +41,9 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	    echo "autopar needs Python 3.11 or newer, but $(PYTHON) is" \
-	        "$$($(PYTHON) --version 2>&1 || echo missing); name another: make PYTHON=python3.12 test" >&2; exit 1; }
+	        "$$($(PYTHON) --version 2>/dev/null || echo not there); name another: make PYTHON=python3.12 test" >&2; exit 1; }
 	@echo "Setting up $(VENV) (some minutes the first time: PyTorch is large)"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
