@@ -46,7 +46,6 @@ ARROWS: dict[str, set[str]] = {
 
 # The only files that may use names of torch that begin with an underscore, and which of them.
 PRIVATE_TORCH = {
-    "autopar/capture.py": "torch.",
     "autopar/graph.py": "torch._ops.OpOverload",  # the type of an ATen op has no public name
 }
 
