@@ -1,0 +1,35 @@
+"""What emitted programs and the job around them run on."""
+
+from __future__ import annotations
+
+from autopar.runtime.axes import Axes, Axis
+from autopar.runtime.collectives import all_gather, all_reduce, all_to_all, convert, reduce_scatter
+from autopar.runtime.modules import Container, declare
+from autopar.runtime.ops import cross_entropy_sharded, embedding_sharded
+from autopar.runtime.program import Input, Parameter, Program, Tensor, Total
+from autopar.runtime.random import rng
+from autopar.spmd import I, P, R, S
+
+__all__ = [
+    "Axes",
+    "Axis",
+    "Container",
+    "I",
+    "Input",
+    "P",
+    "Parameter",
+    "Program",
+    "R",
+    "S",
+    "Tensor",
+    "Total",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "convert",
+    "cross_entropy_sharded",
+    "declare",
+    "embedding_sharded",
+    "reduce_scatter",
+    "rng",
+]

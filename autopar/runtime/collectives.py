@@ -1,0 +1,217 @@
+"""All communication: the transitions of :mod:`autopar.spmd`, differentiable, and a few plain collectives.
+
+Nothing else calls the collectives of torch.distributed. A transition takes this rank's part of a tensor of
+type ``src`` on ``axis`` and returns its part of the same tensor with type ``dst``; its gradient goes the way
+back that the table there gives. On an axis of one rank every transition is the identity.
+
+``S(d,outer)`` sees dim ``d`` of extent ``e``, split over ``n`` ranks, as ``[outer, n, e / (outer n)]``.
+:func:`_split` goes from there to the layout that collectives want, ``[n, *local]``, :func:`_merge` back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.errors import ShardingError
+from autopar.runtime.axes import Axes, Axis
+from autopar.spmd import Type, transition
+
+# torch 2.13 has new names for the two collectives on one tensor; the old ones warn.
+_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather(x: Tensor, axis: Axis, *, src: Type, dst: Type) -> Tensor:
+    """``S(d) -> R`` (gradient: reduce-scatter) or ``S(d) -> I`` (slice). Raises ShardingError."""
+    return _change("all_gather", x, axis, src, dst)
+
+
+def reduce_scatter(x: Tensor, axis: Axis, *, src: Type, dst: Type) -> Tensor:
+    """``P -> S(d)`` (gradient: all-gather). Raises ShardingError where the dim doesn't divide."""
+    return _change("reduce_scatter", x, axis, src, dst)
+
+
+def all_reduce(x: Tensor, axis: Axis, *, src: Type, dst: Type) -> Tensor:
+    """``P -> I`` (gradient: none) or ``P -> R`` (all-reduce). Raises ShardingError."""
+    return _change("all_reduce", x, axis, src, dst)
+
+
+def all_to_all(x: Tensor, axis: Axis, *, src: Type, dst: Type) -> Tensor:
+    """``S(i) -> S(j)`` (gradient: the way back). Raises ShardingError where dim ``j`` doesn't divide."""
+    return _change("all_to_all", x, axis, src, dst)
+
+
+def convert(x: Tensor, axis: Axis, *, src: Type, dst: Type) -> Tensor:
+    """Without communication: ``I -> R`` (gradient: all-reduce), ``I -> S(d)`` (all-gather), ``R -> S(d)``
+    (zero-pad). Raises ShardingError where the dim doesn't divide.
+    """
+    return _change("convert", x, axis, src, dst)
+
+
+def _change(function: str, x: Tensor, axis: Axis, src: Type, dst: Type) -> Tensor:
+    way = transition(src, dst)
+    if way is None or way.function != function:
+        hint = f"{way.function} does it" if way is not None else "no transition does it"
+        raise ShardingError(f"{function} can't turn {src} into {dst} on axis {axis.name!r}; {hint}")
+    if axis.size == 1:
+        return x
+    _check_splits(function, x, axis, src, dst)
+    return cast(Tensor, _Transition.apply(x, axis, src, dst))  # type: ignore[no-untyped-call]
+
+
+def _check_splits(function: str, x: Tensor, axis: Axis, src: Type, dst: Type) -> None:
+    """A shard must divide into its ``outer`` blocks, a tensor to be split into those times the ranks."""
+    for kind, parts in ((src, 1), (dst, axis.size)):
+        if not kind.is_shard:
+            continue
+        if kind.dim >= x.dim():
+            raise ShardingError(
+                f"{function} {src} -> {dst} on axis {axis.name!r}: "
+                f"a tensor of shape {tuple(x.shape)} has no dim {kind.dim}"
+            )
+        extent = x.shape[kind.dim] * (axis.size if kind.dim == src.dim and parts > 1 else 1)
+        if extent % (kind.outer * parts):
+            over = (
+                f"{axis.size} ranks" if kind.outer == 1 else f"{kind.outer} blocks of {axis.size} ranks each"
+            )
+            raise ShardingError(
+                f"{function} {src} -> {dst} on axis {axis.name!r}: dim {kind.dim} of shape {tuple(x.shape)} "
+                f"doesn't divide over {over}; choose sizes that do, or another axis size"
+            )
+
+
+class _Transition(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, src: Type, dst: Type) -> Tensor:
+        ctx.axis, ctx.src, ctx.dst = axis, src, dst
+        return _WAYS[src.kind, dst.kind][0](x, axis, src, dst)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        back = _WAYS[ctx.src.kind, ctx.dst.kind][1]
+        return back(grads[0], ctx.axis, ctx.src, ctx.dst), None, None, None
+
+
+def _split(x: Tensor, shard: Type, parts: int) -> Tensor:
+    """``[n, *local]``: the part of every rank. A view where the shard isn't strided."""
+    dim, outer = shard.dim, shard.outer
+    inner = x.shape[dim] // (outer * parts)
+    blocks = x.reshape(*x.shape[:dim], outer, parts, inner, *x.shape[dim + 1 :])
+    return blocks.movedim(dim + 1, 0).flatten(dim + 1, dim + 2)
+
+
+def _merge(parts: Tensor, shard: Type) -> Tensor:
+    """The inverse of :func:`_split`. A view where nothing lies before the split, else one copy."""
+    dim, outer = shard.dim, shard.outer
+    n, *local = parts.shape
+    blocks = parts.reshape(n, *local[:dim], outer, local[dim] // outer, *local[dim + 1 :])
+    return blocks.movedim(0, dim + 1).flatten(dim, dim + 2)
+
+
+def _sum(x: Tensor, axis: Axis) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=axis.group)
+    return total
+
+
+def _gather(x: Tensor, axis: Axis, shard: Type) -> Tensor:
+    parts = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
+    _gather_single(parts, x.contiguous(), group=axis.group)
+    return _merge(parts.view(axis.size, *x.shape), shard)
+
+
+def _scatter_sum(x: Tensor, axis: Axis, shard: Type) -> Tensor:
+    parts = _split(x, shard, axis.size).contiguous()
+    own = x.new_empty(parts.shape[1:])
+    _scatter_single(own, parts.flatten(0, 1), group=axis.group)
+    return own
+
+
+def _slice(x: Tensor, axis: Axis, shard: Type) -> Tensor:
+    return _split(x, shard, axis.size)[axis.index].contiguous()
+
+
+def _pad(x: Tensor, axis: Axis, shard: Type) -> Tensor:
+    parts = x.new_zeros((axis.size, *x.shape))
+    parts[axis.index] = x
+    return _merge(parts, shard)
+
+
+def _exchange(x: Tensor, axis: Axis, src: Type, dst: Type) -> Tensor:
+    if src.dim == dst.dim:  # another order of the same dim: every rank may need something of every other
+        return _slice(_gather(x, axis, src), axis, dst)
+    parts = _split(x, dst, axis.size).contiguous()
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received.flatten(0, 1), parts.flatten(0, 1), group=axis.group)
+    return _merge(received, src)
+
+
+_Way = Callable[[Tensor, Axis, Type, Type], Tensor]
+
+_WAYS: Final[Mapping[tuple[str, str], tuple[_Way, _Way]]] = {
+    ("I", "R"): (lambda x, a, s, d: x, lambda g, a, s, d: _sum(g, a)),
+    ("S", "R"): (lambda x, a, s, d: _gather(x, a, s), lambda g, a, s, d: _scatter_sum(g, a, s)),
+    ("S", "I"): (lambda x, a, s, d: _gather(x, a, s), lambda g, a, s, d: _slice(g, a, s)),
+    ("P", "I"): (lambda x, a, s, d: _sum(x, a), lambda g, a, s, d: g),
+    ("P", "R"): (lambda x, a, s, d: _sum(x, a), lambda g, a, s, d: _sum(g, a)),
+    ("P", "S"): (lambda x, a, s, d: _scatter_sum(x, a, d), lambda g, a, s, d: _gather(g, a, d)),
+    ("S", "S"): (_exchange, lambda g, a, s, d: _exchange(g, a, d, s)),
+    ("I", "S"): (lambda x, a, s, d: _slice(x, a, d), lambda g, a, s, d: _gather(g, a, d)),
+    ("R", "S"): (lambda x, a, s, d: _slice(x, a, d), lambda g, a, s, d: _pad(g, a, d)),
+}
+"""(forward, backward) of every transition; the table of :mod:`autopar.spmd`, in code."""
+
+
+def reduce_sum_(x: Tensor, axis: Axis, *, async_op: bool = False) -> dist.Work | None:
+    """Sum ``x`` over the axis, in place. With ``async_op``, ``x`` is ready after the result's ``wait()``."""
+    return None if axis.size == 1 else dist.all_reduce(x, group=axis.group, async_op=async_op)
+
+
+def reduce_max_(x: Tensor, axis: Axis) -> None:
+    """The elementwise maximum of ``x`` over the axis, in place."""
+    if axis.size > 1:
+        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=axis.group)
+
+
+def broadcast_(x: Tensor, axis: Axis, source: int) -> None:
+    """Overwrite ``x`` by that of the rank with index ``source`` on the axis."""
+    if axis.size > 1:
+        dist.broadcast(x, group=axis.group, group_src=source)
+
+
+def send(x: Tensor, axis: Axis, to: int) -> dist.Work:
+    """Start to send contiguous ``x`` to index ``to`` of the axis. Keep it unchanged until that is done."""
+    return _started(dist.isend(x, group=axis.group, group_dst=to))
+
+
+def receive_(x: Tensor, axis: Axis, source: int) -> dist.Work:
+    """Start to fill contiguous ``x`` from index ``source`` of the axis; it is there after ``wait()``."""
+    return _started(dist.irecv(x, group=axis.group, group_src=source))
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "a rank outside of the group"
+    return work
+
+
+def subgroups(axes: Axes, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, Axis]:
+    """Join further groups: name -> global ranks, in order, this rank among them. All ranks must call it.
+
+    Ranks need not want the same: they first tell each other, then all make all groups in the same order.
+    """
+    if axes.world.size == 1:
+        return {name: Axis.of(name, ranks, axes.rank, None) for name, ranks in wanted.items()}
+    everyone: list[Mapping[str, tuple[int, ...]]] = [{}] * axes.world.size
+    dist.all_gather_object(everyone, dict(wanted))
+    groups = {
+        (name, ranks): dist.new_group(list(ranks), group_desc=name)
+        for name, ranks in sorted({item for wants in everyone for item in wants.items() if len(item[1]) > 1})
+    }
+    return {
+        name: Axis.of(name, ranks, axes.rank, groups.get((name, ranks))) for name, ranks in wanted.items()
+    }

@@ -1,0 +1,41 @@
+"""Random ops on many ranks: equal where their value is replicated, independent where it is split.
+
+Every random op runs under a seed of its own, made from where it stands (training step, microbatch, layer, op)
+and from the rank's place on the axes that split its value. So it repeats itself when it is recomputed in the
+backward, and no rank's stream depends on what other ops drew before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from autopar.runtime.axes import Axes
+
+
+def op_seed(axes: Axes, op: int, own_axes: Sequence[str]) -> int:
+    """The seed of random op number ``op`` here and now; ranks that differ only on other axes get the same."""
+    place = [(name, axes[name].index) for name in sorted(own_axes)]
+    text = repr((axes.seed, axes.stream.step, axes.stream.microbatch, axes.scope, op, place))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+@contextmanager
+def rng(axes: Axes, op: int, own_axes: Sequence[str]) -> Iterator[None]:
+    """Within, the default generator of the CPU (and the rank's GPU) draws for ``op``; after it, as before."""
+    generators = [torch.default_generator]
+    if axes.device.type == "cuda":
+        index = axes.device.index if axes.device.index is not None else torch.cuda.current_device()
+        generators.append(torch.cuda.default_generators[index])
+    states = [generator.get_state() for generator in generators]
+    seed = op_seed(axes, op, own_axes)
+    try:
+        for generator in generators:
+            generator.manual_seed(seed)
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
