@@ -1,0 +1,254 @@
+"""The plan: every decision about a parallel job, as a frozen value that is JSON both ways.
+
+A plan holds decisions and predictions, no code: loading one executes nothing. The same model, mesh and options give the
+same bytes; ``digest`` names them. The emitted programs are derived from a plan and carry its digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from autopar.errors import AutoparError, PlanError
+from autopar.mesh import Mesh
+
+VERSION: Final = 1
+
+
+class _Value(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class InputPlan(_Value):
+    """A tensor of the batch: ``batch_dim`` is what microbatches and dp split; None: every rank takes it whole."""
+
+    name: str
+    path: str
+    shape: list[int]
+    dtype: str
+    batch_dim: int | None
+
+
+class NodePlan(_Value):
+    """Types of one op, parameter or input of a block per axis: ``"S(2), S(0) -> P"``; a parameter's is how it is stored."""
+
+    name: str
+    op: str
+    source: str
+    choices: dict[str, str]
+
+
+class BlockPlan(_Value):
+    """One distinct piece of the model; ``paths`` are the modules that are calls of it."""
+
+    name: str
+    kind: str
+    paths: list[str]
+    nodes: list[NodePlan]
+
+
+class StagePlan(_Value):
+    """One pipeline stage: calls ``first .. last`` of the model, what they are, what a rank of it costs."""
+
+    first: int
+    last: int
+    units: list[str]
+    forward_seconds: float
+    backward_seconds: float
+    parameter_bytes: int
+    state_bytes: int
+    saved_bytes: int
+    inflight: int
+    peak_bytes: int
+
+
+class CostPlan(_Value):
+    """Predicted seconds of one step and where they go, and the bound that the solvers proved."""
+
+    step_seconds: float
+    bound_seconds: float
+    compute_seconds: float
+    bubble_seconds: float
+    reduce_seconds: float
+    optimizer_seconds: float
+
+
+class Plan(_Value):
+    """See the module docstring. ``peak_bytes`` has one entry per rank."""
+
+    version: int = VERSION
+    model_name: str
+    model_fingerprint: str
+    cluster: str
+    mesh_sizes: dict[str, int]
+    batch_size: int
+    microbatches: int
+    inputs: list[InputPlan]
+    blocks: list[BlockPlan]
+    stage_plans: list[StagePlan]
+    schedule: str
+    replicated_ops: list[str]
+    cost: CostPlan
+    digest: str = Field(default="")
+
+    @model_validator(mode="after")
+    def _check(self) -> Plan:
+        Mesh(**self.mesh_sizes)
+        if self.digest and self.digest != _digest(self):
+            raise ValueError(f"its digest is {self.digest}, its content's is {_digest(self)}: it was changed by hand or damaged")
+        return self
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(**self.mesh_sizes)
+
+    @property
+    def stages(self) -> list[list[str]]:
+        """Per pipeline stage, the paths of its units."""
+        return [list(stage.units) for stage in self.stage_plans]
+
+    @property
+    def step_seconds(self) -> float:
+        return self.cost.step_seconds
+
+    @property
+    def bound_seconds(self) -> float:
+        """No placement and no cut on this mesh has a shorter step, under the same cost model."""
+        return self.cost.bound_seconds
+
+    @property
+    def peak_bytes(self) -> list[int]:
+        mesh = self.mesh
+        return [self.stage_plans[mesh.coordinate(rank, "pp")].peak_bytes for rank in range(mesh.world)]
+
+    def sealed(self) -> Plan:
+        """This plan with its digest filled in."""
+        return self.model_copy(update={"digest": _digest(self)})
+
+    def to_json(self) -> str:
+        return json.dumps(self.model_dump(), indent=1, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, *, name: str = "plan") -> Plan:
+        """Strict inverse of :meth:`to_json`. Raises PlanError where it is cut short, changed or of another version."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"{name} is no complete JSON ({error}); it was cut short or damaged: plan again") from error
+        version = data.get("version") if isinstance(data, dict) else None
+        if version != VERSION:
+            raise PlanError(f"{name} has version {version!r}, this autopar reads version {VERSION}: plan again")
+        try:
+            return cls.model_validate(data)
+        except (ValidationError, AutoparError) as error:
+            raise PlanError(f"{name} is not a valid plan: {_first_problem(error)}; plan again") from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan file (or ``plan.json`` in a directory). Raises PlanError."""
+        file = Path(path)
+        file = file / "plan.json" if file.is_dir() else file
+        try:
+            text = file.read_text()
+        except OSError as error:
+            raise PlanError(f"can't read the plan {file}: {error.strerror or error}") from error
+        return cls.from_json(text, name=str(file))
+
+    def diff(self, other: Plan) -> str:
+        """What differs, one line each: ``path: this -> other``; empty where nothing does."""
+        return "\n".join(_differences("", self.model_dump(exclude={"digest"}), other.model_dump(exclude={"digest"})))
+
+    def explain(self) -> str:
+        """Degrees, stages, layouts and costs, as text."""
+        return "\n".join(_explain(self))
+
+    def __str__(self) -> str:
+        return self.explain()
+
+
+def _digest(plan: Plan) -> str:
+    content = json.dumps(plan.model_dump(exclude={"digest"}), sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def _first_problem(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc'])) or 'the plan'}: {first['msg']}"
+    return str(error)
+
+
+def _differences(path: str, a: Any, b: Any) -> Iterator[str]:
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in sorted(a.keys() | b.keys()):
+            yield from _differences(f"{path}.{key}" if path else key, a.get(key), b.get(key))
+    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            label = x.get("name", i) if isinstance(x, dict) else i
+            yield from _differences(f"{path}[{label}]", x, y)
+    elif a != b:
+        yield f"{path}: {_short(a)} -> {_short(b)}"
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _explain(plan: Plan) -> Iterator[str]:
+    cost = plan.cost
+    yield f"{plan.model_name} on {plan.mesh.world} x {plan.cluster}: {plan.mesh}   (plan {plan.digest})"
+    per_rank = plan.batch_size // plan.microbatches // plan.mesh.dp
+    yield f"batch {plan.batch_size} = {plan.microbatches} microbatches x dp {plan.mesh.dp} x {per_rank}, schedule {plan.schedule}"
+    gap = 100 * (1 - cost.bound_seconds / cost.step_seconds) if cost.step_seconds else 0.0
+    yield f"step {seconds_text(cost.step_seconds)}; nothing on this mesh is below {seconds_text(cost.bound_seconds)} ({gap:.1f} % gap)"
+    parts = [("compute and tp", cost.compute_seconds), ("bubble", cost.bubble_seconds)]
+    parts += [("gradient reduction", cost.reduce_seconds), ("optimizer", cost.optimizer_seconds)]
+    yield "  " + ", ".join(f"{name} {seconds_text(value)}" for name, value in parts)
+    yield ""
+    for k, stage in enumerate(plan.stage_plans):
+        yield (
+            f"stage {k}: {_units_text(stage.units)}   forward {seconds_text(stage.forward_seconds)}, backward "
+            f"{seconds_text(stage.backward_seconds)}, parameters {bytes_text(stage.parameter_bytes)}, "
+            f"peak {bytes_text(stage.peak_bytes)} ({stage.inflight} in flight)"
+        )
+    for block in plan.blocks:
+        yield ""
+        yield f"{block.name}: {_units_text(block.paths)}"
+        yield from _explain_block(block)
+    if plan.replicated_ops:
+        yield ""
+        yield "computed whole on every rank (autopar has no rule for them): " + ", ".join(plan.replicated_ops)
+
+
+def _explain_block(block: BlockPlan) -> Iterator[str]:
+    rows = [n for n in block.nodes if n.choices]
+    width = max((len(n.name) for n in rows), default=0)
+    for node in rows:
+        types = "   ".join(f"{axis}: {choice}" for axis, choice in node.choices.items())
+        yield f"  {node.name:<{width}}  {types}   {node.source}".rstrip()
+
+
+def _units_text(units: list[str]) -> str:
+    """``model.layers.0 … model.layers.3``; code between modules has no path."""
+    named = [u or "(glue)" for u in units]
+    return ", ".join(named) if len(named) <= 3 else f"{named[0]} … {named[-1]} ({len(named)})"
+
+
+def seconds_text(seconds: float) -> str:
+    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if seconds >= factor:
+            return f"{seconds / factor:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns" if seconds else "0 s"
+
+
+def bytes_text(bytes_: float) -> str:
+    for factor, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if bytes_ >= factor:
+            return f"{bytes_ / factor:.3g} {unit}"
+    return f"{bytes_:.0f} B"

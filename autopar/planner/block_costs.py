@@ -1,0 +1,113 @@
+"""What one call of a block costs a rank, read off its solved, local graph: nothing is derived twice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.cluster import Device, Link
+from autopar.cost_models import collective
+from autopar.graph import AxisRef, Block, Info, RuntimeOp, info, op_name, operands
+from autopar.planner.prices import is_free, op_seconds
+from autopar.rules import lookup
+from autopar.rules.base import Op
+from autopar.spmd import Type, transition
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """Per call and microbatch: seconds of the passes, bytes kept from forward to backward, bytes of parameters."""
+
+    forward_seconds: float
+    backward_seconds: float
+    saved_bytes: int
+    parameter_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_seconds + self.backward_seconds
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What ``block_cost`` needs to know of where the block runs."""
+
+    device: Device
+    links: Mapping[str, Link]
+    sizes: Mapping[str, int]
+
+
+def block_cost(block: Block, machine: Machine) -> BlockCost:
+    forward = backward = 0.0
+    for node in block.ops:
+        there, back = _node_seconds(node, machine)
+        forward += there
+        backward += back
+    parameters = sum(info(p).meta.bytes for p in block.placeholders("parameter"))
+    return BlockCost(forward, backward, saved_bytes(block), parameters)
+
+
+def _node_seconds(node: fx.Node, machine: Machine) -> tuple[float, float]:
+    if isinstance(node.target, RuntimeOp) and "src" in node.kwargs:
+        return _transition_seconds(node, machine)
+    op = Op.of(node)
+    rule = lookup(op.name)
+    choice = whole_choice(node)
+    total = op_seconds(node, op, rule, choice, 1, machine.device)
+    inside = sum(
+        collective.seconds(kind, bytes_, machine.sizes[axis], machine.links[axis])
+        for axis, taken in info(node).choices.items()
+        if axis in machine.sizes and taken.form
+        for kind, bytes_ in rule.communication(op, taken, machine.sizes[axis])
+    )
+    forward = total / 3 if op.result.needs_grad else total
+    return forward + inside, total - forward
+
+
+def whole_choice(node: fx.Node):  # type: ignore[no-untyped-def]
+    """The op as its local shapes say it: nothing left to split."""
+    from autopar.graph import Choice
+    from autopar.spmd import R
+
+    return Choice((R,) * len(operands(node)), R)
+
+
+def _transition_seconds(node: fx.Node, machine: Machine) -> tuple[float, float]:
+    axis_ref = node.args[1]
+    src, dst = node.kwargs["src"], node.kwargs["dst"]
+    assert isinstance(axis_ref, AxisRef) and isinstance(src, Type) and isinstance(dst, Type)
+    step = transition(src, dst)
+    assert step is not None
+    operand = node.args[0]
+    assert isinstance(operand, fx.Node)
+    if info(operand).role == "parameter":
+        return 0.0, 0.0  # hoisted: once per step, in the reduction of gradients
+    size, link = machine.sizes[axis_ref.name], machine.links[axis_ref.name]
+    here, there = info(operand), info(node)
+    full = max(here.meta.bytes, there.meta.bytes)
+    back = step.backward if there.meta.needs_grad else None
+    return _wire(step.forward, full, size, link), _wire(back, full, size, link)
+
+
+def _wire(kind: str | None, bytes_: int, size: int, link: Link) -> float:
+    return collective.seconds(kind, bytes_, size, link) if kind else 0.0
+
+
+def saved_bytes(block: Block) -> int:
+    """Bytes of results that the backward of some op needs: every value with a gradient that isn't a view.
+
+    An upper estimate: autograd keeps operands of products and results of nonlinear ops, not those of sums.
+    """
+    kept: dict[fx.Node, Info] = {}
+    for node in block.ops:
+        data = info(node)
+        if data.meta.needs_grad and not is_free(node) and _keeps(node):
+            kept[node] = data
+    return sum(m.bytes for data in kept.values() for m in data.outputs)
+
+
+def _keeps(node: fx.Node) -> bool:
+    """A sum's result is kept only by those who use it."""
+    return any(not lookup(op_name(user)).linear_sum for user in node.users if user.op == "call_function")

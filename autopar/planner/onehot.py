@@ -1,0 +1,194 @@
+"""The one MILP of autopar's placement problems: one choice per vertex, a price per change of type on each edge.
+
+Sets
+    V vertices (ops, parameters, inputs), each with choices C_v; E edges u -> v (v's operand ``position`` is u's result)
+Variables
+    x_v[c] in {0, 1}        vertex v takes choice c
+    e[a, b] >= 0            edge: u's result has type a, v takes it as b           (marginals, not products)
+    z_u[a, b] >= 0          the consumers of u that share one changed copy         (only where several do)
+Objective
+    min  sum_v cost_v[c] x_v[c]  +  sum_edges price[a, b] e[a, b]  (or z[a, b] once per share)   :func:`_objective`
+Constraints
+    sum_c x_v[c] = 1                                                                :func:`_one_choice`
+    sum_b e[a, b] = sum of x_u[c] whose result is a                                 :func:`_marginals`
+    sum_a e[a, b] = sum of x_v[c] that takes this operand as b                      :func:`_marginals`
+    z_u[a, b] >= e[a, b]  for every edge of the share                               :func:`_shares`
+    x_v[c] = x_w[c]         for vertices that are one stored tensor                 :func:`_ties`
+    sum_v bytes_v[c] x_v[c] <= budget                                               :func:`_budget`
+
+The marginal form keeps the relaxation tight (compare the linearised product): see DESIGN 4.3.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from ortools.linear_solver.python import model_builder as milp
+
+from autopar.errors import ShardingError
+from autopar.spmd import Type
+
+_MICROSECOND = 1e-6  # the solver sees microseconds: its tolerances are absolute
+
+
+@dataclass(frozen=True)
+class Vertex:
+    """``results[c]`` and ``operands[c]`` are the types of choice c; ``seconds[c]`` and ``bytes[c]`` what it costs."""
+
+    name: str
+    results: tuple[Type, ...]
+    operands: tuple[tuple[Type, ...], ...]
+    seconds: tuple[float, ...]
+    bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Edge:
+    """``prices`` has every allowed change of type, in seconds; edges of one source and ``share`` pay each once."""
+
+    source: int
+    target: int
+    position: int
+    prices: dict[tuple[Type, Type], float]
+    share: Hashable = None
+
+
+@dataclass(frozen=True)
+class Problem:
+    vertices: tuple[Vertex, ...]
+    edges: tuple[Edge, ...]
+    ties: tuple[tuple[int, int], ...] = ()
+    budget_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Solution:
+    """``choices[v]`` is an index into C_v; the bound is proven: no assignment costs less."""
+
+    choices: tuple[int, ...]
+    seconds: float
+    bound_seconds: float
+
+
+Variables = list[list[milp.Variable]]
+Flows = list[dict[tuple[Type, Type], milp.Variable]]
+
+
+def solve(problem: Problem, *, time_limit_seconds: float = 60.0) -> Solution:
+    """The cheapest assignment. Raises ShardingError where none satisfies the constraints."""
+    model = milp.Model()
+    x: Variables = [[model.new_bool_var(f"x{v}_{c}") for c in range(len(vertex.results))]
+                    for v, vertex in enumerate(problem.vertices)]
+    _one_choice(model, x)
+    e = _marginals(model, problem, x)
+    z = _shares(model, problem, e)
+    _ties(model, problem, x)
+    _budget(model, problem, x)
+    _objective(model, problem, x, e, z)
+    solver = milp.Solver("scip")
+    solver.set_time_limit_in_seconds(time_limit_seconds)
+    status = solver.solve(model)
+    if status not in (milp.SolveStatus.OPTIMAL, milp.SolveStatus.FEASIBLE):
+        raise ShardingError(f"no placement satisfies every op and the memory budget ({status.name.lower()})")
+    choices = tuple(max(range(len(row)), key=lambda c: solver.value(row[c])) for row in x)
+    bound = min(solver.best_objective_bound, solver.objective_value)
+    return Solution(choices, solver.objective_value * _MICROSECOND, bound * _MICROSECOND)
+
+
+def _one_choice(model: milp.Model, x: Variables) -> None:
+    for row in x:
+        model.add(milp.LinearExpr.sum(row) == 1)
+
+
+def _marginals(model: milp.Model, problem: Problem, x: Variables) -> Flows:
+    flows: Flows = []
+    for number, edge in enumerate(problem.edges):
+        source, target = problem.vertices[edge.source], problem.vertices[edge.target]
+        made = _by_type(source.results, x[edge.source])
+        taken = _by_type([row[edge.position] for row in target.operands], x[edge.target])
+        flow = {
+            (a, b): model.new_num_var(0.0, 1.0, f"e{number}_{a}_{b}")
+            for a in made
+            for b in taken
+            if (a, b) in edge.prices
+        }
+        for a, producers in made.items():
+            outgoing = [variable for (p, _), variable in flow.items() if p == a]
+            model.add(milp.LinearExpr.sum(outgoing) == milp.LinearExpr.sum(producers))
+        for b, consumers in taken.items():
+            incoming = [variable for (_, q), variable in flow.items() if q == b]
+            model.add(milp.LinearExpr.sum(incoming) == milp.LinearExpr.sum(consumers))
+        flows.append(flow)
+    return flows
+
+
+def _by_type(types: Sequence[Type], row: list[milp.Variable]) -> dict[Type, list[milp.Variable]]:
+    found: dict[Type, list[milp.Variable]] = defaultdict(list)
+    for kind, variable in zip(types, row, strict=True):
+        found[kind].append(variable)
+    return found
+
+
+def _shares(model: milp.Model, problem: Problem, e: Flows) -> dict[tuple[int, Hashable], dict[tuple[Type, Type], milp.Variable]]:
+    groups: dict[tuple[int, Hashable], list[int]] = defaultdict(list)
+    for number, edge in enumerate(problem.edges):
+        if edge.share is not None:
+            groups[edge.source, edge.share].append(number)
+    shared: dict[tuple[int, Hashable], dict[tuple[Type, Type], milp.Variable]] = {}
+    for key, numbers in groups.items():
+        if len(numbers) < 2:
+            continue
+        pairs = {pair for n in numbers for pair in e[n] if problem.edges[n].prices[pair] > 0}
+        ordered = sorted(pairs)
+        shared[key] = {pair: model.new_num_var(0.0, 1.0, f"z{key[0]}_{pair}") for pair in ordered}
+        for n in numbers:
+            for pair in ordered:
+                if pair in e[n]:
+                    model.add(shared[key][pair] >= e[n][pair])
+    return shared
+
+
+def _ties(model: milp.Model, problem: Problem, x: Variables) -> None:
+    for v, w in problem.ties:
+        first, second = problem.vertices[v], problem.vertices[w]
+        for c, kind in enumerate(first.results):
+            same = [x[w][d] for d, other in enumerate(second.results) if other == kind]
+            model.add(x[v][c] == (milp.LinearExpr.sum(same) if same else 0))
+
+
+def _budget(model: milp.Model, problem: Problem, x: Variables) -> None:
+    if problem.budget_bytes is None:
+        return
+    terms = [
+        (bytes_ / problem.budget_bytes) * variable
+        for vertex, row in zip(problem.vertices, x, strict=True)
+        for bytes_, variable in zip(vertex.bytes, row, strict=True)
+        if bytes_
+    ]
+    if terms:
+        model.add(milp.LinearExpr.sum(terms) <= 1)
+
+
+def _objective(
+    model: milp.Model,
+    problem: Problem,
+    x: Variables,
+    e: Flows,
+    z: dict[tuple[int, Hashable], dict[tuple[Type, Type], milp.Variable]],
+) -> None:
+    terms = []
+    for vertex, row in zip(problem.vertices, x, strict=True):
+        terms += [s / _MICROSECOND * v for s, v in zip(vertex.seconds, row, strict=True) if s]
+    paid: set[tuple[int, Hashable]] = set()
+    for edge, flow in zip(problem.edges, e, strict=True):
+        key = (edge.source, edge.share)
+        if edge.share is not None and key in z:
+            if key in paid:
+                continue
+            paid.add(key)
+            terms += [edge.prices[pair] / _MICROSECOND * v for pair, v in z[key].items() if pair in edge.prices]
+        else:
+            terms += [edge.prices[pair] / _MICROSECOND * v for pair, v in flow.items() if edge.prices[pair]]
+    model.minimize(milp.LinearExpr.sum(terms) if terms else 0)

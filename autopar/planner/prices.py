@@ -1,0 +1,115 @@
+"""What a choice or a change of type costs on one axis, in seconds per microbatch, forward and backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import fx
+
+from autopar.cluster import Device, Link
+from autopar.cost_models import collective, compute
+from autopar.graph import Choice, Meta, op_name
+from autopar.rules.base import Op, Rule
+from autopar.spmd import P, R, Type, transition
+
+FORBIDDEN_SECONDS = 1e4
+"""Price of a change that can't be executed: a solution that pays it is a refusal, and names the op."""
+
+
+class Prices(Protocol):
+    """Prices on one axis."""
+
+    def op(self, node: fx.Node, op: Op, rule: Rule, choice: Choice) -> float: ...
+
+    def change(self, meta: Meta, src: Type, dst: Type, *, per_step: bool, from_tables: bool) -> float | None: ...
+
+
+@dataclass(frozen=True)
+class RankPrices:
+    """Prices on an axis of real ranks: roofline compute, latency-bandwidth collectives."""
+
+    size: int
+    device: Device
+    link: Link
+    microbatches: int
+
+    def op(self, node: fx.Node, op: Op, rule: Rule, choice: Choice) -> float:
+        """Forward and backward seconds of one rank, the communication inside the op's form included."""
+        inside = sum(self._collective(kind, bytes_) for kind, bytes_ in rule.communication(op, choice, self.size))
+        return inside + op_seconds(node, op, rule, choice, self.size, self.device)
+
+    def change(self, meta: Meta, src: Type, dst: Type, *, per_step: bool, from_tables: bool) -> float | None:
+        """Seconds of a transition both ways; ``per_step``: its backward runs once per step (gradients of
+        parameters); ``from_tables``: a total over the batch, once per step. None: there is no such transition."""
+        if src == dst:
+            return 0.0
+        step = transition(src, dst)
+        if step is None:
+            return None
+        forward = self._one_way(step.forward, meta)
+        backward = self._one_way(step.backward, meta) if meta.needs_grad else 0.0
+        if per_step:
+            return forward + backward / self.microbatches
+        return (forward + backward) / (self.microbatches if from_tables else 1)
+
+    def _one_way(self, kind: str | None, meta: Meta) -> float:
+        if kind is None:
+            return meta.bytes / self.size / self.device.memory_bytes_per_second
+        return self._collective(kind, meta.bytes // self.size if kind == "all_to_all" else meta.bytes)
+
+    def _collective(self, kind: str, bytes_: int) -> float:
+        return collective.seconds(kind, bytes_, self.size, self.link)
+
+
+@dataclass(frozen=True)
+class MicrobatchPrices:
+    """Prices on the axis of microbatches: they run one after another, so nothing can be exchanged between them.
+
+    Only what the batch alone determines can be summed over them, before the step (the number of tokens, say).
+    """
+
+    def op(self, node: fx.Node, op: Op, rule: Rule, choice: Choice) -> float:
+        return 0.0
+
+    def change(self, meta: Meta, src: Type, dst: Type, *, per_step: bool, from_tables: bool) -> float | None:
+        if src == dst:
+            return 0.0
+        if (src, dst) == (P, R) and from_tables and not meta.shape:
+            return 0.0
+        return FORBIDDEN_SECONDS if transition(src, dst) is not None else None
+
+
+def op_seconds(node: fx.Node, op: Op, rule: Rule, choice: Choice, size: int, device: Device) -> float:
+    """Roofline seconds of forward plus backward of the part one rank computes."""
+    if is_free(node):
+        return 0.0
+    split = choice.result.is_shard or any(kind.is_shard for kind in choice.operands)
+    flops = rule.flops(op) / (size if split else 1)
+    moved = sum(_local_bytes(m, k, size) for m, k in zip(op.operands, choice.operands, strict=True))
+    moved += sum(_local_bytes(m, choice.result, size) for m in op.outputs)
+    forward = compute.seconds(flops, moved, dtype_name(op.result.dtype), device)
+    if not op.result.needs_grad:
+        return forward
+    factors = max(1, sum(m.needs_grad for m in op.operands)) if flops else 1
+    return forward + factors * compute.seconds(flops, moved, dtype_name(op.result.dtype), device)
+
+
+def is_free(node: fx.Node) -> bool:
+    """Views cost nothing: the op's schema says that its result aliases its operand."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return op_name(node) == "getitem"
+    return any(r.alias_info is not None for r in target._schema.returns)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _local_bytes(meta: Meta, kind: Type, size: int) -> int:
+    return meta.bytes // size if kind.is_shard else meta.bytes
+
+
+__all__ = ["FORBIDDEN_SECONDS", "MicrobatchPrices", "Prices", "R", "RankPrices", "dtype_name", "is_free", "op_seconds"]

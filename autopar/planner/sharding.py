@@ -1,0 +1,266 @@
+"""Which type every tensor has on one axis: the model's blocks as one MILP (:mod:`autopar.planner.onehot`).
+
+Folding keeps it small: a block is in the problem once, its costs times the number of its calls; an edge between two
+calls is an edge between their blocks, so a repeated layer closes on itself and depth costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from autopar.errors import PlanError, ShardingError
+from autopar.graph import INPUT_CALL, Choice, Model, info, op_name, operands, where
+from autopar.planner.onehot import Edge, Problem, Solution, Vertex, solve
+from autopar.planner.prices import FORBIDDEN_SECONDS, Prices
+from autopar.rules import has_rule, lookup
+from autopar.rules.base import Op, Splits, legal_choices
+from autopar.spmd import I, P, R, S, Type, can_become, divides
+
+Key = tuple[int, fx.Node | int]
+"""(block, node), or (INPUT_CALL, position) for a tensor of the batch."""
+
+_STATE_COPIES = 4  # parameter, gradient and two moments, for the memory constraint
+
+
+@dataclass(frozen=True)
+class AxisProblem:
+    """One axis to solve: its size, what things cost on it, and whether the batch and parameters are split."""
+
+    axis: str
+    size: int
+    prices: Prices
+    splits_batch: bool  # tensors of the batch come split on their batch dim
+    shards_parameters: bool  # parameters may be stored S; else whole
+    budget_bytes: int | None = None
+
+
+@dataclass
+class _Build:
+    model: Model
+    problem: AxisProblem
+    splits: dict[Key, Splits] = field(default_factory=dict)
+    choices: dict[Key, list[Choice]] = field(default_factory=dict)
+    index: dict[Key, int] = field(default_factory=dict)
+    vertices: list[Vertex] = field(default_factory=list)
+    edges: list[Edge] = field(default_factory=list)
+
+
+def solve_axis(model: Model, problem: AxisProblem) -> Solution:
+    """Choose and write ``info(node).choices[axis]`` for every node. Returns cost and proven bound.
+
+    Raises ShardingError naming the ops where the axis can't be executed.
+    """
+    build = _build(model, problem)
+    solution = solve(Problem(tuple(build.vertices), tuple(build.edges), _ties(build), problem.budget_bytes))
+    for key, position in build.index.items():
+        block, node = key
+        if block != INPUT_CALL:
+            assert isinstance(node, fx.Node)
+            info(node).choices[problem.axis] = build.choices[key][solution.choices[position]]
+    if solution.seconds >= FORBIDDEN_SECONDS / 2:
+        raise ShardingError(_refusal(build))
+    return solution
+
+
+def apply_choices(model: Model, problem: AxisProblem, pins: Mapping[tuple[str, str], str]) -> Solution:
+    """Take every node's choice from ``pins`` ((block, node) -> text) instead of solving.
+
+    Raises PlanError where a node has none, or one that isn't legal for this model on this axis.
+    """
+    build = _build(model, problem)
+    seconds = 0.0
+    for key, position in build.index.items():
+        if key[0] == INPUT_CALL:
+            continue
+        block, node = model.blocks[key[0]], key[1]
+        assert isinstance(node, fx.Node)
+        text = pins.get((block.name, node.name))
+        legal = {str(choice): c for c, choice in enumerate(build.choices[key])}
+        if text not in legal:
+            raise PlanError(
+                f"the plan has {text or 'nothing'} for {where(node)} on {problem.axis}, which may be one of "
+                f"{list(legal)}: it was made for another model or another autopar; plan again"
+            )
+        info(node).choices[problem.axis] = build.choices[key][legal[text]]
+        seconds += build.vertices[position].seconds[legal[text]]
+    return Solution((), seconds, seconds)
+
+
+def _build(model: Model, problem: AxisProblem) -> _Build:
+    build = _Build(model, problem)
+    _spread_splits(build)
+    _add_vertices(build)
+    _add_edges(build)
+    return build
+
+
+def _spread_splits(build: _Build) -> None:
+    """Carry split points over ops and edges until nothing changes."""
+    model = build.model
+    for position, item in enumerate(model.inputs):
+        build.splits[INPUT_CALL, position] = [{1} for _ in item.meta.shape]
+    for number, block in enumerate(model.blocks):
+        for node in block.graph.nodes:
+            if node.op != "output":
+                build.splits[number, node] = [{1} for _ in info(node).meta.shape]
+    links = [_op_link(build, n, node) for n, block in enumerate(model.blocks) for node in block.ops]
+    edges = [_edge_keys(model, edge) for edge in model.edges()]
+    before = -1
+    while before != (before := _size(build)):
+        for rule, op, inputs, output in links:
+            rule.link(op, inputs, output)
+        for source, target in edges:
+            for a, b in zip(build.splits[source], build.splits[target], strict=True):
+                a |= b
+                b |= a
+
+
+def _size(build: _Build) -> int:
+    return sum(len(s) for splits in build.splits.values() for s in splits)
+
+
+def _op_link(build: _Build, number: int, node: fx.Node):  # type: ignore[no-untyped-def]
+    op = Op.of(node)
+    inputs = [build.splits[number, o] for o in operands(node)]
+    return lookup(op.name), op, inputs, build.splits[number, node]
+
+
+def _edge_keys(model: Model, edge: tuple[int, int, int, int]) -> tuple[Key, Key]:
+    source_block, output, target_block, position = edge
+    target = (target_block, model.blocks[target_block].inputs[position])
+    if source_block == INPUT_CALL:
+        return (INPUT_CALL, output), target
+    return (source_block, model.blocks[source_block].outputs[output]), target
+
+
+def _add_vertices(build: _Build) -> None:
+    model, problem = build.model, build.problem
+    for position, item in enumerate(model.inputs):
+        split = problem.splits_batch and item.batch_dim is not None
+        kind = S(item.batch_dim) if split and item.batch_dim is not None else R
+        _vertex(build, (INPUT_CALL, position), [Choice((), kind)], [0.0], [0], 1, item.name)
+    counts = model.counts()
+    for number, block in enumerate(model.blocks):
+        for node in block.placeholders("parameter", "buffer"):
+            _parameter_vertex(build, number, node, counts[number])
+        for node in block.inputs:
+            kinds = _input_types(build, number, node)
+            choices = [Choice((k,), k) for k in kinds]
+            _vertex(build, (number, node), choices, [0.0] * len(kinds), [0] * len(kinds), 1, node.name)
+        for node in block.ops:
+            _op_vertex(build, number, node, counts[number])
+
+
+def _vertex(
+    build: _Build, key: Key, choices: list[Choice], seconds: Sequence[float], bytes_: Sequence[int], count: int, name: str
+) -> None:
+    build.index[key] = len(build.vertices)
+    build.choices[key] = choices
+    results = tuple(c.result for c in choices)
+    taken = tuple(c.operands for c in choices)
+    costs = tuple(s * count for s in seconds)
+    build.vertices.append(Vertex(name, results, taken, costs, tuple(b * count for b in bytes_)))
+
+
+def _parameter_vertex(build: _Build, number: int, node: fx.Node, count: int) -> None:
+    meta, size = info(node).meta, build.problem.size
+    kinds: list[Type] = [I if meta.needs_grad and build.problem.axis != "mb" else R]
+    if build.problem.shards_parameters and meta.needs_grad:
+        kinds += _shards(build.splits[number, node], meta.shape, size)
+    stored = [meta.bytes * _STATE_COPIES // (size if k.is_shard else 1) for k in kinds]
+    _vertex(build, (number, node), [Choice((), k) for k in kinds], [0.0] * len(kinds), stored, count, node.name)
+
+
+def _shards(splits: Splits, shape: tuple[int, ...], size: int) -> list[Type]:
+    kinds = [S(d, outer) for d, outers in enumerate(splits) for outer in sorted(outers)]
+    return [k for k in kinds if divides(shape, k, size)]
+
+
+def _input_types(build: _Build, number: int, node: fx.Node) -> list[Type]:
+    """What can come in at all; the edges decide."""
+    meta = info(node).meta
+    kinds = [R, *([I] if meta.needs_grad else []), P]
+    return kinds + _shards(build.splits[number, node], meta.shape, build.problem.size)
+
+
+def _op_vertex(build: _Build, number: int, node: fx.Node, count: int) -> None:
+    op = Op.of(node)
+    rule = lookup(op.name)
+    inputs = [build.splits[number, o] for o in operands(node)]
+    choices = legal_choices(rule, op, build.problem.size, inputs, build.splits[number, node])
+    if _is_loss(build.model, number, node):
+        choices = [c for c in choices if c.result in (P, I)]
+    seconds = [build.problem.prices.op(node, op, rule, c) for c in choices]
+    _vertex(build, (number, node), choices, seconds, [0] * len(choices), count, node.name)
+
+
+def _is_loss(model: Model, number: int, node: fx.Node) -> bool:
+    loss = model.loss
+    return model.calls[loss.call].block == number and model.blocks[number].outputs[loss.output] is node
+
+
+def _add_edges(build: _Build) -> None:
+    model = build.model
+    counts = model.counts()
+    for number, block in enumerate(model.blocks):
+        from_tables = block.kind == "tables"
+        for node in block.ops:
+            for position, operand in enumerate(operands(node)):
+                per_step = info(operand).role == "parameter"
+                _edge(build, (number, operand), (number, node), position, counts[number], number, per_step, from_tables)
+    for edge, count in model.edges().items():
+        source, target = _edge_keys(model, edge)
+        from_tables = source[0] != INPUT_CALL and model.blocks[source[0]].kind == "tables"
+        _edge(build, source, target, 0, count, None, False, from_tables)
+
+
+def _edge(
+    build: _Build, source: Key, target: Key, position: int, count: int, share: int | None, per_step: bool, from_tables: bool
+) -> None:
+    meta = build.model.inputs[source[1]].meta if source[0] == INPUT_CALL else info(source[1]).meta  # type: ignore[index,arg-type]
+    made = {c.result for c in build.choices[source]}
+    taken = {c.operands[position] for c in build.choices[target]}
+    prices: dict[tuple[Type, Type], float] = {}
+    tuple_result = source[0] != INPUT_CALL and len(info(source[1]).outputs) > 1  # type: ignore[arg-type]
+    for a in sorted(made):
+        for b in sorted(taken):
+            if not can_become(a, b) or (tuple_result and a != b):
+                continue
+            price = build.problem.prices.change(meta, a, b, per_step=per_step, from_tables=from_tables)
+            if price is not None:
+                prices[a, b] = price * count
+    build.edges.append(Edge(build.index[source], build.index[target], position, prices, share))
+
+
+def _ties(build: _Build) -> tuple[tuple[int, int], ...]:
+    """Placeholders that hold one stored tensor (tied weights)."""
+    first: dict[str, int] = {}
+    ties: dict[tuple[int, int], None] = {}
+    for call in build.model.calls:
+        for name, node in zip(call.parameters, build.model.block_of(call).parameters, strict=True):
+            here = build.index[call.block, node]
+            owner = first.setdefault(name, here)
+            if owner != here:
+                ties[owner, here] = None
+    return tuple(ties)
+
+
+def _refusal(build: _Build) -> str:
+    """Why the axis can't be executed: the ops at which microbatches would have to be exchanged."""
+    axis = build.problem.axis
+    culprits = []
+    for block in build.model.blocks:
+        for node in block.ops:
+            for operand, kind in zip(operands(node), info(node).choices[axis].operands, strict=True):
+                given = info(operand).choices[axis].result
+                if given != kind:
+                    known = "" if has_rule(op_name(node)) else " (an op autopar has no rule for)"
+                    culprits.append(f"{where(node)}{known}")
+    what = "; ".join(dict.fromkeys(culprits)) or "the loss"
+    return (
+        f"the batch can't be split into {build.problem.size} microbatches: {what} needs the whole batch at once. "
+        "Use microbatches=1, or add a rule for the op (CONTRIBUTING: a new op rule)."
+    )

@@ -1,0 +1,153 @@
+"""Where to cut a model into contiguous pipeline stages: an ILP over the folded calls, solved by CP-SAT.
+
+Sets
+    units i = 0..n-1 (calls in order: embedding, layers, head with loss), stages k = 0..p-1
+Variables
+    c_k in 0..n, c_0 = 0, c_p = n, c_k < c_{k+1}            first unit of stage k           :func:`_cuts`
+    T >= seconds of every stage, M >= bytes of every stage              :func:`_maximum`
+Objective
+    min T (the slowest stage sets the pace of a pipeline), then, at that T, min M
+Constraints
+    seconds_k = time[c_{k+1}] - time[c_k] + send[c_k] + send[c_{k+1}]   prefix sums by element  :func:`_stage_seconds`
+    bytes_k   = state[c_{k+1}] - state[c_k] + inflight_k * (saved[c_{k+1}] - saved[c_k]) <= budget :func:`_stage_bytes`
+
+``inflight_k`` is how many microbatches the schedule keeps between forward and backward on stage k.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ortools.sat.python import cp_model
+
+from autopar.errors import StageError
+
+_NANOSECOND = 1e-9
+_KIB = 1024
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One call: seconds of forward plus backward per microbatch, bytes of state (parameters, gradients, optimizer),
+    bytes saved per microbatch in flight, and seconds to send what crosses a cut before it."""
+
+    name: str
+    seconds: float
+    state_bytes: int
+    saved_bytes: int
+    cut_seconds: float
+
+
+@dataclass(frozen=True)
+class Partition:
+    """``starts[k]`` is the first unit of stage k; the bound on the slowest stage is proven."""
+
+    starts: tuple[int, ...]
+    slowest_seconds: float
+    bound_seconds: float
+
+
+def partition(units: Sequence[Unit], inflight: Sequence[int], budget_bytes: int | None) -> Partition:
+    """The best contiguous partition into ``len(inflight)`` stages.
+
+    Raises StageError where there are fewer units than stages, or no partition fits ``budget_bytes`` per rank.
+    """
+    stages = len(inflight)
+    if len(units) < stages:
+        raise StageError(
+            f"the model has {len(units)} units to cut between ({', '.join(u.name for u in units)}), "
+            f"fewer than pp={stages}; use pp <= {len(units)}"
+        )
+    model = cp_model.CpModel()
+    cuts = _cuts(model, len(units), stages)
+    seconds = _stage_seconds(model, units, cuts)
+    bytes_ = _stage_bytes(model, units, cuts, inflight, budget_bytes)
+    slowest = _maximum(model, seconds, "slowest")
+    largest = _maximum(model, bytes_, "largest")
+    model.minimize(slowest)
+    pace = _solve(model, units, inflight, budget_bytes)
+    bound = pace.best_objective_bound * _NANOSECOND
+    model.add(slowest <= pace.value(slowest))
+    model.minimize(largest)
+    even = _solve(model, units, inflight, budget_bytes)
+    starts = tuple(even.value(c) for c in cuts[:-1])
+    return Partition(starts, even.value(slowest) * _NANOSECOND, bound)
+
+
+def _maximum(model: cp_model.CpModel, terms: list[cp_model.LinearExprT], name: str) -> cp_model.IntVar:
+    bound = model.new_int_var(0, 1 << 60, name)
+    for term in terms:
+        model.add(bound >= term)
+    return bound
+
+
+def _solve(
+    model: cp_model.CpModel, units: Sequence[Unit], inflight: Sequence[int], budget_bytes: int | None
+) -> cp_model.CpSolver:
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1  # the same cuts on every machine
+    solver.parameters.random_seed = 0
+    solver.parameters.max_deterministic_time = 20.0
+    status = solver.solve(model)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        need = min(u.state_bytes for u in units)
+        raise StageError(
+            f"no cut into {len(inflight)} stages fits {(budget_bytes or 0) / 2**30:.1f} GiB per rank "
+            f"(the smallest unit alone needs {need / 2**30:.1f} GiB); use more stages, tp, or fewer microbatches in flight"
+        )
+    return solver
+
+
+def _cuts(model: cp_model.CpModel, units: int, stages: int) -> list[cp_model.IntVar]:
+    cuts = [model.new_int_var(k, units - (stages - k), f"c{k}") for k in range(stages + 1)]
+    model.add(cuts[0] == 0)
+    model.add(cuts[-1] == units)
+    for a, b in itertools.pairwise(cuts):
+        model.add(a < b)
+    return cuts
+
+
+def _stage_seconds(model: cp_model.CpModel, units: Sequence[Unit], cuts: list[cp_model.IntVar]) -> list[cp_model.LinearExprT]:
+    time = _prefix([_nanoseconds(u.seconds) for u in units])
+    send = [0] + [_nanoseconds(u.cut_seconds) for u in units[1:]] + [0]
+    at = [_element(model, time, cut, "time") for cut in cuts]
+    wire = [_element(model, send, cut, "send") for cut in cuts]
+    return [at[k + 1] - at[k] + wire[k] + wire[k + 1] for k in range(len(cuts) - 1)]
+
+
+def _stage_bytes(
+    model: cp_model.CpModel,
+    units: Sequence[Unit],
+    cuts: list[cp_model.IntVar],
+    inflight: Sequence[int],
+    budget_bytes: int | None,
+) -> list[cp_model.LinearExprT]:
+    state = _prefix([_kib(u.state_bytes) for u in units])
+    saved = _prefix([_kib(u.saved_bytes) for u in units])
+    held = [_element(model, state, cut, "state") for cut in cuts]
+    kept = [_element(model, saved, cut, "saved") for cut in cuts]
+    terms = [held[k + 1] - held[k] + inflight[k] * (kept[k + 1] - kept[k]) for k in range(len(inflight))]
+    if budget_bytes is not None:
+        for term in terms:
+            model.add(term <= budget_bytes // _KIB)
+    return terms
+
+
+def _element(model: cp_model.CpModel, table: list[int], index: cp_model.IntVar, name: str) -> cp_model.IntVar:
+    value = model.new_int_var(min(table), max(table), f"{name}_{index}")
+    model.add_element(index, table, value)
+    return value
+
+
+def _prefix(values: Sequence[int]) -> list[int]:
+    return [0, *itertools.accumulate(values)]
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds / _NANOSECOND)
+
+
+def _kib(bytes_: int) -> int:
+    return -(-bytes_ // _KIB)

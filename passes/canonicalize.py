@@ -1,0 +1,177 @@
+"""canonicalize: one way of writing each thing, so that rules and readers see few forms.
+
+Guarantees: equal values and gradients. In order, on every block:
+
+1. no-ops go (``to`` the same dtype, ``alias``, ``contiguous``, ``x + 0`` on integers, a reshape to the same shape);
+2. ``view`` is ``reshape``, with its shape spelled out; chains of reshapes are one;
+3. a matrix product on flattened rows is one on the unflattened tensor (``[b*s, k]`` -> ``[b, s, k]``);
+4. the bias of a product is an addition of its own, so that a pending sum can be reduced before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from autopar.graph import Block, Model, derive, info, op_name
+
+aten = torch.ops.aten
+
+
+def canonicalize(model: Model) -> Model:
+    for block in model.blocks:
+        for rewrite in (_drop_no_ops, _name_reshapes, _merge_reshapes, _unflatten_rows, _merge_reshapes, _split_bias):
+            rewrite(block)
+        block.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
+    return model
+
+
+def _forward(graph: fx.Graph, node: fx.Node, value: fx.Node) -> None:
+    node.replace_all_uses_with(value)
+    graph.erase_node(node)
+
+
+_ALWAYS_NO_OP = {"aten.alias.default", "aten.contiguous.default", "aten.lift_fresh_copy.default"}
+_CASTS = {"aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten.type_as.default", "aten.to.other"}
+_ADDITIONS = {"aten.add.Tensor", "aten.add.Scalar"}
+_PRODUCTS_BY_ONE = {"aten.mul.Tensor", "aten.mul.Scalar"}
+_STOPS = {"aten.detach.default"}
+_RESHAPES = {
+    "aten.view.default",
+    "aten.reshape.default",
+    "aten._unsafe_view.default",
+    "aten.flatten.using_ints",
+    "aten.unflatten.int",
+    "aten.view_as.default",
+    "aten.reshape_as.default",
+    "aten.squeeze.dim",
+    "aten.squeeze.default",
+    "aten.expand.default",
+}
+
+
+def _drop_no_ops(block: Block) -> None:
+    for node in block.ops:
+        if _is_no_op(node):
+            _forward(block.graph, node, node.all_input_nodes[0])
+
+
+def _is_no_op(node: fx.Node) -> bool:
+    if not node.all_input_nodes:
+        return False
+    name, before, after = op_name(node), info(node.all_input_nodes[0]).meta, info(node).meta
+    same = before.shape == after.shape and before.dtype == after.dtype
+    if name in _ALWAYS_NO_OP or (name in _CASTS and same):
+        return True
+    if name in _ADDITIONS:
+        return same and node.args[1] == 0 and not isinstance(node.args[1], fx.Node) and len(node.args) == 2
+    if name in _PRODUCTS_BY_ONE:
+        return same and not isinstance(node.args[1], fx.Node) and node.args[1] == 1
+    if name in _STOPS:
+        return not before.needs_grad
+    return name in _RESHAPES and same
+
+
+def _name_reshapes(block: Block) -> None:
+    """Reshapes whose shape is written in other words all become ``reshape`` to an explicit shape."""
+    named = _RESHAPES - {"aten.squeeze.dim", "aten.squeeze.default", "aten.expand.default"}
+    for node in block.ops:
+        if op_name(node) in named:
+            node.target = aten.reshape.default
+            node.args = (node.args[0], list(info(node).meta.shape))
+            node.kwargs = {}
+
+
+def _is_reshape(node: fx.Node | object) -> bool:
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target is aten.reshape.default
+
+
+def _merge_reshapes(block: Block) -> None:
+    for node in block.ops:
+        if _is_reshape(node) and _is_reshape(node.args[0]):
+            node.args = (node.args[0].args[0], node.args[1])  # type: ignore[union-attr]
+        if _is_reshape(node) and info(node.args[0]).meta.shape == info(node).meta.shape:  # type: ignore[arg-type]
+            _forward(block.graph, node, node.args[0])  # type: ignore[arg-type]
+    _erase_unused(block)
+
+
+def _erase_unused(block: Block) -> None:
+    for node in reversed(block.ops):
+        if not node.users:
+            block.graph.erase_node(node)
+
+
+def _rows_operand(node: fx.Node) -> int | None:
+    """Which argument of a 2-D matrix product is the rows."""
+    return {"aten.linear.default": 0, "aten.mm.default": 0, "aten.addmm.default": 1}.get(op_name(node))
+
+
+def _unflatten_rows(block: Block) -> None:
+    for node in block.ops:
+        position = _rows_operand(node)
+        users = list(node.users)
+        if position is None or len(info(node).meta.shape) != 2 or not users:
+            continue
+        shapes = {info(u).meta.shape for u in users}
+        columns = info(node).meta.shape[1]
+        lead = next(iter(shapes))[:-1]
+        if len(shapes) != 1 or not all(map(_is_reshape, users)) or len(lead) < 2 or next(iter(shapes))[-1] != columns:
+            continue
+        _lift(block.graph, node, position, lead, users)
+
+
+def _lift(graph: fx.Graph, node: fx.Node, position: int, lead: tuple[int, ...], users: list[fx.Node]) -> None:
+    rows = node.args[position]
+    assert isinstance(rows, fx.Node)
+    data = info(rows).meta
+    shape = (*lead, data.shape[-1])
+    with graph.inserting_before(node):
+        lifted = graph.call_function(aten.reshape.default, (rows, list(shape)))
+        derive(lifted, rows, outputs=(type(data)(shape, data.dtype, data.needs_grad),))
+        arguments = list(node.args)
+        arguments[position] = lifted
+        result = info(users[0]).outputs
+        if op_name(node) == "aten.linear.default":
+            made = derive(graph.call_function(node.target, tuple(arguments), node.kwargs), node, outputs=result)
+        else:
+            factors = tuple(arguments[position : position + 2])
+            made = derive(graph.call_function(aten.matmul.default, factors), node, outputs=result)
+        if op_name(node) == "aten.addmm.default":
+            made = derive(graph.call_function(aten.add.Tensor, (made, arguments[0])), node, outputs=result)
+    for user in users:
+        _forward(graph, user, made)
+    graph.erase_node(node)
+
+
+def _split_bias(block: Block) -> None:
+    for node in block.ops:
+        split = _BIASED.get(op_name(node))
+        if split is not None:
+            split(block.graph, node)
+
+
+def _split_linear(graph: fx.Graph, node: fx.Node) -> None:
+    bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+    if bias is None:
+        return
+    with graph.inserting_before(node):
+        product = derive(graph.call_function(aten.linear.default, node.args[:2]), node)
+        made = derive(graph.call_function(aten.add.Tensor, (product, bias)), node)
+    _forward(graph, node, made)
+
+
+def _split_addmm(graph: fx.Graph, node: fx.Node) -> None:
+    if node.kwargs:
+        return  # alpha and beta: keep as it is
+    with graph.inserting_before(node):
+        product = derive(graph.call_function(aten.mm.default, node.args[1:3]), node)
+        made = derive(graph.call_function(aten.add.Tensor, (product, node.args[0])), node)
+    _forward(graph, node, made)
+
+
+_BIASED: dict[str, Callable[[fx.Graph, fx.Node], None]] = {
+    "aten.linear.default": _split_linear,
+    "aten.addmm.default": _split_addmm,
+}

@@ -1,0 +1,43 @@
+"""localize: once an axis is solved, the graph becomes what one rank of it runs.
+
+Guarantees: shapes in metadata and sizes in arguments are those of one rank; ops whose sharded form needs code of its own
+call that. Example, two ranks: ``reshape(q S(2), [4, 16, 8, 8])`` becomes ``reshape(q, [4, 16, 4, 8])``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import fx
+
+from autopar.graph import Block, Model, RuntimeOp, info
+from autopar.rules import lookup
+from autopar.rules.base import Local, Op
+from autopar.spmd import local_shape
+
+
+def localize(model: Model, axis: str, size: int) -> Model:
+    for block in model.blocks:
+        _localize_block(block, axis, size)
+    return model
+
+
+def _localize_block(block: Block, axis: str, size: int) -> None:
+    changes: list[tuple[fx.Node, Local]] = []
+    for node in block.ops:
+        op = Op.of(node)
+        changes.append((node, lookup(op.name).localize(op, info(node).choices[axis], size, axis)))
+    for node, local in changes:
+        _apply(node, local)
+    for node in block.graph.nodes:
+        if node.op != "output":
+            data = info(node)
+            kind = data.choices[axis].result
+            data.outputs = tuple(replace(m, shape=local_shape(m.shape, kind, size)) for m in data.outputs)
+
+
+def _apply(node: fx.Node, local: Local) -> None:
+    node.args = tuple(local.args.get(i, a) for i, a in enumerate(node.args))
+    node.kwargs = dict(node.kwargs) | local.kwargs
+    if local.target:
+        node.target = RuntimeOp(local.target)
