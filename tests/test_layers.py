@@ -47,6 +47,7 @@ ARROWS: dict[str, set[str]] = {
 # The only files that may use names of torch that begin with an underscore, and which of them.
 PRIVATE_TORCH = {
     "autopar/graph.py": "torch._ops.OpOverload",  # the type of an ATen op has no public name
+    "autopar/simulate/torch_private.py": "torch.",
 }
 
 # The only places that may call collectives of torch.distributed.
