@@ -1,0 +1,35 @@
+"""Pipeline schedules: action lists, their generators, lowering, checker, timeline and picture (DESIGN 4.4).
+
+``lower(generate("1f1b", stages, microbatches))`` gives lists that an executor can run; ``check`` proves them.
+"""
+
+from autopar.schedules.actions import Action, Schedule, format_list, parse_action, parse_list
+from autopar.schedules.check import check
+from autopar.schedules.draw import Picture, render
+from autopar.schedules.gpipe import gpipe
+from autopar.schedules.lower import lower
+from autopar.schedules.one_f_one_b import one_f_one_b
+from autopar.schedules.progress import run_order
+from autopar.schedules.registry import GENERATORS, generate
+from autopar.schedules.timeline import Costs, Event, Timeline, simulate_timeline
+
+__all__ = [
+    "GENERATORS",
+    "Action",
+    "Costs",
+    "Event",
+    "Picture",
+    "Schedule",
+    "Timeline",
+    "check",
+    "format_list",
+    "generate",
+    "gpipe",
+    "lower",
+    "one_f_one_b",
+    "parse_action",
+    "parse_list",
+    "render",
+    "run_order",
+    "simulate_timeline",
+]

@@ -1,0 +1,226 @@
+"""The instruction set of a pipeline: what one rank does, one action after another, and its text.
+
+=================  =========================================================================================
+``F3@1``           forward of microbatch 3 in stage 1
+``B0@2``           backward of microbatch 0 in stage 2
+``SEND_F3@1>2``    send stage 1's output of microbatch 3 to pipeline rank 2
+``RECV_F3@2<1``    receive stage 2's input of microbatch 3 from pipeline rank 1
+``SEND_B3@2>1``    send the gradient of stage 2's input to pipeline rank 1
+``RECV_B3@1<2``    receive the gradient of stage 1's output from pipeline rank 2
+``REDUCE@1``       reduce stage 1's gradients over its data and replica axes
+``STEP``           run the optimizer
+=================  =========================================================================================
+
+All tensors of one (microbatch, stage boundary, direction) travel as one message. What runs asynchronously and
+what blocks is defined in :mod:`autopar.schedules.progress`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from autopar.errors import ScheduleError
+
+ABSENT: Final = -1
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Which fields an action of one kind has; ``arrow`` is ``>`` towards, ``<`` from a peer, or empty."""
+
+    microbatch: bool = False
+    stage: bool = False
+    arrow: str = ""
+
+
+KINDS: Final[Mapping[str, Kind]] = {
+    "F": Kind(microbatch=True, stage=True),
+    "B": Kind(microbatch=True, stage=True),
+    "SEND_F": Kind(microbatch=True, stage=True, arrow=">"),
+    "RECV_F": Kind(microbatch=True, stage=True, arrow="<"),
+    "SEND_B": Kind(microbatch=True, stage=True, arrow=">"),
+    "RECV_B": Kind(microbatch=True, stage=True, arrow="<"),
+    "REDUCE": Kind(stage=True),
+    "STEP": Kind(),
+}
+_FIELDS: Final = {name: (kind.microbatch, kind.stage, bool(kind.arrow)) for name, kind in KINDS.items()}
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Action:
+    """One instruction of one pipeline rank. ``str`` and :func:`parse_action` are inverses.
+
+    ``stage`` counts all stages (chunks) of the model; ``peer`` is a pipeline rank. A field that the kind
+    doesn't have is :data:`ABSENT`. Raises ScheduleError for an unknown kind, or a field missing or too many.
+    """
+
+    kind: str
+    microbatch: int = ABSENT
+    stage: int = ABSENT
+    peer: int = ABSENT
+
+    def __post_init__(self) -> None:
+        fields = _FIELDS.get(self.kind)
+        if fields is None:
+            raise ScheduleError(f"unknown kind of action {self.kind!r}; known kinds are {', '.join(KINDS)}")
+        given = (self.microbatch >= 0, self.stage >= 0, self.peer >= 0)
+        if given != fields or min(self.microbatch, self.stage, self.peer) < ABSENT:
+            values = f"microbatch {self.microbatch}, stage {self.stage}, peer {self.peer}"
+            raise ScheduleError(f"{self.kind} can't have {values}; it is written like {example(self.kind)}")
+
+    def __str__(self) -> str:
+        has_microbatch, has_stage, has_peer = _FIELDS[self.kind]
+        microbatch = str(self.microbatch) if has_microbatch else ""
+        stage = f"@{self.stage}" if has_stage else ""
+        peer = f"{KINDS[self.kind].arrow}{self.peer}" if has_peer else ""
+        return self.kind + microbatch + stage + peer
+
+    __repr__ = __str__
+
+
+def example(kind: str) -> str:
+    """How an action of ``kind`` is written: ``"SEND_F3@1>2"``."""
+    fields = zip(_FIELDS[kind], (3, 1, 2), strict=True)
+    return str(Action(kind, *(value if used else ABSENT for used, value in fields)))
+
+
+_ACTION: Final = re.compile(r"([A-Z_]+)(\d{1,18})?(?:@(\d{1,18}))?(?:[<>](\d{1,18}))?")
+
+
+def parse_action(text: str) -> Action:
+    """Inverse of ``str(action)``. Raises ScheduleError."""
+    match = _ACTION.fullmatch(text)
+    if match is None:
+        raise ScheduleError(f"{text!r} is not an action; write one like {', '.join(map(example, KINDS))}")
+    action = Action(match[1], *(ABSENT if number is None else int(number) for number in match.groups()[1:]))
+    if str(action) != text:  # the wrong arrow, or a number with leading zeros
+        raise ScheduleError(f"{text!r} is not an action; did you mean {action}?")
+    return action
+
+
+def format_list(actions: Iterable[Action]) -> str:
+    """One rank's actions on one line, separated by spaces."""
+    return " ".join(map(str, actions))
+
+
+def parse_list(text: str) -> tuple[Action, ...]:
+    """Inverse of :func:`format_list`. Raises ScheduleError."""
+    return tuple(map(parse_action, text.split()))
+
+
+_NAME: Final = re.compile(r"[\w.+-]+")
+_HEADER: Final = re.compile(
+    r"schedule (\S+) stages=(\d{1,18}) microbatches=(\d{1,18}) placement=(\d{1,18}(?:,\d{1,18})*)"
+)
+_KEYS: Final = ("name", "stages", "microbatches", "placement", "lists")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The action lists of all pipeline ranks of one training step.
+
+    ``placement[stage]`` is the pipeline rank that holds the stage, ``lists[rank]`` what that rank does.
+    The constructor refuses sizes that don't fit together (ScheduleError); whether the lists are right is
+    for :func:`autopar.schedules.check` to say.
+    """
+
+    name: str
+    stages: int
+    microbatches: int
+    placement: tuple[int, ...]
+    lists: tuple[tuple[Action, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ScheduleError(f"{self.name!r} can't name a schedule; use letters, digits, _ . + and -")
+        for what, count in (("stages", self.stages), ("microbatches", self.microbatches)):
+            if not _is_whole(count) or count < 1:
+                raise ScheduleError(
+                    f"schedule {self.name!r} has {count!r} {what}; it needs at least 1, whole"
+                )
+        if len(self.placement) != self.stages:
+            raise ScheduleError(
+                f"schedule {self.name!r} places {len(self.placement)} stages, but has {self.stages}; "
+                "give one pipeline rank per stage"
+            )
+        for stage, rank in enumerate(self.placement):
+            if not _is_whole(rank) or not 0 <= rank < self.ranks:
+                raise ScheduleError(
+                    f"schedule {self.name!r} places stage {stage} on rank {rank!r}, "
+                    f"but has {self.ranks} action lists, one for each rank from 0 up"
+                )
+
+    @property
+    def ranks(self) -> int:
+        return len(self.lists)
+
+    def to_text(self) -> str:
+        """A header line and one line per rank; :meth:`from_text` is the inverse."""
+        placement = ",".join(map(str, self.placement))
+        sizes = f"stages={self.stages} microbatches={self.microbatches} placement={placement}"
+        rows = (f"{rank}: {format_list(actions)}".rstrip() for rank, actions in enumerate(self.lists))
+        return "\n".join([f"schedule {self.name} {sizes}", *rows]) + "\n"
+
+    __str__ = to_text
+
+    @classmethod
+    def from_text(cls, text: str) -> Schedule:
+        """Inverse of :meth:`to_text`. Raises ScheduleError naming the line."""
+        header, *rows = text.strip().splitlines() or [""]
+        match = _HEADER.fullmatch(header.strip())
+        if match is None:
+            raise ScheduleError(
+                f"line 1 is {header!r}; a schedule begins like "
+                "'schedule 1f1b stages=2 microbatches=4 placement=0,1'"
+            )
+        placement = tuple(map(int, match[4].split(",")))
+        lists = tuple(_parse_row(rank, row) for rank, row in enumerate(rows))
+        return cls(match[1], int(match[2]), int(match[3]), placement, lists)
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict of JSON values, the lists as text; :meth:`from_json` is the inverse."""
+        return {
+            "name": self.name,
+            "stages": self.stages,
+            "microbatches": self.microbatches,
+            "placement": list(self.placement),
+            "lists": [format_list(actions) for actions in self.lists],
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Schedule:
+        """Inverse of :meth:`to_json`. Raises ScheduleError."""
+        if set(value) != set(_KEYS):
+            given = ", ".join(map(str, value)) or "none"
+            raise ScheduleError(f"a schedule has the keys {', '.join(_KEYS)}, not {given}")
+        if not isinstance(value["name"], str):
+            raise ScheduleError("key 'name' of a schedule must be text")
+        if not isinstance(value["placement"], list):
+            raise ScheduleError("key 'placement' of a schedule must be a list with one rank per stage")
+        lists = value["lists"]
+        if not isinstance(lists, list) or not all(isinstance(row, str) for row in lists):
+            raise ScheduleError("key 'lists' of a schedule must be a list with one text per rank")
+        return cls(
+            name=value["name"],
+            stages=value["stages"],
+            microbatches=value["microbatches"],
+            placement=tuple(value["placement"]),
+            lists=tuple(map(parse_list, lists)),
+        )
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _parse_row(rank: int, row: str) -> tuple[Action, ...]:
+    label, colon, actions = row.partition(":")
+    if not colon or label.strip() != str(rank):
+        raise ScheduleError(f"line {rank + 2} must begin with '{rank}:', the rank whose list it is: {row!r}")
+    try:
+        return parse_list(actions)
+    except ScheduleError as error:
+        raise ScheduleError(f"line {rank + 2}: {error}") from None

@@ -1,0 +1,138 @@
+"""The proof that the lists of a lowered schedule fit together."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+
+from autopar.errors import ScheduleError
+from autopar.schedules.actions import KINDS, Action, Schedule
+from autopar.schedules.flow import (
+    COMPUTE,
+    Channel,
+    channel,
+    counterpart,
+    is_receive,
+    is_send,
+    maker,
+    needs,
+    sends,
+)
+from autopar.schedules.progress import run_order
+
+
+def check(schedule: Schedule) -> None:
+    """Raise ScheduleError, naming ranks and actions, unless the lists are right. Linear in their length.
+
+    Right means: each rank has exactly the actions that its stages call for, once; each comes after what it
+    needs on that rank (a REDUCE after its stage's backwards, STEP last); the two ends of every channel agree
+    on the order of its messages; and the ranks reach the end under the semantics of
+    :mod:`autopar.schedules.progress`, whatever the speed of ranks and links.
+    """
+    _check_complete(schedule)
+    for rank in range(schedule.ranks):
+        _check_order(schedule, rank)
+    _check_channels(schedule)
+    for _ in run_order(schedule):
+        pass
+
+
+def _check_complete(schedule: Schedule) -> None:
+    expected = _expected(schedule)
+    for rank, actions in enumerate(schedule.lists):
+        count = Counter(actions)
+        missing = [action for action in expected[rank] if action not in count]
+        extra = [action for action in count if action not in expected[rank]]
+        twice = [action for action in count if count[action] > 1]
+        problems = [
+            f"{what} {_some(wrong)}"
+            for what, wrong in (("lacks", missing), ("doesn't need", extra), ("repeats", twice))
+            if wrong
+        ]
+        if problems:
+            hint = _belongs(schedule, rank, extra) or _not_lowered(schedule)
+            raise ScheduleError(f"schedule {schedule.name!r}, rank {rank} {' and '.join(problems)}{hint}")
+
+
+def _expected(schedule: Schedule) -> list[dict[Action, None]]:
+    """Per rank, the actions it must have; dicts, so that errors list them in a fixed order."""
+    expected: list[dict[Action, None]] = [{} for _ in schedule.lists]
+    for stage, rank in enumerate(schedule.placement):
+        for microbatch in range(schedule.microbatches):
+            for kind in COMPUTE:
+                action = Action(kind, microbatch, stage)
+                expected[rank].update(dict.fromkeys(filter(is_receive, needs(schedule, action))))
+                expected[rank][action] = None
+                expected[rank].update(dict.fromkeys(sends(schedule, action)))
+        expected[rank][Action("REDUCE", stage=stage)] = None
+    for actions in expected:
+        actions[Action("STEP")] = None
+    return expected
+
+
+def _some(actions: list[Action]) -> str:
+    more = f" and {len(actions) - 3} more" if len(actions) > 3 else ""
+    return ", ".join(map(str, actions[:3])) + more
+
+
+def _belongs(schedule: Schedule, rank: int, extra: list[Action]) -> str:
+    """Whose the first stray action is, where it lies on the wrong rank."""
+    for action in extra:
+        if 0 <= action.stage < schedule.stages and schedule.placement[action.stage] != rank:
+            return f"; {action} belongs on rank {schedule.placement[action.stage]}"
+    return ""
+
+
+def _not_lowered(schedule: Schedule) -> str:
+    if any(action.kind not in COMPUTE for actions in schedule.lists for action in actions):
+        return ""
+    return "; lower() adds the communication that a list of compute actions lacks"
+
+
+def _check_order(schedule: Schedule, rank: int) -> None:
+    done: set[Action] = set()
+    actions = schedule.lists[rank]
+    for action in actions:
+        for need in _before(schedule, action):
+            if need not in done:
+                raise ScheduleError(
+                    f"schedule {schedule.name!r}, rank {rank}: {action} comes before {need}, which it needs"
+                )
+        done.add(action)
+    if actions[-1] != Action("STEP"):
+        raise ScheduleError(
+            f"schedule {schedule.name!r}, rank {rank}: {actions[-1]} comes after STEP, which must be last"
+        )
+
+
+def _before(schedule: Schedule, action: Action) -> Iterable[Action]:
+    """What must come before ``action`` on the same rank, STEP apart."""
+    if action.kind in COMPUTE:
+        return needs(schedule, action)
+    if is_send(action):
+        return (maker(action),)
+    if action.kind == "REDUCE":
+        return (Action("B", microbatch, action.stage) for microbatch in range(schedule.microbatches))
+    return ()
+
+
+def _check_channels(schedule: Schedule) -> None:
+    sent: dict[Channel, list[Action]] = defaultdict(list)
+    received: dict[Channel, list[Action]] = defaultdict(list)
+    for rank, action in _communication(schedule):
+        (sent if is_send(action) else received)[channel(rank, action)].append(action)
+    for stream, messages in sent.items():
+        for index, (send, receive) in enumerate(zip(messages, received[stream], strict=True)):
+            if counterpart(stream.source, send) != receive:
+                raise ScheduleError(
+                    f"schedule {schedule.name!r}: message {index} from rank {stream.source} to rank "
+                    f"{stream.destination} is {send} at the sender, but {receive} at the receiver; "
+                    "both ends must have the same order"
+                )
+
+
+def _communication(schedule: Schedule) -> Iterator[tuple[int, Action]]:
+    for rank, actions in enumerate(schedule.lists):
+        for action in actions:
+            if KINDS[action.kind].arrow:
+                yield rank, action
