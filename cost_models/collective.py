@@ -1,0 +1,110 @@
+"""How long a collective takes, and what it sends: latency and bandwidth over rings.
+
+Every kind is two counts: messages that follow one another on a rank, and bytes that a rank sends. Seconds are
+messages × latency + bytes / bandwidth, on the slowest link that the group crosses (``Cluster.link``).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import sympy
+
+from autopar.cluster import Link
+from autopar.cost_models.formula import Formula, Quantity
+from autopar.errors import ArgumentError
+
+_tensor, _size, _latency, _bandwidth = sympy.symbols("tensor_bytes size latency_seconds bytes_per_second")
+
+_SIZE: Final = {"size": Quantity("1", "ranks of the group, 2 or more")}
+_LINK: Final = {
+    "latency_seconds": Quantity("s", "latency of one message on the link"),
+    "bytes_per_second": Quantity("B/s", "bandwidth of the link, per rank and direction"),
+}
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Messages one after another and bytes sent, of a tensor of ``tensor_bytes`` on ``size`` ranks."""
+
+    messages: sympy.Expr
+    sent_bytes: sympy.Expr
+    tensor: str  # which tensor is meant
+    source: str
+
+    def formula(self, name: str, unit: str, expression: sympy.Expr) -> Formula:
+        quantities = {"tensor_bytes": Quantity("B", self.tensor), **_SIZE, **_LINK}
+        used = {symbol.name for symbol in expression.free_symbols}
+        symbols = {key: quantity for key, quantity in quantities.items() if key in used}
+        return Formula(name, unit, expression, symbols, self.source)
+
+
+_others = _size - 1
+_THAKUR = "R. Thakur, R. Rabenseifner, W. Gropp, IJHPCA 19(1), 2005"
+_RING = f"a ring, each message 1/size of the tensor ({_THAKUR})"
+_KINDS: Final = {
+    "all_gather": _Kind(_others, _tensor * _others / _size, "the gathered tensor", _RING),
+    "reduce_scatter": _Kind(_others, _tensor * _others / _size, "the tensor before it is scattered", _RING),
+    "all_reduce": _Kind(
+        sympy.Mul(2, _others, evaluate=False),  # else it prints as 2*size - 2
+        2 * _tensor * _others / _size,
+        "the tensor that every rank holds",
+        "a reduce-scatter, then an all-gather, on a ring (P. Patarasuk, X. Yuan, JPDC 69(2), 2009)",
+    ),
+    "all_to_all": _Kind(
+        _others,
+        _tensor * _others / _size,
+        "the local tensor, of which 1/size goes to each rank",
+        f"a message to each other rank, 1/size of the tensor ({_THAKUR})",
+    ),
+    "broadcast": _Kind(_others, _tensor, "the tensor", "a chain that passes the tensor on in small pieces"),
+    "send": _Kind(
+        sympy.Integer(1), _tensor, "the tensor", "one message (R. W. Hockney, Parallel Computing 20(3), 1994)"
+    ),
+}
+
+KINDS: Final = tuple(_KINDS)
+SECONDS: Final = {
+    name: kind.formula(f"{name}_seconds", "s", kind.messages * _latency + kind.sent_bytes / _bandwidth)
+    for name, kind in _KINDS.items()
+}
+SENT_BYTES: Final = {
+    name: kind.formula(f"{name}_sent_bytes", "B", kind.sent_bytes) for name, kind in _KINDS.items()
+}
+FORMULAS: Final = (*SECONDS.values(), *SENT_BYTES.values())
+
+
+def seconds(kind: str, bytes_: float, size: int, link: Link) -> float:
+    """Seconds of one collective of ``kind`` on ``size`` ranks; nothing for one rank.
+
+    ``bytes_`` are those of a rank's larger tensor: the gathered one of an all_gather, the one before a
+    reduce_scatter, and for the other kinds, where tensors stay as large as they are, that of one rank.
+    Raises ArgumentError for an unknown ``kind``.
+    """
+    return _value(
+        SECONDS,
+        kind,
+        tensor_bytes=bytes_,
+        size=size,
+        latency_seconds=link.latency_seconds,
+        bytes_per_second=link.bytes_per_second,
+    )
+
+
+def sent_bytes(kind: str, bytes_: int, size: int) -> int:
+    """Bytes that a rank sends in one collective of ``kind``, ``bytes_`` as in :func:`seconds`.
+
+    In a broadcast the last rank of the chain sends nothing. Raises ArgumentError for an unknown ``kind``.
+    """
+    return math.ceil(_value(SENT_BYTES, kind, tensor_bytes=bytes_, size=size))
+
+
+def _value(formulas: dict[str, Formula], kind: str, *, size: int, **others: float) -> float:
+    if kind not in formulas:
+        raise ArgumentError(f"{kind!r} is not a kind of collective; known kinds are {', '.join(KINDS)}")
+    if size == 1:
+        return 0.0
+    numbers = {"size": size, **others}
+    return formulas[kind](**{name: numbers[name] for name in formulas[kind].symbols})

@@ -1,0 +1,87 @@
+"""What a rank holds at its peak: parameters, gradients, optimizer state, activations in flight."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+from typing import Final
+
+import sympy
+
+from autopar.cost_models.formula import Formula, Quantity
+
+_parameters, _parameter, _gradient, _moment, _saved, _in_flight, _working = sympy.symbols(
+    "parameters parameter_itemsize gradient_itemsize moment_itemsize saved_bytes in_flight working_bytes"
+)
+
+_COUNT: Final = {"parameters": Quantity("1", "elements of the parameters that the rank holds")}
+_PARAMETER: Final = {"parameter_itemsize": Quantity("B", "of one element of a parameter")}
+_GRADIENT: Final = {"gradient_itemsize": Quantity("B", "of one element of a gradient")}
+_MOMENT: Final = {"moment_itemsize": Quantity("B", "of one element of a moment of AdamW")}
+_SAVED: Final = {
+    "saved_bytes": Quantity("B", "saved for the backward of one microbatch"),
+    "in_flight": Quantity("1", "microbatches whose backward is still to come, at most"),
+}
+_WORKING: Final = {"working_bytes": Quantity("B", "largest temporary values of one op, buffers included")}
+_STATES = "S. Rajbhandari et al., ZeRO, arXiv 1910.02054, section 3.1"
+
+PARAMETER_BYTES: Final = Formula(
+    "parameter_bytes", "B", _parameters * _parameter, {**_COUNT, **_PARAMETER}, _STATES
+)
+GRADIENT_BYTES: Final = Formula(
+    "gradient_bytes", "B", _parameters * _gradient, {**_COUNT, **_GRADIENT}, _STATES
+)
+ADAMW_BYTES: Final = Formula("adamw_bytes", "B", 2 * _parameters * _moment, {**_COUNT, **_MOMENT}, _STATES)
+ACTIVATION_BYTES: Final = Formula(
+    "activation_bytes",
+    "B",
+    _saved * _in_flight,
+    _SAVED,
+    "V. Korthikanti et al., Reducing Activation Recomputation, arXiv 2205.05198, section 4",
+)
+PEAK_BYTES: Final = Formula(
+    "peak_bytes",
+    "B",
+    _parameters * (_parameter + _gradient + 2 * _moment) + _saved * _in_flight + _working,
+    {**_COUNT, **_PARAMETER, **_GRADIENT, **_MOMENT, **_SAVED, **_WORKING},
+    "the sum of the above and of the working memory",
+)
+
+FORMULAS: Final = (PARAMETER_BYTES, GRADIENT_BYTES, ADAMW_BYTES, ACTIVATION_BYTES, PEAK_BYTES)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """One rank's bytes at its peak, by what they are for."""
+
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    working_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(astuple(self))
+
+
+def training_memory(
+    parameters: int,
+    saved_bytes: int,
+    in_flight: int,
+    *,
+    working_bytes: int = 0,
+    parameter_itemsize: int = 4,
+    gradient_itemsize: int = 4,
+    moment_itemsize: int = 4,
+) -> Memory:
+    """What a rank holds while it trains ``parameters`` elements with AdamW.
+
+    A microbatch keeps ``saved_bytes`` from its forward to its backward; ``in_flight`` of them do at once.
+    """
+    return Memory(
+        round(PARAMETER_BYTES(parameters=parameters, parameter_itemsize=parameter_itemsize)),
+        round(GRADIENT_BYTES(parameters=parameters, gradient_itemsize=gradient_itemsize)),
+        round(ADAMW_BYTES(parameters=parameters, moment_itemsize=moment_itemsize)),
+        round(ACTIVATION_BYTES(saved_bytes=saved_bytes, in_flight=in_flight)),
+        working_bytes,
+    )

@@ -1,0 +1,234 @@
+"""Clusters: presets, a user's file, refusals that name the key, and which link a group crosses."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tomllib
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.cluster import Cluster, Device, Link, presets
+from autopar.errors import ClusterError
+
+TOML = """
+name = "two boxes"
+devices_per_node = 4
+
+[device]
+name = "A"
+kind = "cuda"
+memory_bytes = 16e9
+memory_bytes_per_second = 1e12
+launch_seconds = 3e-6
+achievable_fraction = 0.5
+ramp_seconds = 0
+
+[device.flops_per_second]
+float32 = 2e13
+
+[intra_node]
+name = "fast"
+latency_seconds = 1e-6
+bytes_per_second = 1e11
+
+[inter_node]
+name = "slow"
+latency_seconds = 1e-5
+bytes_per_second = 1e10
+"""
+
+
+def with_line(pattern: str, line: str) -> str:
+    """TOML with the first line that begins with ``pattern`` replaced."""
+    text, count = re.subn(rf"^{re.escape(pattern)}.*$", line, TOML, count=1, flags=re.MULTILINE)
+    assert count == 1
+    return text
+
+
+def figures(table: dict[str, object], prefix: str = "") -> set[str]:
+    """Dotted keys of all numbers of a file."""
+    found = set()
+    for key, value in table.items():
+        if isinstance(value, dict):
+            found |= figures(value, f"{prefix}{key}.")
+        elif not isinstance(value, str):
+            found.add(prefix + key)
+    return found
+
+
+def test_presets() -> None:
+    assert presets() == ("cpu", "h100")
+
+
+@pytest.mark.parametrize("name", presets())
+def test_every_figure_of_a_preset_says_where_it_comes_from(name: str) -> None:
+    cluster = Cluster.load(name)
+    assert cluster.name == name
+    assert set(cluster.sources) == figures(tomllib.loads(str(cluster)))
+    assert all(cluster.sources.values())
+
+
+@pytest.mark.parametrize("name", presets())
+def test_a_cluster_prints_as_a_file_that_reads_back(name: str, tmp_path: Path) -> None:
+    cluster = Cluster.load(name)
+    path = tmp_path / "cluster.toml"
+    path.write_text(str(cluster), encoding="utf-8")
+    again = Cluster.load(path)
+    assert again == cluster
+    assert again.sources == cluster.sources
+    assert hash(again) == hash(cluster)
+
+
+def test_h100_is_the_data_sheet() -> None:
+    cluster = Cluster.load("h100")
+    assert cluster.device.memory_bytes == 80_000_000_000
+    assert isinstance(cluster.device.memory_bytes, int)
+    assert cluster.device.rate("bfloat16") == 989.4e12
+    assert cluster.intra_node.bytes_per_second == 450e9
+    assert cluster.inter_node.bytes_per_second == 50e9
+    assert cluster.devices_per_node == 8
+
+
+def test_a_users_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(TOML, encoding="utf-8")
+    device = Device("A", "cuda", 16_000_000_000, {"float32": 2e13}, 1e12, 3e-6, 0.5, 0)
+    expected = Cluster("two boxes", 4, device, Link("fast", 1e-6, 1e11), Link("slow", 1e-5, 1e10))
+    assert Cluster.load(path) == expected
+    assert Cluster.load(str(path)) == expected
+
+
+numbers = st.floats(min_value=1, max_value=1e18)
+
+
+@given(numbers, numbers, st.floats(min_value=0, max_value=1), st.integers(1, 10**6))
+def test_any_figures_read_back_exactly(rate: float, bandwidth: float, latency: float, count: int) -> None:
+    base = Cluster.load("cpu")
+    device = dataclasses.replace(base.device, flops_per_second={"float32": rate}, launch_seconds=latency)
+    cluster = Cluster('a "quoted" name', count, device, Link("ü\n", latency, bandwidth), base.inter_node)
+    assert Cluster.parse(str(cluster)) == cluster
+
+
+@pytest.mark.parametrize(
+    ("pattern", "line", "message"),
+    [
+        ("memory_bytes =", "", "device.memory_bytes is missing; give a whole number of bytes"),
+        ("memory_bytes =", "memory_bytes = -16e9", "device.memory_bytes is -16000000000, but must be"),
+        ("memory_bytes =", "memory_bytes = 1e6.5", "is not TOML"),
+        (
+            "memory_bytes =",
+            "memory_bytes = 1000000.5",
+            "memory_bytes is 1000000.5, but must be a whole number",
+        ),
+        (
+            "memory_bytes_per",
+            "memory_bytes_per_second = 0",
+            "device.memory_bytes_per_second is 0, but must be",
+        ),
+        ("memory_bytes_per", 'memory_bytes_per_second = "1"', "device.memory_bytes_per_second is '1', but"),
+        ("memory_bytes_per", "memory_bytes_per_second = nan", "device.memory_bytes_per_second is nan, but"),
+        ("launch_seconds", "launch_seconds = true", "device.launch_seconds is True, but must be a number"),
+        ("launch_seconds", "lunch_seconds = 1", "device.lunch_seconds is unknown; what may stand there is"),
+        ("achievable", "achievable_fraction = 80", "device.achievable_fraction is 80, but must be a number"),
+        ("kind", 'kind = "tpu"', "device.kind is 'tpu', but must be 'cuda' or 'cpu'"),
+        ("float32", "float32 = 2e19", "device.flops_per_second.float32 is 2e+19, but must be a number of"),
+        (
+            "float32",
+            "fp32 = 2e13",
+            "device.flops_per_second.fp32 is unknown; what may stand there is float64",
+        ),
+        ("float32", "", "device.flops_per_second is empty; give a figure for any of float64, float32"),
+        ("[device.flops", "[device.rates]", "device.rates is unknown"),
+        ("[intra_node]", "[inside]", "inside is unknown; what may stand there is name, devices_per_node"),
+        ("latency_seconds", "latency_seconds = inf", "intra_node.latency_seconds is inf, but must be"),
+        ("devices_per_node", "devices_per_node = 0", "devices_per_node is 0, but must be a whole number of"),
+        ("name", "name = 7", "name is 7, but must be a text"),
+        ("name", 'name = "c"\nsources = {name = 1}', "sources.name is 1, but must be a text"),
+        ("name", 'name = "c"\nsources = "me"', "sources is 'me', but must be a table"),
+    ],
+)
+def test_a_wrong_file_is_refused(pattern: str, line: str, message: str) -> None:
+    with pytest.raises(ClusterError) as caught:
+        Cluster.parse(with_line(pattern, line), "mine.toml")
+    assert str(caught.value).startswith("mine.toml")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["device", "intra_node", "inter_node"])
+def test_a_missing_or_misshapen_part_is_refused(key: str) -> None:
+    table = re.sub(rf"\n\[{key}\](.|\n)*?(?=\n\[(?!device\.)|\Z)", "", TOML)
+    with pytest.raises(ClusterError, match=rf"^cluster: {key} is missing; give a table \[{key}\]"):
+        Cluster.parse(table)
+    with pytest.raises(ClusterError, match=rf"^cluster: {key} is 3, but must be a table"):
+        Cluster.parse(f"{key} = 3\n{table}")
+
+
+def test_values_built_in_code_are_checked_too() -> None:
+    with pytest.raises(
+        ClusterError, match=r"^bytes_per_second is 0, but must be a number of bytes/s from 1 "
+    ):
+        Link("broken", 0, 0)
+    with pytest.raises(ClusterError, match=r"^flops_per_second.float32 is 0, but must be a number of FLOP/s"):
+        dataclasses.replace(Cluster.load("cpu").device, flops_per_second={"float32": 0})
+
+
+@pytest.mark.parametrize("name", ["h200", "", "no/such/file.toml"])
+def test_an_unknown_preset_lists_the_known_ones(name: str) -> None:
+    with pytest.raises(ClusterError, match=r"there is no cluster .* presets are cpu, h100, .* TOML file"):
+        Cluster.load(name)
+
+
+def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "binary.toml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ClusterError, match=r"binary\.toml can't be read"):
+        Cluster.load(path)
+
+
+def test_a_dtype_without_a_figure_is_refused() -> None:
+    with pytest.raises(
+        ClusterError, match="device 'A' has no flops_per_second for bfloat16, only for float32"
+    ):
+        Cluster.parse(TOML).device.rate("bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "link"),
+    [
+        (1, 64, "NVLink 4"),
+        (8, 1, "NVLink 4"),
+        (2, 4, "NVLink 4"),
+        (3, 2, "NVLink 4"),
+        (16, 1, "InfiniBand NDR"),
+        (2, 8, "InfiniBand NDR"),
+        (4, 4, "InfiniBand NDR"),
+    ],
+)
+def test_the_link_of_a_group(size: int, stride: int, link: str) -> None:
+    assert Cluster.load("h100").link(size, stride).name == link
+
+
+@given(
+    size=st.integers(2, 6),
+    stride=st.integers(1, 6),
+    blocks=st.integers(1, 6),
+    devices=st.integers(1, 12),
+    outside=st.sampled_from([1e9, 1e12]),
+)
+def test_the_link_is_the_slowest_of_those_that_neighbours_use(
+    size: int, stride: int, blocks: int, devices: int, outside: float
+) -> None:
+    """Against all groups of the axis, rank by rank; the network may be the faster one."""
+    inside = Link("inside", 0, 1e10)
+    cluster = Cluster("c", devices, Cluster.load("cpu").device, inside, Link("outside", 0, outside))
+    world = size * stride * blocks
+    firsts = [rank for rank in range(world) if rank // stride % size == 0]
+    groups = [range(first, first + size * stride, stride) for first in firsts]
+    nodes = [(a // devices, b // devices) for group in groups for a, b in pairwise(group)]
+    used = {cluster.intra_node if a == b else cluster.inter_node for a, b in nodes}
+    assert cluster.link(size, stride, world) == min(used, key=lambda link: link.bytes_per_second)
