@@ -63,11 +63,17 @@ class Axes(Mapping[str, Axis]):
         A mesh of one rank needs no torch.distributed. Raises ArgumentError where the initialised world has
         another size or gives this process another rank.
         """
-        mesh.coordinates(rank)
         _check_world(mesh, rank)
-        by_name = {name: _join(mesh, rank, name) for name in AXES}
-        everyone = dist.group.WORLD if mesh.world > 1 else None
-        world = Axis.of("world", range(mesh.world), rank, everyone)
+        alone = cls.alone(mesh, rank, device, seed)
+        world = replace(alone.world, group=dist.group.WORLD if mesh.world > 1 else None)
+        return replace(alone, by_name={name: _join(mesh, rank, name) for name in AXES}, world=world)
+
+    @classmethod
+    def alone(cls, mesh: Mesh, rank: int, device: torch.device | str, seed: int = 0) -> Axes:
+        """``rank``'s place without groups, to build its module outside of a job; it can't communicate."""
+        mesh.coordinates(rank)
+        by_name = {name: Axis.of(name, mesh.group(rank, name), rank, None) for name in AXES}
+        world = Axis.of("world", range(mesh.world), rank, None)
         return cls(mesh, rank, torch.device(device), seed, by_name, world)
 
     def __getitem__(self, name: str) -> Axis:

@@ -199,19 +199,23 @@ def _started(work: dist.Work | None) -> dist.Work:
     return work
 
 
-def subgroups(axes: Axes, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, Axis]:
-    """Join further groups: name -> global ranks, in order, this rank among them. All ranks must call it.
+def subgroups(axes: Axes, wanted: Mapping[tuple[int, ...], str]) -> dict[tuple[int, ...], Axis]:
+    """Join further groups: global ranks, in order, this one among them -> name. All ranks must call it.
 
     Ranks need not want the same: they first tell each other, then all make all groups in the same order.
     """
-    if axes.world.size == 1:
-        return {name: Axis.of(name, ranks, axes.rank, None) for name, ranks in wanted.items()}
-    everyone: list[Mapping[str, tuple[int, ...]]] = [{}] * axes.world.size
-    dist.all_gather_object(everyone, dict(wanted))
-    groups = {
-        (name, ranks): dist.new_group(list(ranks), group_desc=name)
-        for name, ranks in sorted({item for wants in everyone for item in wants.items() if len(item[1]) > 1})
-    }
-    return {
-        name: Axis.of(name, ranks, axes.rank, groups.get((name, ranks))) for name, ranks in wanted.items()
-    }
+    everyone: list[Mapping[tuple[int, ...], str]] = [wanted] * axes.world.size
+    if axes.world.size > 1:
+        dist.all_gather_object(everyone, dict(wanted))
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for ranks, name in sorted({item for wants in everyone for item in wants.items()}):
+        if len(ranks) > 1:
+            groups[ranks] = dist.new_group(list(ranks), group_desc=name)
+    return {ranks: Axis.of(name, ranks, axes.rank, groups.get(ranks)) for ranks, name in wanted.items()}
+
+
+def broadcast_object(item: object) -> object:
+    """``item`` of rank 0, on every rank of the world."""
+    box = [item]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]

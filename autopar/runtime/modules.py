@@ -49,6 +49,14 @@ def declare(
         module.register_parameter(name, nn.Parameter(tensor, requires_grad=trainable))
 
 
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype that a program names: ``"float32"`` -> ``torch.float32``. Raises PlanError."""
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise PlanError(f"{name!r} is not a dtype of torch")
+    return dtype
+
+
 def _scope(layer: Any, path: str) -> None:
     if isinstance(axes := getattr(layer, "axes", None), Axes):
         layer.axes = axes.within(path)

@@ -1,0 +1,217 @@
+"""Gradients that are pending sums: accumulated over microbatches, summed over ranks once, in buckets.
+
+Which ranks: the axes that :attr:`Parameter.reduce` names and, for a weight tied between stages, every stage
+that holds a copy of it. Where that is more than one axis, the sum runs over their joint group, as one
+collective: it can start without waiting for another, and it moves fewer bytes than one after the other.
+
+Gradients live in the flat buckets from the start, ``parameter.grad`` is a view, so nothing is copied to be
+sent (Li et al., "PyTorch Distributed", VLDB 2020, section 4).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopar.errors import PlanError
+from autopar.mesh import AXES
+from autopar.runtime.axes import Axes, Axis
+from autopar.runtime.collectives import reduce_sum_, subgroups
+from autopar.runtime.modules import dtype_of
+from autopar.runtime.program import Parameter, Program
+
+BUCKET_BYTES = 25 * 2**20
+
+
+def reduce_ranks(parameter: Parameter, axes: Axes, placement: Sequence[int]) -> tuple[int, ...]:
+    """The global ranks whose terms make up the gradient; ``placement[stage]`` is the stage's index on pp."""
+    places = {name: [axes[name].index] for name in AXES}
+    places |= {name: list(range(axes[name].size)) for name in parameter.reduce}
+    if parameter.shared_stages:
+        places["pp"] = [placement[stage] for stage in parameter.shared_stages]
+    if len(set(places["pp"])) < len(places["pp"]):
+        raise PlanError(
+            f"parameter {parameter.name!r} is shared by stages {list(parameter.shared_stages)}, two of them "
+            "on one pipeline rank; put them into one stage, or on different ranks"
+        )
+    return tuple(
+        sorted(axes.mesh.rank(**dict(zip(AXES, at, strict=True))) for at in product(*places.values()))
+    )
+
+
+def reduce_groups(
+    programs: Mapping[int, Program], axes: Axes, placement: Sequence[int]
+) -> dict[tuple[int, ...], Axis]:
+    """The groups of all sums of this rank's stages, by their ranks. All ranks of the world must call it."""
+    along = {axis.ranks: axis for name, axis in axes.items() if name != "pp"}
+    wanted: dict[tuple[int, ...], str] = {}
+    for program in programs.values():
+        for parameter in program.parameters:
+            names = [*parameter.reduce, *(["pp"] if parameter.shared_stages else [])]
+            wanted[reduce_ranks(parameter, axes, placement)] = "mesh_" + "_".join(
+                name for name in AXES if name in names and axes[name].size > 1
+            )
+    return along | subgroups(axes, {ranks: name for ranks, name in wanted.items() if ranks not in along})
+
+
+@dataclass
+class _Bucket:
+    """Some parameters of one dtype that are summed over the same ranks, their gradients one after another."""
+
+    group: Axis
+    parameters: list[nn.Parameter]
+    flat: Tensor = field(init=False)
+    views: list[Tensor] = field(init=False)
+    waiting: int = 0
+    started: bool = False
+    work: dist.Work | None = None
+
+    def __post_init__(self) -> None:
+        first = self.parameters[0]
+        sizes = [p.numel() for p in self.parameters]
+        self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        self.views = [
+            part.view(p.shape) for part, p in zip(torch.split(self.flat, sizes), self.parameters, strict=True)
+        ]
+
+    def zero(self) -> None:
+        self.flat.zero_()
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            parameter.grad = view
+
+    def start(self) -> None:
+        self.started = True
+        self.work = reduce_sum_(self.flat, self.group, async_op=True)
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+        self.work, self.started = None, False
+
+
+class Reducer:
+    """The gradients of one stage.
+
+    Once per step: backward of all microbatches but the last, :meth:`expect_last`, the last one (each bucket
+    starts its sum when its gradients are complete), :meth:`launch`, :meth:`wait`, optimizer, :meth:`zero`.
+    A parameter that no microbatch used has no gradient (None), as on one device.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        program: Program,
+        groups: Mapping[tuple[int, ...], Axis],
+        axes: Axes,
+        placement: Sequence[int],
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        trainable = [p for p in program.parameters if p.trainable and not p.is_buffer]
+        self.specs = {p.name: p for p in trainable}
+        self.parameters = {p.name: module.get_parameter(p.name) for p in trainable}
+        self._touched: set[nn.Parameter] = set()
+        self._armed = False
+        summed = {p.name: reduce_ranks(p, axes, placement) for p in trainable}
+        self._buckets = [
+            _Bucket(groups[ranks], [self.parameters[name] for name in names])
+            for ranks, names in _fill_buckets(trainable, summed, bucket_bytes)
+        ]
+        self._place = {
+            parameter: (bucket, view)
+            for bucket in self._buckets
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True)
+        }
+        for parameter in self.parameters.values():
+            parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+        self.zero()
+
+    def zero(self) -> None:
+        """Start a step: gradients of buckets are zeros in place, all others are None."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        for bucket in self._buckets:
+            bucket.zero()
+        self._touched.clear()
+
+    def expect_last(self) -> None:
+        """The next backward is the last of the step: what it completes can be summed."""
+        self._armed = True
+        for bucket in self._buckets:
+            bucket.waiting = len(bucket.parameters)
+
+    def launch(self) -> None:
+        """Start the sums that have not been started by the last backward."""
+        self._armed = False
+        for bucket in self._buckets:
+            if not bucket.started:
+                bucket.start()
+
+    def wait(self) -> None:
+        """Until all gradients are sums. :meth:`launch` comes before."""
+        for bucket in self._buckets:
+            bucket.wait()
+        for parameter in self.parameters.values():
+            if parameter not in self._touched:
+                parameter.grad = None
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Name -> local gradient of every parameter that has one."""
+        return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+
+    def _accumulated(self, parameter: nn.Parameter) -> None:
+        self._touched.add(parameter)
+        if parameter not in self._place:
+            return
+        bucket, view = self._place[parameter]
+        if parameter.grad is not view:  # somebody dropped the view, as optimizer.zero_grad() does
+            view.copy_(_gradient(parameter))
+            parameter.grad = view
+        if self._armed:
+            bucket.waiting -= 1
+            self._start_complete()
+
+    def _start_complete(self) -> None:
+        """In order, so that every rank of a group starts the same sums in the same order."""
+        for bucket in self._buckets:
+            if bucket.started:
+                continue
+            if bucket.waiting:
+                return
+            bucket.start()
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _fill_buckets(
+    parameters: Sequence[Parameter], summed: Mapping[str, tuple[int, ...]], bucket_bytes: int
+) -> Iterator[tuple[tuple[int, ...], list[str]]]:
+    """``(ranks, names)`` of each bucket, in the order in which a backward completes them.
+
+    A program lists its parameters in the order of their use; the backward goes the other way. Copies of tied
+    weights lie at different places of their stages: they go in the order of their names, equal on all ranks.
+    """
+    backward = [p for p in reversed(parameters) if not p.shared_stages]
+    tied = sorted((p for p in parameters if p.shared_stages), key=lambda p: p.name)
+    open_buckets: dict[tuple[tuple[int, ...], str], list[str]] = {}
+    sizes: dict[tuple[tuple[int, ...], str], int] = {}
+    for parameter in [*backward, *tied]:
+        key = (summed[parameter.name], parameter.dtype)
+        if len(key[0]) == 1:
+            continue
+        open_buckets.setdefault(key, []).append(parameter.name)
+        itemsize = dtype_of(parameter.dtype).itemsize
+        sizes[key] = sizes.get(key, 0) + math.prod(parameter.shape) * itemsize
+        if sizes[key] >= bucket_bytes:
+            yield key[0], open_buckets.pop(key)
+            del sizes[key]
+    for key, names in open_buckets.items():
+        yield key[0], names
