@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any, NamedTuple, TypeAlias, overload
 
 import numpy as np
@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from autopar.errors import ArgumentError
 
 Number: TypeAlias = float | Sequence[float] | NDArray[Any]
+
+_maximum = sympy.Function("maximum")
 
 
 class Quantity(NamedTuple):
@@ -69,14 +71,15 @@ class Formula:
         values = [numbers[name] for name in self.symbols]
         if all(isinstance(value, int | float) for value in values):
             return float(self._function(*values))
-        arrays = np.broadcast_arrays(*(np.asarray(value, dtype=np.float64) for value in values))
-        return np.asarray(self._function(*arrays))
+        return np.asarray(self._function(*(np.asarray(value, dtype=np.float64) for value in values)))
 
     @cached_property
     def _function(self) -> Callable[..., Any]:
-        symbols = {symbol.name: symbol for symbol in self.expression.free_symbols}
+        # sympy 1.13 writes Max as numpy.amax of one array, which operands of different shapes can't make.
+        expression = self.expression.replace(sympy.Max, lambda *terms: reduce(_maximum, terms))
+        symbols = {symbol.name: symbol for symbol in expression.free_symbols}
         function: Callable[..., Any]
-        function = sympy.lambdify([symbols[name] for name in self.symbols], self.expression, "numpy")
+        function = sympy.lambdify([symbols[name] for name in self.symbols], expression, "numpy")
         return function
 
     def _complaint(self, given: set[str]) -> str:
