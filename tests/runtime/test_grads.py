@@ -1,0 +1,224 @@
+"""Gradient buckets and the global norm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import PlanError
+from autopar.mesh import Mesh
+from autopar.runtime import Axes, Axis, Parameter, Program, grads
+from autopar.runtime.clip import clip_, global_norm
+from autopar.runtime.grads import Reducer, reduce_groups, reduce_ranks
+from tests.runtime.ranks import on_ranks
+
+NAMES = ("a", "b", "c", "d")
+
+
+class Chain(nn.Module):
+    """d(c(b(a(x)))), elementwise; the backward reaches d first."""
+
+    def __init__(self, names: tuple[str, ...] = NAMES, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        for name in names:
+            self.register_parameter(name, nn.Parameter(torch.full((4,), 2.0, dtype=dtype)))
+        self.used = names
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self.used:
+            x = x * self.get_parameter(name)
+        return x.sum()
+
+
+def reducer_of(
+    axes: Axes, module: Chain, *, bucket_bytes: int = 64, reduce: tuple[str, ...] = ("dp",)
+) -> Reducer:
+    dtype = str(module.a.dtype).removeprefix("torch.")
+    specs = tuple(Parameter(name, (4,), (4,), dtype, {}, reduce) for name, _ in module.named_parameters())
+    program = Program(0, 1, axes.mesh.to_json(), 1, (), (), (), (), specs)
+    return Reducer(module, program, reduce_groups({0: program}, axes, (0,)), axes, (0,), bucket_bytes)
+
+
+def storages(module: nn.Module) -> list[int]:
+    return [p.grad.untyped_storage().data_ptr() for p in module.parameters() if p.grad is not None]
+
+
+def test_gradients_are_views_of_buckets_filled_from_the_last_parameter() -> None:
+    def program(axes: Axes) -> list[int]:
+        module = Chain()
+        reducer_of(axes, module, bucket_bytes=96)  # three gradients of 32 bytes
+        at = storages(module)
+        return [at.index(storage) for storage in at]
+
+    assert on_ranks(Mesh(dp=2), program)[0] == [0, 1, 1, 1]
+
+
+def test_buckets_of_the_last_backward_are_summed_while_it_runs(sums: list[list[str]]) -> None:
+    def program(axes: Axes) -> None:
+        module, events = Chain(), sums[axes.rank]
+        reducer = reducer_of(axes, module)  # two buckets: d and c, b and a
+        for name, parameter in module.named_parameters():
+            parameter.register_hook(lambda _, name=name: events.append(name))  # type: ignore[misc]
+        module(torch.ones(4, dtype=torch.float64)).backward()
+        reducer.expect_last()
+        module(torch.ones(4, dtype=torch.float64)).backward()
+        events.append("end")
+        reducer.launch()
+        reducer.wait()
+
+    on_ranks(Mesh(dp=2), program)
+    assert sums[:2] == [["d", "c", "b", "a", "d", "c", "sum", "b", "a", "sum", "end"]] * 2
+
+
+@pytest.fixture
+def sums(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Per rank, "sum" for every sum that a reducer starts."""
+    events: list[list[str]] = [[], []]
+    original = grads.reduce_sum_
+
+    def recorded(x: Tensor, axis: Axis, *, async_op: bool = False) -> object:
+        events[axis.index].append("sum")
+        return original(x, axis, async_op=async_op)
+
+    monkeypatch.setattr(grads, "reduce_sum_", recorded)
+    return events
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_stay_in_their_buckets_whatever_zeroes_them(set_to_none: bool) -> None:
+    def program(axes: Axes) -> bool:
+        module = Chain()
+        reducer = reducer_of(axes, module)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+        before = storages(module)
+        for step in range(2):
+            x = torch.full((4,), float(axes.rank + step), dtype=torch.float64)
+            reducer.expect_last()
+            module(x).backward()
+            reducer.launch()
+            reducer.wait()
+            assert all(
+                torch.equal(g, torch.full_like(g, 8.0 * (1 + 2 * step))) for g in reducer.gradients().values()
+            )
+            reducer.zero()
+            optimizer.zero_grad(set_to_none=set_to_none)
+        module(torch.ones(4, dtype=torch.float64)).backward()
+        return storages(module) == before
+
+    assert all(on_ranks(Mesh(dp=2), program))
+
+
+def test_a_parameter_without_gradient_does_not_hold_up_its_bucket() -> None:
+    def program(axes: Axes) -> dict[str, list[float]]:
+        module = Chain()
+        reducer = reducer_of(axes, module)
+        module.used = ("a", "c", "d")
+        reducer.expect_last()
+        module(torch.ones(4, dtype=torch.float64)).backward()
+        reducer.launch()
+        reducer.wait()
+        return {name: grad.tolist() for name, grad in reducer.gradients().items()}
+
+    assert on_ranks(Mesh(dp=2), program)[1] == {name: [8.0] * 4 for name in "acd"}
+
+
+def test_nothing_is_summed_where_nothing_is_pending(sums: list[list[str]]) -> None:
+    axes = Axes.build(Mesh(), 0, "cpu")
+    module = Chain()
+    reducer = reducer_of(axes, module)
+    reducer.expect_last()
+    module(torch.ones(4, dtype=torch.float64)).backward()
+    reducer.launch()
+    reducer.wait()
+    assert sums == [[], []]
+    assert reducer.gradients()["a"].tolist() == [8.0] * 4
+
+
+MESH = Mesh(pp=4, dp=2, tp=2)
+
+
+@pytest.mark.parametrize(
+    ("reduce", "shared", "ranks"),
+    [
+        ((), (), (5,)),
+        (("dp",), (), (5, 7)),
+        (("tp",), (), (4, 5)),
+        (("tp", "dp"), (), (4, 5, 6, 7)),
+        ((), (0, 1), (1, 5)),
+        (("dp",), (1, 3), (5, 7, 13, 15)),
+    ],
+)
+def test_who_sums(reduce: tuple[str, ...], shared: tuple[int, ...], ranks: tuple[int, ...]) -> None:
+    axes = Axes.alone(MESH, 5, "cpu")
+    parameter = Parameter("w", (4,), (4,), "float32", {}, reduce, shared_stages=shared)
+    assert reduce_ranks(parameter, axes, (0, 1, 2, 3)) == ranks
+
+
+def test_placement_says_where_tied_stages_are() -> None:
+    axes = Axes.alone(MESH, 5, "cpu")
+    parameter = Parameter("w", (4,), (4,), "float32", shared_stages=(0, 7))
+    assert reduce_ranks(parameter, axes, (0, 1, 2, 3, 3, 2, 1, 1)) == (1, 5)
+    with pytest.raises(
+        PlanError, match=r"'w' is shared by stages \[0, 7\], two of them on one pipeline rank"
+    ):
+        reduce_ranks(parameter, axes, (1, 0, 2, 3, 3, 2, 0, 1))
+
+
+def test_groups_are_named_after_all_their_axes() -> None:
+    def program(axes: Axes) -> list[str | None]:
+        specs = (
+            Parameter("both", (4,), (4,), "float32", {}, ("dp", "tp")),
+            Parameter("tied", (4,), (4,), "float32", {}, ("dp",), shared_stages=(0, 1)),
+            Parameter("plain", (4,), (4,), "float32", {}, ("dp",)),
+        )
+        program = Program(axes["pp"].index, 2, axes.mesh.to_json(), 1, (), (), (), (), specs)
+        groups = reduce_groups({0: program}, axes, (0, 1))
+        found = [groups[reduce_ranks(spec, axes, (0, 1))] for spec in specs]
+        return [axis.group.group_desc if axis.group else None for axis in found]
+
+    names = on_ranks(Mesh(pp=2, dp=2, tp=2), program)
+    assert names == [["mesh_dp_tp", "mesh_pp_dp", "mesh_dp"]] * 8
+
+
+def norm_program(kind: str, dtype: torch.dtype) -> Callable[[Axes], tuple[float, float, float]]:
+    """A gradient of 3.0 in every element of ``a``, whole or split over tp, equal over dp."""
+
+    def program(axes: Axes) -> tuple[float, float, float]:
+        module = Chain(("a",), dtype)
+        spec = Parameter("a", (4,), (4,), str(dtype).removeprefix("torch."), {"tp": kind})
+        program = Program(0, 1, axes.mesh.to_json(), 1, (), (), (), (), (spec,))
+        reducer = Reducer(module, program, reduce_groups({0: program}, axes, (0,)), axes, (0,))
+        module(torch.full((4,), 3.0, dtype=dtype)).backward()
+        norm, before = global_norm({0: reducer}, axes).item(), clip_({0: reducer}, axes, 1.5)
+        return norm, before.item(), module.a.grad[0].item()  # type: ignore[index]
+
+    return program
+
+
+@pytest.mark.parametrize(("kind", "elements"), [("I", 4), ("R", 4), ("S(0)", 8), ("S(0,2)", 8)])
+def test_every_element_counts_once(kind: str, elements: int) -> None:
+    norm = 3.0 * elements**0.5
+    clipped = 3.0 * 1.5 / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
+    for found in on_ranks(Mesh(dp=2, tp=2), norm_program(kind, torch.float64)):
+        assert found == pytest.approx((norm, norm, clipped), rel=1e-14)
+
+
+def test_the_norm_of_low_precision_gradients_is_accumulated_in_float32() -> None:
+    module = Chain(("a",), torch.bfloat16)
+    module.a = nn.Parameter(torch.ones(3001, dtype=torch.bfloat16))
+    axes = Axes.build(Mesh(), 0, "cpu")
+    reducer = reducer_of(axes, module)
+    module(torch.ones(3001, dtype=torch.bfloat16)).backward()
+    assert global_norm({0: reducer}, axes).item() == pytest.approx(3001**0.5, rel=1e-6)
+
+
+def test_small_gradients_are_not_scaled_up() -> None:
+    axes = Axes.build(Mesh(), 0, "cpu")
+    module = Chain(("a",))
+    reducer = reducer_of(axes, module)
+    module(torch.ones(4, dtype=torch.float64)).backward()
+    assert clip_({0: reducer}, axes, 100.0).item() == 2.0
+    assert reducer.gradients()["a"].tolist() == [1.0] * 4
