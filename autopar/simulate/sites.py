@@ -1,0 +1,72 @@
+"""Where in the user's program a rank called an operation."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+
+import torch
+
+_HERE = Path(__file__).resolve().parent
+_HIDDEN = (
+    str(Path(torch.__file__).parent) + os.sep,
+    str(_HERE) + os.sep,
+    str(_HERE.parent / "runtime") + os.sep,
+    contextlib.__file__,
+)
+_LONGEST = 80
+
+
+@dataclass(frozen=True)
+class Site:
+    """A line of the user's program, and what an executor further up the stack was doing, if there is one."""
+
+    file: str
+    line: int
+    function: str
+    action: object = None
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line} in {self.function}"
+        return place if self.action is None else f"{place}, action {str(self.action)[:_LONGEST]}"
+
+
+def caller() -> Site:
+    """The innermost line outside of torch, autopar.simulate and autopar.runtime that led here.
+
+    An executor shows what it is doing by a local variable called ``action``, anywhere in the stack: so it
+    needs to know nothing of this package.
+    """
+    user: FrameType | None = None
+    action: object = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (user is None or action is None):
+        code = frame.f_code
+        if user is None and not code.co_filename.startswith(_HIDDEN):
+            user = frame
+        if action is None and ("action" in code.co_varnames or "action" in code.co_cellvars):
+            action = _unless_tensor(frame.f_locals.get("action"))
+        frame = frame.f_back
+    if user is None:
+        return Site("<unknown>", 0, "<unknown>", action)
+    return Site(user.f_code.co_filename, user.f_lineno, user.f_code.co_name, action)
+
+
+def raised_at(trace: TracebackType | None) -> Site | None:
+    """The innermost line of the user's program in a traceback."""
+    site = None
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not code.co_filename.startswith(_HIDDEN):
+            site = Site(code.co_filename, trace.tb_lineno, code.co_name)
+        trace = trace.tb_next
+    return site
+
+
+def _unless_tensor(action: object) -> object:
+    """A tensor that happens to have the name must not be kept alive."""
+    return None if isinstance(action, torch.Tensor) else action
