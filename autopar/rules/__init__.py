@@ -1,0 +1,53 @@
+"""What autopar knows about each op: one line per op, in one table (see :mod:`autopar.rules.base`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+from autopar.rules import (
+    attention,
+    contraction,
+    creation,
+    indexing,
+    loss,
+    pieces,
+    pointwise,
+    random,
+    reduction,
+    shape,
+    transitions,
+)
+from autopar.rules.base import Rule, Whole
+from autopar.rules.random import RANDOM, is_random
+
+_FAMILIES: Final[tuple[dict[str, Rule], ...]] = (
+    pointwise.RULES,
+    contraction.RULES,
+    shape.RULES,
+    pieces.RULES,
+    reduction.RULES,
+    indexing.RULES,
+    attention.RULES,
+    loss.RULES,
+    creation.RULES,
+    random.RULES,
+    transitions.RULES,
+)
+RULES: Final[Mapping[str, Rule]] = MappingProxyType(
+    {n: rule for family in _FAMILIES for n, rule in family.items()}
+)
+_WHOLE: Final = Whole()
+
+
+def lookup(name: str) -> Rule:
+    """The rule of an op by its name (:func:`autopar.graph.op_name`); :class:`Whole` where there is none."""
+    return RULES.get(name, _WHOLE)
+
+
+def has_rule(name: str) -> bool:
+    return name in RULES
+
+
+__all__ = ["RANDOM", "RULES", "has_rule", "is_random", "lookup"]

@@ -7,6 +7,10 @@ A rule answers four questions, and nothing else in autopar knows an op by name:
 * ``link``: how do split points of the operands' dims correspond to those of the result's (strided shards)?
 * ``flops``, ``communication``: what does it cost?
 
+A choice is right if the local op's own autograd turns a gradient of the result's type into gradients of the
+operands' types (the table in :mod:`autopar.spmd`): once one operand is split or pending, whole operands are ``R``,
+since each rank has a part of their gradient.
+
 The choices in which every rank does all the work (all operands ``R``, or all ``I``) are legal for every op and
 added by :func:`legal_choices`, so an op without a rule runs whole on every rank.
 """
@@ -14,16 +18,20 @@ added by :func:`legal_choices`, so an op without a rule runs whole on every rank
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast
 
+import torch
 from torch import fx
 
 from autopar.graph import Choice, Meta, info, op_name, operands
-from autopar.spmd import I, P, R, S, Type, divides
+from autopar.spmd import I, P, R, divides
 
 Splits = list[set[int]]
 """Per dim of a value: the ``outer`` of every shard worth trying; 1 is a plain contiguous shard."""
+
+Communication = list[tuple[str, int]]
+"""Collectives in the order they run: (kind, bytes as ``cost_models.collective`` counts them)."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +46,7 @@ class Op:
 
     @classmethod
     def of(cls, node: fx.Node) -> Op:
-        args = fx.map_arg(node.args, lambda n: info(n).meta)
-        kwargs = fx.map_arg(node.kwargs, lambda n: info(n).meta)
+        args, kwargs = cast(Any, fx.map_arg)((node.args, node.kwargs), lambda n: info(n).meta)
         metas = tuple(info(n).meta for n in operands(node))
         return cls(op_name(node), tuple(args), dict(kwargs), metas, info(node).outputs)
 
@@ -53,22 +60,44 @@ class Op:
             return self.args[position]
         return self.kwargs.get(name, default)
 
+    def without_operand(self, position: int) -> Op:
+        """The op as if that operand were no tensor; positions in ``args`` stay."""
+        kept = self.operands[:position] + self.operands[position + 1 :]
+        return replace(self, operands=kept)
+
 
 @dataclass(frozen=True)
 class Local:
-    """How one rank calls the op: replacements by position or name; ``target`` names a runtime form ("": the op)."""
+    """How one rank calls the op: replacements of arguments by position or name.
+
+    ``target`` names another function: one of ``autopar.runtime``, or an ATen overload ("aten.reshape.default");
+    "" is the op itself. With ``keep``, only so many positional arguments and no named ones of the whole call stay.
+    """
 
     args: dict[int, Any]
     kwargs: dict[str, Any]
     target: str = ""
+    keep: int | None = None
 
     @classmethod
     def same(cls) -> Local:
         return cls({}, {})
 
+    def call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """One rank's arguments from those of the whole call; positions past the end are appended."""
+        made = list(args[: self.keep])
+        for position, value in sorted(self.args.items()):
+            made[position : position + 1] = [value]
+        kept = dict(kwargs) if self.keep is None else {}
+        return tuple(made), kept | self.kwargs
+
 
 class Rule(Protocol):
     """One op's rule; :class:`autopar.rules.spec.Spec` is the usual one."""
+
+    @property
+    def linear_sum(self) -> bool:
+        """Whether the op only adds or moves elements, so that its backward needs neither operands nor result."""
 
     def link(self, op: Op, inputs: Sequence[Splits], output: Splits) -> None:
         """Carry split points between operands and result, both ways, by adding to the sets."""
@@ -82,12 +111,17 @@ class Rule(Protocol):
     def flops(self, op: Op) -> int:
         """Floating-point operations of the forward call that count (matrix products), else 0."""
 
-    def communication(self, op: Op, choice: Choice, size: int) -> list[tuple[str, int]]:
-        """Collectives inside the op's form: (kind, bytes as ``cost_models.collective`` counts them)."""
+    def communication(self, op: Op, choice: Choice, size: int) -> Communication:
+        """Collectives inside the op's form."""
 
 
+@dataclass(frozen=True)
 class Whole:
-    """The rule of an op that has none: it runs whole on every rank."""
+    """The rule of an op that has none: it runs whole on every rank. Base of the others."""
+
+    @property
+    def linear_sum(self) -> bool:
+        return False
 
     def link(self, op: Op, inputs: Sequence[Splits], output: Splits) -> None:
         return
@@ -101,13 +135,11 @@ class Whole:
     def flops(self, op: Op) -> int:
         return 0
 
-    def communication(self, op: Op, choice: Choice, size: int) -> list[tuple[str, int]]:
+    def communication(self, op: Op, choice: Choice, size: int) -> Communication:
         return []
 
 
-def legal_choices(
-    rule: Rule, op: Op, size: int, inputs: Sequence[Splits], output: Splits
-) -> list[Choice]:
+def legal_choices(rule: Rule, op: Op, size: int, inputs: Sequence[Splits], output: Splits) -> list[Choice]:
     """All legal choices of ``op`` on an axis of ``size`` ranks, the whole ones first, without repeats.
 
     Values without a gradient know no difference between ``I`` and ``R``: they are always ``R``.
@@ -118,7 +150,7 @@ def legal_choices(
     legal: dict[Choice, None] = {}
     for choice in candidates:
         normal = _without_gradient_is_replicate(choice, op)
-        if _consistent(normal, op) and _divisible(normal, op, size):
+        if _consistent(normal, op) and _fits(normal, op, size):
             legal[normal] = None
     return list(legal)
 
@@ -140,14 +172,9 @@ def _consistent(choice: Choice, op: Op) -> bool:
     return not (choice.result == R and "I" in kinds)
 
 
-def _divisible(choice: Choice, op: Op, size: int) -> bool:
+def _fits(choice: Choice, op: Op, size: int) -> bool:
+    """Shards divide evenly, and what is pending can be added up."""
     pairs = [*zip(op.operands, choice.operands, strict=True), *((m, choice.result) for m in op.outputs)]
-    return all(divides(meta.shape, kind, size) for meta, kind in pairs)
-
-
-def shards(position: int, rank: int, kind: Type, others: Type = R) -> tuple[Type, ...]:
-    """``kind`` at operand ``position`` of ``rank`` operands, ``others`` elsewhere."""
-    return tuple(kind if i == position else others for i in range(rank))
-
-
-__all__ = ["I", "Local", "Op", "P", "R", "Rule", "S", "Splits", "Whole", "legal_choices", "shards"]
+    if any(kind == P and meta.dtype == torch.bool for meta, kind in pairs):
+        return False
+    return all(kind.dim < len(meta.shape) and divides(meta.shape, kind, size) for meta, kind in pairs)

@@ -3,110 +3,190 @@
 ::
 
     aten.mm.default      "m k, k n -> m n"           k vanishes: splitting it leaves a pending sum
-    aten.layer_norm      "... h!, h!, h! -> ... h"   ! : whole on every rank
+    aten.layer_norm      "... h!, h!, h! -> ... h!"  ! : whole on every rank
     aten.add.Tensor      "..., ... -> ..."           ... : any dims, aligned right, broadcast where 1
+    aten.amax.default    "a b! -> a 1"               1 : a dim that nothing is split over
+    sdpa                 "b h* q d!, b h* k! d! …"   * : sizes may be multiples of one another (groups)
 
 A letter on the result is a shard. A letter that vanishes is a sum, if the rule says ``sums``. A letter that only
-the result has is made by the op (``expand``): each rank makes its part. ``?`` after an operand: it may be absent.
-Operands are the *tensor* arguments in order. A dim of size 1 that stands for a larger letter is broadcast.
-``linear`` says through which operands a pending sum passes: "each" (one at a time, as in a product), "all"
-(together, as in a sum), or "" (none).
+the result has is made by the op (``expand``): each rank makes its part. Operands are the *tensor* arguments in
+order; trailing ones may be absent. A dim of size 1 that stands for a larger letter is broadcast. Where the line
+depends on arguments it is computed; an op that doesn't fit its line runs whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from autopar.graph import Choice
-from autopar.rules.base import Local, Op, P, R, S, Splits
-from autopar.spmd import Type, divides, local_shape
+from autopar.rules.base import Communication, Local, Op, Splits, Whole
+from autopar.spmd import I, P, R, S, Type, local_shape
 
 Dims = tuple[str, ...]
+Line = str | Callable[[Op], str | None]
+Passes = Callable[[Op], Iterable[tuple[int, ...]]]
+"""Groups of operands through which a pending sum passes together, the others being ``R``."""
+Localizer = Callable[[Op, Choice, int, str], Local]
+
+
+def nothing(op: Op) -> Iterable[tuple[int, ...]]:
+    """No pending sum passes: the op is not linear."""
+    return ()
+
+
+def together(op: Op) -> Iterable[tuple[int, ...]]:
+    """Linear in all operands at once, as a sum or a move of elements is."""
+    return (tuple(range(len(op.operands))),)
+
+
+def each(op: Op) -> Iterable[tuple[int, ...]]:
+    """Linear in each operand alone, as a product is."""
+    return ((i,) for i in range(len(op.operands)))
+
+
+def through(*positions: int) -> Passes:
+    """Linear in these operands together, whatever the others are."""
+    return lambda op: (positions,)
+
+
+def unchanged(op: Op, choice: Choice, size: int, axis: str) -> Local:
+    """One rank calls the op with the arguments of the whole call."""
+    return Local.same()
+
+
+def shape_arg(position: int, name: str) -> Localizer:
+    """The localizer of an op with an argument that spells out the result's shape."""
+
+    def localizer(op: Op, choice: Choice, size: int, axis: str) -> Local:
+        if not choice.result.is_shard:
+            return Local.same()
+        shape = list(local_shape(op.result.shape, choice.result, size))
+        return Local({}, {name: shape}) if name in op.kwargs else Local({position: shape}, {})
+
+    return localizer
 
 
 @dataclass(frozen=True)
 class Letters:
-    """A spec matched to one op: a letter per dim of each operand and of the result ("" broadcast or made)."""
+    """A line matched to one op: a letter per dim of each operand and of the result ("" broadcast or made)."""
 
     operands: tuple[Dims, ...]
     result: Dims
     whole: frozenset[str]
 
     def splittable(self) -> list[str]:
-        letters: dict[str, None] = {}
-        for dims in (*self.operands, self.result):
-            letters |= {letter: None for letter in dims if letter and letter not in self.whole}
-        return list(letters)
+        letters = (letter for dims in (*self.operands, self.result) for letter in dims)
+        return [letter for letter in dict.fromkeys(letters) if letter and letter not in self.whole]
+
+    def split(self, letter: str, outer: int) -> tuple[tuple[Type, ...], Type | None]:
+        """Types of the operands, and of the result (None: the letter vanishes) when ``letter`` is split."""
+
+        def kind(dims: Dims) -> Type | None:
+            return S(dims.index(letter), outer) if letter in dims else None
+
+        return tuple(kind(dims) or R for dims in self.operands), kind(self.result)
+
+    def splits(self, letter: str, inputs: Sequence[Splits], output: Splits) -> list[set[int]]:
+        """The sets of split points of every dim that the letter names."""
+        places = [*zip(self.operands, inputs, strict=True), (self.result, output)]
+        return [splits[d] for dims, splits in places for d, name in enumerate(dims) if name == letter]
 
 
 @dataclass(frozen=True)
-class Spec:
-    """A rule from one line. ``shape_args`` are positions (or names) of arguments that repeat the result's shape."""
+class Spec(Whole):
+    """A rule from one line.
 
-    text: str
-    linear: str = ""
+    ``sum_form`` names the runtime op to call where a vanishing letter is split, if it isn't the op itself;
+    ``forms`` yields choices that no letter gives; ``inside`` is what forms communicate; ``allows`` refuses choices.
+    """
+
+    line: Line
+    linear: Passes = nothing
     sums: bool = False
-    shape_args: tuple[int | str, ...] = ()
-    flop_count: Callable[[Op, Letters], int] | None = None
-    linear_operands: tuple[int, ...] | None = None  # which operands "each" may mean; None: all
+    local: Localizer = unchanged
+    sum_form: str = ""
+    forms: Callable[[Op], Iterable[Choice]] = lambda op: ()
+    allows: Callable[[Op, Choice, int], bool] = lambda op, choice, size: True
+    inside: Callable[[Op, Choice], Communication] = lambda op, choice: []
+    flop_count: Callable[[Op, Letters], int] = lambda op, letters: 0
+    linear_sum: bool = False
 
-    def match(self, op: Op) -> Letters:
-        """Assign letters to the dims of ``op``. Raises ValueError where the op doesn't fit the line."""
-        return _match(self.text, op)
+    def match(self, op: Op) -> Letters | None:
+        """Assign letters to the dims of ``op``; None where it doesn't fit the line."""
+        line = self.line if isinstance(self.line, str) else self.line(op)
+        return None if line is None else match(line, op)
 
     def link(self, op: Op, inputs: Sequence[Splits], output: Splits) -> None:
         letters = self.match(op)
-        places = [*zip(letters.operands, inputs, strict=True), (letters.result, output)]
-        for letter in letters.splittable():
-            sets = [splits[d] for dims, splits in places for d, name in enumerate(dims) if name == letter]
+        for letter in letters.splittable() if letters else ():
+            sets = letters.splits(letter, inputs, output) if letters else []
             union = set().union(*sets)
             for one in sets:
                 one |= union
 
-    def choices(self, op: Op, size: int, inputs: Sequence[Splits], output: Splits) -> Iterable[Choice]:
+    def choices(self, op: Op, size: int, inputs: Sequence[Splits], output: Splits) -> Iterator[Choice]:
         letters = self.match(op)
-        for letter in letters.splittable():
-            if letter not in letters.result and not self.sums:
-                continue
-            for outer in sorted(_outers(letters, letter, inputs, output)):
-                yield _split(letters, letter, outer)
-        yield from self._pending(op)
+        if letters is not None:
+            candidates = self._candidates(op, letters, inputs, output)
+            yield from (choice for choice in candidates if self.allows(op, choice, size))
 
-    def _pending(self, op: Op) -> Iterable[Choice]:
-        count = len(op.operands)
-        if self.linear == "all":
-            yield Choice((P,) * count, P)
-        elif self.linear == "each":
-            for i in self.linear_operands if self.linear_operands is not None else range(count):
-                if i < count:
-                    yield Choice(tuple(P if j == i else R for j in range(count)), P)
+    def _candidates(
+        self, op: Op, letters: Letters, inputs: Sequence[Splits], output: Splits
+    ) -> Iterator[Choice]:
+        for letter in letters.splittable():
+            for outer in sorted(set().union(*letters.splits(letter, inputs, output))):
+                operands, result = letters.split(letter, outer)
+                if result is not None:
+                    yield Choice(operands, result)
+                elif self.sums:
+                    yield Choice(operands, P, self.sum_form)
+        yield from self.forms(op)
+        for group in self.linear(op):
+            yield Choice(tuple(P if i in group else R for i in range(len(op.operands))), P)
 
     def localize(self, op: Op, choice: Choice, size: int, axis: str) -> Local:
-        if not self.shape_args or not choice.result.is_shard:
-            return Local.same()
-        shape = list(local_shape(op.result.shape, choice.result, size))
-        args: dict[int, Any] = {a: shape for a in self.shape_args if isinstance(a, int) and a < len(op.args)}
-        kwargs: dict[str, Any] = {a: shape for a in self.shape_args if isinstance(a, str) and a in op.kwargs}
-        return Local(args, kwargs)
+        return self.local(op, choice, size, axis)
 
     def flops(self, op: Op) -> int:
-        return self.flop_count(op, self.match(op)) if self.flop_count else 0
+        letters = self.match(op)
+        return self.flop_count(op, letters) if letters else 0
 
-    def communication(self, op: Op, choice: Choice, size: int) -> list[tuple[str, int]]:
-        return []
+    def communication(self, op: Op, choice: Choice, size: int) -> Communication:
+        return self.inside(op, choice)
 
 
-def extents(op: Op, letters: Letters) -> dict[str, int]:
-    """Size of every letter (the largest where broadcast or grouped sizes differ)."""
-    sizes: dict[str, int] = {}
-    tensors = [*zip(letters.operands, op.operands, strict=True), (letters.result, op.result)]
-    for dims, meta in tensors:
-        for letter, extent in zip(dims, meta.shape, strict=True):
-            if letter:
-                sizes[letter] = max(sizes.get(letter, 1), extent)
-    return sizes
+@dataclass(frozen=True)
+class Unread(Whole):
+    """A rule of an op that takes only dtype or device of operand ``position``: its value may have any type."""
+
+    rule: Spec
+    position: int
+
+    @property
+    def linear_sum(self) -> bool:
+        return self.rule.linear_sum
+
+    def link(self, op: Op, inputs: Sequence[Splits], output: Splits) -> None:
+        self.rule.link(op.without_operand(self.position), self._others(inputs), output)
+
+    def choices(self, op: Op, size: int, inputs: Sequence[Splits], output: Splits) -> Iterator[Choice]:
+        rest = op.without_operand(self.position)
+        count = len(rest.operands)
+        read = [Choice((R,) * count, R), Choice((I,) * count, I)]
+        read += self.rule.choices(rest, size, self._others(inputs), output)
+        shards = [S(d, outer) for d, outers in enumerate(inputs[self.position]) for outer in sorted(outers)]
+        for choice in read:
+            for kind in (R, I, P, *shards):
+                taken = (*choice.operands[: self.position], kind, *choice.operands[self.position :])
+                yield Choice(taken, choice.result)
+
+    def localize(self, op: Op, choice: Choice, size: int, axis: str) -> Local:
+        taken = choice.operands[: self.position] + choice.operands[self.position + 1 :]
+        return self.rule.localize(op.without_operand(self.position), Choice(taken, choice.result), size, axis)
+
+    def _others(self, inputs: Sequence[Splits]) -> list[Splits]:
+        return [splits for i, splits in enumerate(inputs) if i != self.position]
 
 
 def product_flops(op: Op, letters: Letters) -> int:
@@ -117,62 +197,54 @@ def product_flops(op: Op, letters: Letters) -> int:
     return count
 
 
-def _outers(letters: Letters, letter: str, inputs: Sequence[Splits], output: Splits) -> set[int]:
-    found: set[int] = set()
-    for dims, splits in [*zip(letters.operands, inputs, strict=True), (letters.result, output)]:
-        for d, name in enumerate(dims):
-            if name == letter:
-                found |= splits[d]
-    return found
-
-
-def _split(letters: Letters, letter: str, outer: int) -> Choice:
-    def kind(dims: Dims, absent: Type) -> Type:
-        return S(dims.index(letter), outer) if letter in dims else absent
-
-    return Choice(tuple(kind(dims, R) for dims in letters.operands), kind(letters.result, P))
-
-
-def _match(text: str, op: Op) -> Letters:
-    left, right = text.split("->")
-    specs = [part.strip() for part in left.split(",")] if left.strip() else []
-    specs = specs[: len(op.operands)] if len(specs) >= len(op.operands) else _repeat_last(specs, op)
-    whole: set[str] = set()
+def extents(op: Op, letters: Letters) -> dict[str, int]:
+    """Size of every letter (the largest where grouped sizes differ)."""
     sizes: dict[str, int] = {}
-    rows = [_assign(s, m.shape, whole) for s, m in zip(specs, op.operands, strict=True)]
-    rows.append(_assign(right.strip(), op.result.shape, whole))
+    tensors = [*zip(letters.operands, op.operands, strict=True), (letters.result, op.result)]
+    for dims, meta in tensors:
+        for letter, extent in zip(dims, meta.shape, strict=True):
+            if letter:
+                sizes[letter] = max(sizes.get(letter, 1), extent)
+    return sizes
+
+
+def match(line: str, op: Op) -> Letters | None:
+    """Assign the letters of a line to the dims of an op; None where ranks or sizes don't fit."""
+    left, right = line.split("->")
+    specs = left.split(",") if left.strip() else []
+    if len(specs) < len(op.operands):
+        return None
     metas = [*op.operands, op.result]
-    for row, meta in zip(rows, metas, strict=True):
-        for letter, extent in zip(row, meta.shape, strict=True):
-            sizes[letter] = max(sizes.get(letter, 1), extent)
     rows = [
-        tuple("" if e == 1 and sizes[n] > 1 else n for n, e in zip(row, meta.shape, strict=True))
-        for row, meta in zip(rows, metas, strict=True)
+        _row(spec, len(m.shape)) for spec, m in zip([*specs[: len(op.operands)], right], metas, strict=True)
     ]
-    return Letters(tuple(rows[:-1]), rows[-1], frozenset(whole))
+    if any(row is None for row in rows):
+        return None
+    marked = [list(zip(row or [], meta.shape, strict=True)) for row, meta in zip(rows, metas, strict=True)]
+    sizes: dict[str, set[int]] = {}
+    for token, extent in (pair for row in marked for pair in row):
+        sizes.setdefault(token.rstrip("!*"), set()).update({extent} - {1})
+    grouped = {token.rstrip("!*") for row in marked for token, _ in row if "*" in token}
+    if any(len(found) > 1 and letter not in grouped | {"1"} for letter, found in sizes.items()):
+        return None
+    dims = [tuple(_letter(token, extent, sizes) for token, extent in row) for row in marked]
+    whole = {token.rstrip("!*") for row in marked for token, _ in row if "!" in token}
+    return Letters(tuple(dims[:-1]), dims[-1], frozenset(whole))
 
 
-def _repeat_last(specs: list[str], op: Op) -> list[str]:
-    """``"..., ... -> ..."`` also serves ops of any number of operands (cat, stack, where)."""
-    if not specs:
-        raise ValueError(f"{op.name}: the rule names no operand, the op has {len(op.operands)}")
-    return specs + [specs[-1]] * (len(op.operands) - len(specs))
+def _letter(token: str, extent: int, sizes: dict[str, set[int]]) -> str:
+    letter = token.rstrip("!*")
+    return "" if letter == "1" or (extent == 1 and sizes[letter]) else letter
 
 
-def _assign(spec: str, shape: tuple[int, ...], whole: set[str]) -> Dims:
-    """Letters of one tensor; ``...`` becomes ``.1`` (last), ``.2`` …, so that it aligns right."""
-    tokens = spec.rstrip("?").split()
-    named = [t for t in tokens if not t.startswith("...")]
-    spare = len(shape) - len(named)
-    if spare < 0 or (spare > 0 and len(named) == len(tokens)):
-        raise ValueError(f"a tensor of shape {list(shape)} doesn't fit {spec!r}")
-    dims: list[str] = []
+def _row(spec: str, rank: int) -> list[str] | None:
+    """Tokens of one tensor; ``...`` becomes ``.1`` (last), ``.2`` …, so that it aligns right. None: no fit."""
+    row: list[str] = []
+    tokens = spec.split()
+    spare = rank - sum(not token.startswith("...") for token in tokens)
     for token in tokens:
-        names = [f".{spare - i}" for i in range(spare)] if token.startswith("...") else [token.rstrip("!")]
-        if token.endswith("!"):
-            whole.update(names)
-        dims += names
-    return tuple(dims)
-
-
-__all__ = ["Letters", "Spec", "divides", "extents", "product_flops"]
+        if token.startswith("..."):
+            row += [f".{spare - i}{token[3:]}" for i in range(spare)]
+        else:
+            row.append(token)
+    return row if len(row) == rank else None

@@ -1,0 +1,141 @@
+"""Lookups and writes by index: the indexed dim is whole, all others and those of the index may be split.
+
+An embedding may also be split by rows: each rank looks up its own, zeros elsewhere, and the result is a pending sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from autopar.graph import AxisRef, Choice, Meta
+from autopar.rules.base import Local, Op, Rule
+from autopar.rules.lines import dim, line, names, whole
+from autopar.rules.spec import Spec, through
+from autopar.spmd import P, R, S
+
+
+def _embedding(op: Op) -> str | None:
+    counts_ids = op.arg(3, "scale_grad_by_freq", False) or op.arg(4, "sparse", False)
+    return None if counts_ids else "v! n, ... -> ... n"
+
+
+def _rows(op: Op) -> Iterable[Choice]:
+    yield Choice((S(0), R), P, "embedding_sharded")
+
+
+def _local_embedding(op: Op, choice: Choice, size: int, axis: str) -> Local:
+    if choice.form != "embedding_sharded":
+        return Local.same()
+    padding = op.arg(2, "padding_idx", -1)
+    named = {"padding_idx": padding} if padding >= 0 else {}
+    return Local({2: AxisRef(axis)}, named, target="embedding_sharded", keep=2)
+
+
+def _index_select(op: Op) -> str:
+    letters = names(len(op.operands[0].shape))
+    d = dim(op.arg(1, "dim"), len(letters))
+    index, made = (["i"], ["i"]) if op.operands[1].shape else ([], ["1"])
+    return line([_whole_at(letters, d), index], letters[:d] + made + letters[d + 1 :])
+
+
+def _whole_at(letters: list[str], d: int) -> list[str]:
+    return whole(letters, [d])
+
+
+def _gather(op: Op) -> str:
+    """Dims other than ``dim`` are shared with the index where they have its size (it may be smaller: then whole)."""
+    d = dim(op.arg(1, "dim"), len(op.operands[0].shape))
+    source, index = _aligned([op.operands[0], op.operands[1]], d)
+    index = [f"{t.rstrip('!')}" if i == d else t for i, t in enumerate(index)]
+    return line([source, index], index)
+
+
+def _scatter(op: Op) -> str:
+    """``self, index`` and, if it is a tensor, ``src``; nothing that is written along ``dim`` can be split."""
+    d = dim(op.arg(1, "dim"), len(op.operands[0].shape))
+    rows = _aligned(op.operands, d)
+    return line(rows, rows[0])
+
+
+def _aligned(tensors: Sequence[Meta], d: int) -> list[list[str]]:
+    """Shared letters where all tensors have the same size, own and whole ones elsewhere and at ``d``."""
+    rows: list[list[str]] = [[] for _ in tensors]
+    for i, letter in enumerate(names(len(tensors[0].shape))):
+        shared = i != d and len({meta.shape[i] for meta in tensors}) == 1
+        for number, row in enumerate(rows):
+            row.append(letter if shared else f"{letter}{number}!")
+    return rows
+
+
+@dataclass(frozen=True)
+class _Index:
+    """``x[indices]`` in letters: rows of the indices, of ``x``, of the result."""
+
+    source: list[str]
+    indices: list[list[str]]
+    result: list[str]
+
+
+def _indexed(op: Op) -> _Index | None:
+    """Index dims stand where the indexed dims were if those are neighbours, else in front (as numpy has it)."""
+    given = list(op.args[1])
+    tensors = {d: index for d, index in enumerate(given) if index is not None}
+    if any(index.dtype in (torch.bool, torch.uint8) for index in tensors.values()):
+        return None  # as many results as there are true values
+    letters = names(len(op.operands[0].shape))
+    made = [f"i{n}" for n in range(max(len(index.shape) for index in tensors.values()))]
+    first, last = min(tensors), max(tensors)
+    rest = [letter for d, letter in enumerate(letters) if d not in tensors]
+    place = first if last - first + 1 == len(tensors) else 0
+    rows = [made[len(made) - len(index.shape) :] for index in tensors.values()]
+    return _Index(whole(letters, list(tensors)), rows, rest[:place] + made + rest[place:])
+
+
+def _index(op: Op) -> str | None:
+    found = _indexed(op)
+    return None if found is None else line([found.source, *found.indices], found.result)
+
+
+def _index_put(op: Op) -> str | None:
+    """What is not indexed may be split, in the values too; the indices are whole."""
+    found = _indexed(op)
+    if found is None:
+        return None
+    rank = len(op.operands[-1].shape)
+    values = found.result[len(found.result) - rank :] if rank else []
+    indices = [[f"{letter}!" for letter in row] for row in found.indices]
+    return line([found.source, *indices, values], found.source)
+
+
+def _index_add(op: Op) -> str:
+    letters = names(len(op.operands[0].shape))
+    d = dim(op.arg(1, "dim"), len(letters))
+    source = [f"{letter}_!" if i == d else letter for i, letter in enumerate(letters)]
+    return line([_whole_at(letters, d), [source[d]], source], _whole_at(letters, d))
+
+
+def _one_hot(op: Op) -> str | None:
+    """The number of classes must be given: it is read off the values otherwise."""
+    return "... -> ... v!" if op.arg(1, "num_classes", -1) >= 0 else None
+
+
+def _value_is_zero(op: Op) -> Iterable[tuple[int, ...]]:
+    return ((0,),) if op.arg(3, "value") == 0 else ()
+
+
+RULES: dict[str, Rule] = {
+    "aten.embedding.default": Spec(_embedding, linear=through(0), forms=_rows, local=_local_embedding),
+    "embedding_sharded": Spec("v! n, ... -> ... n", linear=through(0)),
+    "aten.index_select.default": Spec(_index_select, linear=through(0)),
+    "aten.gather.default": Spec(_gather, linear=through(0)),
+    "aten.index.Tensor": Spec(_index, linear=through(0)),
+    "aten.index_put.default": Spec(_index_put),
+    "aten.index_add.default": Spec(_index_add, linear=through(0, 2)),
+    "aten.scatter.value": Spec(_scatter, linear=_value_is_zero),
+    "aten.scatter.src": Spec(_scatter, linear=through(0, 2)),
+    "aten.scatter_add.default": Spec(_scatter, linear=through(0, 2)),
+    "aten.one_hot.default": Spec(_one_hot),
+}

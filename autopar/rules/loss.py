@@ -1,0 +1,87 @@
+"""Losses. Summed, they leave a pending sum where their elements are split; a mean is left to canonicalisation.
+
+Cross entropy may also be split over its classes: three numbers per token are exchanged instead of the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from autopar.graph import AxisRef, Choice
+from autopar.rules.base import Communication, Local, Op, Rule
+from autopar.rules.lines import line, names
+from autopar.rules.spec import Spec
+from autopar.spmd import I, R, S
+
+_NONE, _MEAN = 0, 1
+
+
+def _by_class(op: Op) -> str | None:
+    """Logits ``[n, classes, ...]`` (or ``[classes]``), target of class indices or of the logits' shape, weight."""
+    reduction = op.arg(3, "reduction", _MEAN)
+    if reduction == _MEAN:
+        return None
+    rank = len(op.operands[0].shape)
+    tokens = names(rank - 1)
+    logits = [*tokens[:1], "v!", *tokens[1:]]
+    target = tokens if len(op.operands[1].shape) < rank else logits
+    return line([logits, target, ["v!"]], tokens if reduction == _NONE else [])
+
+
+def class_dim(op: Op) -> int:
+    return 1 if len(op.operands[0].shape) > 1 else 0
+
+
+def _classes_split(op: Op) -> Iterable[Choice]:
+    indices = not op.operands[1].dtype.is_floating_point
+    if indices and len(op.operands) == 2 and op.arg(3, "reduction", _MEAN) != _NONE:
+        yield Choice((S(class_dim(op)), R), I, "cross_entropy_sharded")
+
+
+def _local_cross_entropy(op: Op, choice: Choice, size: int, axis: str) -> Local:
+    if choice.form != "cross_entropy_sharded":
+        return Local.same()
+    ignored, smoothing = op.arg(4, "ignore_index", -100), op.arg(5, "label_smoothing", 0.0)
+    named = {"ignore_index": ignored} if ignored != -100 else {}
+    return Local(
+        {2: AxisRef(axis)},
+        named | ({"label_smoothing": smoothing} if smoothing else {}),
+        target="cross_entropy_sharded",
+        keep=2,
+    )
+
+
+def _statistics(op: Op, choice: Choice) -> Communication:
+    """Per token the largest logit, then the sum, the target's logit and the smoothed part; in float32 at least."""
+    if choice.form != "cross_entropy_sharded":
+        return []
+    one = op.operands[1].numel * max(4, op.operands[0].dtype.itemsize)
+    return [("all_reduce", one), ("all_reduce", 3 * one)]
+
+
+def _elementwise(reduction_position: int) -> Spec:
+    def compute(op: Op) -> str | None:
+        reduction = op.arg(reduction_position, "reduction", _MEAN)
+        if reduction == _MEAN:
+            return None
+        return "..., ..., ..., ... -> " + ("..." if reduction == _NONE else "")
+
+    return Spec(compute, sums=True)
+
+
+RULES: dict[str, Rule] = {
+    "aten.cross_entropy_loss.default": Spec(
+        _by_class, sums=True, forms=_classes_split, local=_local_cross_entropy, inside=_statistics
+    ),
+    "cross_entropy_sharded": Spec("t v! ..., t ... -> ", sums=True, inside=_statistics),
+    "aten.nll_loss_nd.default": Spec(_by_class, sums=True),
+    "aten.nll_loss.default": Spec(_by_class, sums=True),
+    "aten.mse_loss.default": _elementwise(2),
+    "aten.l1_loss.default": _elementwise(2),
+    "aten.smooth_l1_loss.default": _elementwise(2),
+    "aten.huber_loss.default": _elementwise(2),
+    "aten.kl_div.default": _elementwise(2),
+    "aten.soft_margin_loss.default": _elementwise(2),
+    "aten.binary_cross_entropy.default": _elementwise(3),
+    "aten.binary_cross_entropy_with_logits.default": _elementwise(4),
+}

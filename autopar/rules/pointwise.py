@@ -1,0 +1,141 @@
+"""Ops that work on each element alone: every dim may be split, operands broadcast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from autopar.graph import Meta
+from autopar.rules.base import Op, Rule
+from autopar.rules.spec import Passes, Spec, Unread, each, nothing, through, together
+
+_LINE = "..., ..., ... -> ..."
+
+
+def _pointwise(linear: Passes = nothing, *, linear_sum: bool = False) -> Spec:
+    return Spec(_LINE, linear=linear, linear_sum=linear_sum)
+
+
+def _sum(op: Op) -> Iterable[tuple[int, ...]]:
+    """A sum of tensors passes pending sums; a number would be added on every rank."""
+    return together(op) if len(op.operands) == 2 else ()
+
+
+def _cast(op: Op) -> Iterable[tuple[int, ...]]:
+    """Rounding to an integer or a truth value is not linear."""
+    before, after = op.operands[0].dtype, op.result.dtype
+    kept = after.is_floating_point or after.is_complex
+    whole_numbers = not (before.is_floating_point or before.is_complex) and after != torch.bool
+    return ((0,),) if kept or whole_numbers else ()
+
+
+def _quotient(op: Op) -> Iterable[tuple[int, ...]]:
+    return () if op.kwargs.get("rounding_mode") else ((0,),)
+
+
+def _zero_at(position: int, name: str, operand: int) -> Passes:
+    """Linear in ``operand`` where the number put in the other places is 0."""
+    return lambda op: ((operand,),) if op.arg(position, name) == 0 else ()
+
+
+def _filled(op: Op) -> Iterable[tuple[int, ...]]:
+    """masked_fill with a tensor: linear in both; the mask between them is whole."""
+    return ((0, 2),) if isinstance(op.args[2], Meta) else ()
+
+
+UNARY = (
+    *(
+        "abs",
+        "acos",
+        "acosh",
+        "asin",
+        "asinh",
+        "atan",
+        "atanh",
+        "ceil",
+        "cos",
+        "cosh",
+        "erf",
+        "erfc",
+        "exp",
+        "exp2",
+    ),
+    *(
+        "expm1",
+        "floor",
+        "frac",
+        "lgamma",
+        "log",
+        "log10",
+        "log1p",
+        "log2",
+        "logit",
+        "reciprocal",
+        "round",
+        "rsqrt",
+    ),
+    *("sigmoid", "sign", "sin", "sinh", "sqrt", "square", "tan", "tanh", "trunc"),
+    *(
+        "celu",
+        "elu",
+        "gelu",
+        "hardsigmoid",
+        "hardswish",
+        "hardtanh",
+        "leaky_relu",
+        "log_sigmoid",
+        "mish",
+        "relu",
+    ),
+    *("relu6", "selu", "silu", "softplus", "softshrink", "hardshrink", "threshold"),
+    *("clamp", "clamp_max", "clamp_min", "nan_to_num"),
+    *("bitwise_not", "isfinite", "isinf", "isnan", "logical_not"),
+)
+BINARY = (
+    *("add.Scalar", "sub.Scalar", "rsub.Scalar", "rsub.Tensor"),
+    *("atan2.default", "floor_divide.default", "floor_divide.Scalar", "fmod.Scalar", "fmod.Tensor"),
+    *("remainder.Scalar", "remainder.Tensor", "maximum.default", "minimum.default", "max.other", "min.other"),
+    *("pow.Scalar", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "polar.default"),
+    *("clamp.Tensor", "clamp_max.Tensor", "clamp_min.Tensor"),
+    *("eq.Scalar", "eq.Tensor", "ge.Scalar", "ge.Tensor", "gt.Scalar", "gt.Tensor", "le.Scalar", "le.Tensor"),
+    *("lt.Scalar", "lt.Tensor", "ne.Scalar", "ne.Tensor"),
+    *("bitwise_and.Scalar", "bitwise_and.Tensor", "bitwise_or.Tensor", "bitwise_xor.Tensor"),
+    *("__and__.Scalar", "__and__.Tensor", "__or__.Tensor", "__xor__.Tensor"),
+    *("logical_and.default", "logical_or.default", "logical_xor.default"),
+    *("addcmul.default", "addcdiv.default", "lerp.Scalar", "lerp.Tensor", "where.Scalar"),
+)
+
+RULES: dict[str, Rule] = {
+    **{f"aten.{name}.default": _pointwise() for name in UNARY},
+    **{f"aten.{name}": _pointwise() for name in BINARY},
+    "aten.add.Tensor": _pointwise(_sum, linear_sum=True),
+    "aten.sub.Tensor": _pointwise(_sum, linear_sum=True),
+    "aten.mul.Tensor": _pointwise(each),
+    "aten.mul.Scalar": _pointwise(each),
+    "aten.div.Tensor": _pointwise(through(0)),
+    "aten.div.Scalar": _pointwise(through(0)),
+    "aten.div.Tensor_mode": _pointwise(_quotient),
+    "aten.div.Scalar_mode": _pointwise(_quotient),
+    "aten.neg.default": _pointwise(each, linear_sum=True),
+    "aten.where.self": _pointwise(through(1, 2)),
+    "aten.where.ScalarOther": _pointwise(_zero_at(2, "other", 1)),
+    "aten.where.ScalarSelf": _pointwise(_zero_at(1, "self", 1)),
+    "aten.masked_fill.Scalar": _pointwise(_zero_at(2, "value", 0)),
+    "aten.masked_fill.Tensor": _pointwise(_filled),
+    "aten.copy.default": _pointwise(through(1)),
+    "aten.to.dtype": _pointwise(_cast, linear_sum=True),
+    "aten.to.dtype_layout": _pointwise(_cast, linear_sum=True),
+    "aten.to.device": _pointwise(_cast, linear_sum=True),
+    "aten._to_copy.default": _pointwise(_cast, linear_sum=True),
+    "aten.to.other": Unread(_pointwise(_cast, linear_sum=True), 1),
+    "aten.type_as.default": Unread(_pointwise(_cast, linear_sum=True), 1),
+    "aten.alias.default": _pointwise(each, linear_sum=True),
+    "aten.clone.default": _pointwise(each, linear_sum=True),
+    "aten.contiguous.default": _pointwise(each, linear_sum=True),
+    "aten.detach.default": _pointwise(each, linear_sum=True),
+    "aten.lift_fresh_copy.default": _pointwise(each, linear_sum=True),
+    "aten.view_as_complex.default": Spec("... c! ->  ..."),
+    "aten.view_as_real.default": Spec("... -> ... c!"),
+    "getitem": _pointwise(together, linear_sum=True),
+}

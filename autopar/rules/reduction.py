@@ -1,0 +1,90 @@
+"""Reductions, normalisations and scans: what they work along is whole, except where a sum can stay pending."""
+
+from __future__ import annotations
+
+from autopar.graph import Choice
+from autopar.rules.base import Local, Op, Rule
+from autopar.rules.lines import along, dim, line, names, reduced, whole
+from autopar.rules.spec import Line, Spec, nothing, together
+
+
+def _sum(text: Line) -> Spec:
+    return Spec(text, linear=together, sums=True, linear_sum=True)
+
+
+def _mean(text: Line) -> Spec:
+    return Spec(text, linear=together, sums=True, sum_form="mean_of_whole", local=_local_mean)
+
+
+def _local_mean(op: Op, choice: Choice, size: int, axis: str) -> Local:
+    """A part's share of the mean is its sum over the count of the whole, which an earlier axis may have set."""
+    if choice.form != "mean_of_whole" or "count" in op.kwargs:
+        return Local.same()
+    return Local({}, {"count": op.operands[0].numel // op.result.numel}, target="mean_of_whole")
+
+
+def _topk(op: Op) -> str:
+    rank = len(op.operands[0].shape)
+    letters = names(rank)
+    d = dim(op.arg(2, "dim", -1), rank)
+    return line([whole(letters, [d])], ["k!" if i == d else letter for i, letter in enumerate(letters)])
+
+
+def _trailing(op: Op) -> str:
+    """layer_norm and rms_norm: the dims of ``normalized_shape`` are whole, in weight and bias too."""
+    own = " ".join(f"h{i}!" for i, _ in enumerate(op.arg(1, "normalized_shape")))
+    return f"... {own}, {own}, {own} -> ... {own}"
+
+
+def _grouped(op: Op) -> str:
+    spatial = " ".join(f"{s}!" for s in names(len(op.operands[0].shape) - 2))
+    return f"n z! {spatial}, z!, z! -> n z! {spatial}"
+
+
+def _along(position: int, name: str = "dim", default: int = -1, *, linear: bool = False) -> Spec:
+    return Spec(along(position, name, default), linear=together if linear else nothing)
+
+
+def _kept(dim_position: int, keep_position: int | None) -> Spec:
+    return Spec(reduced(dim_position, keep_position, whole_dims=True))
+
+
+_ALL_WHOLE = Spec(reduced(None, None, whole_dims=True))
+
+RULES: dict[str, Rule] = {
+    "aten.sum.default": _sum(reduced(None, None, whole_dims=False)),
+    "aten.sum.dim_IntList": _sum(reduced(1, 2, whole_dims=False)),
+    "aten.mean.default": _mean(reduced(None, None, whole_dims=False)),
+    "aten.mean.dim": _mean(reduced(1, 2, whole_dims=False)),
+    "mean_of_whole": _mean(reduced(1, 2, whole_dims=False)),
+    "aten.amax.default": _kept(1, 2),
+    "aten.amin.default": _kept(1, 2),
+    "aten.max.default": _ALL_WHOLE,
+    "aten.min.default": _ALL_WHOLE,
+    "aten.max.dim": _kept(1, 2),
+    "aten.min.dim": _kept(1, 2),
+    "aten.argmax.default": _kept(1, 2),
+    "aten.argmin.default": _kept(1, 2),
+    "aten.any.dim": _kept(1, 2),
+    "aten.all.dim": _kept(1, 2),
+    "aten.any.default": _ALL_WHOLE,
+    "aten.all.default": _ALL_WHOLE,
+    "aten.prod.dim_int": _kept(1, 2),
+    "aten.var.dim": _kept(1, 3),
+    "aten.var.correction": _kept(1, None),
+    "aten.std.dim": _kept(1, 3),
+    "aten.std.correction": _kept(1, None),
+    "aten.logsumexp.default": _kept(1, 2),
+    "aten.linalg_vector_norm.default": _kept(2, 3),
+    "aten.softmax.int": _along(1),
+    "aten.log_softmax.int": _along(1),
+    "aten.cumsum.default": _along(1, linear=True),
+    "aten.cumprod.default": _along(1),
+    "aten.sort.default": _along(1),
+    "aten.sort.stable": _along(2),
+    "aten.argsort.default": _along(1),
+    "aten.topk.default": Spec(_topk),
+    "aten.layer_norm.default": Spec(_trailing),
+    "aten.rms_norm.default": Spec(_trailing),
+    "aten.group_norm.default": Spec(_grouped),
+}
