@@ -1,0 +1,99 @@
+"""A block's graph as statements of a function."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import count
+
+from torch import fx
+
+from autopar.codegen import comments
+from autopar.codegen.expressions import expression
+from autopar.codegen.function import Atom, Code, Function, Statement, Var, assign
+from autopar.codegen.text import literal
+from autopar.graph import Block, info, is_getitem, operands
+
+_UNPACKED = 6  # tuples up to this long are unpacked where they are made
+
+
+@dataclass
+class Writer:
+    """Writes the ops of a block into ``function``.
+
+    ``bases`` are the names that values would like; ``random`` numbers the random ops of this function.
+    """
+
+    function: Function
+    bases: Mapping[fx.Node, str]
+    random: Iterator[int]
+
+    def write(self, block: Block, given: Mapping[fx.Node, Atom], needed: Collection[fx.Node]) -> list[Atom]:
+        """Write the ops in ``needed``; ``given`` are the placeholders' values.
+
+        Returns what stands for each output; "" for one that wasn't needed.
+        """
+        atoms: dict[fx.Node, Atom] = dict(given)
+        for node in block.ops:
+            number = next(self.random) if info(node).random else 0
+            if node not in needed or node in atoms:
+                continue
+            self.function.add(self._statement(node, atoms, number))
+        return [atoms.get(node, "") for node in block.outputs]
+
+    def _statement(self, node: fx.Node, atoms: dict[fx.Node, Atom], number: int) -> Statement:
+        header = f"with rng(self.axes, {number}, {literal(_own_axes(node))}):" if info(node).random else ""
+        comment = comments.of_node(node)
+        if is_getitem(node):
+            value: Code = (atoms[operands(node)[0]], f"[{node.args[1]}]")
+            targets = self._targets(node, atoms)
+        else:
+            value = expression(node, lambda n: atoms[n])
+            targets = self._unpack(node, atoms) or self._targets(node, atoms)
+        return assign(targets, value, comment, header)
+
+    def _targets(self, node: fx.Node, atoms: dict[fx.Node, Atom]) -> list[Var | None]:
+        variable = Var(self.bases[node])
+        atoms[node] = variable
+        return [variable]
+
+    def _unpack(self, node: fx.Node, atoms: dict[fx.Node, Atom]) -> list[Var | None]:
+        """``a, b = op(x)``: the variables of the elements, which the getitem nodes then are."""
+        length = len(info(node).outputs)
+        if not 1 < length <= _UNPACKED or not all(map(is_getitem, node.users)):
+            return []
+        targets: list[Var | None] = [None] * length
+        for user in node.users:
+            position = user.args[1]
+            assert isinstance(position, int)
+            if targets[position] is None:
+                targets[position] = Var(self.bases[user])
+            atoms[user] = targets[position]  # type: ignore[assignment]
+        return targets
+
+
+def _own_axes(node: fx.Node) -> tuple[str, ...]:
+    """The axes on which ranks hold different parts of the result, and so draw different numbers."""
+    return tuple(
+        axis for axis, kind in info(node).types().items() if axis != comments.MICROBATCHES and kind.is_shard
+    )
+
+
+def backward_slice(outputs: Collection[fx.Node]) -> set[fx.Node]:
+    """All nodes that ``outputs`` depend on, themselves included."""
+    needed = set(outputs)
+    waiting = list(outputs)
+    while waiting:
+        for operand in waiting.pop().all_input_nodes:
+            if operand not in needed:
+                needed.add(operand)
+                waiting.append(operand)
+    return needed
+
+
+def random_ops(block: Block) -> int:
+    return sum(info(node).random for node in block.ops)
+
+
+def numbers_from(first: int) -> Iterator[int]:
+    return count(first)

@@ -1,0 +1,199 @@
+"""The classes of an emitted module: one per distinct layer, and the stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.codegen import comments
+from autopar.codegen.block import Writer, numbers_from
+from autopar.codegen.cuts import Part
+from autopar.codegen.function import PYTHON_NAMES, Atom, Function, Var, identifier
+from autopar.codegen.job import Job
+from autopar.codegen.names import bases
+from autopar.codegen.runs import Run, number, runs
+from autopar.codegen.text import Line, attribute, literal, spans
+from autopar.graph import INPUT_CALL, Call, Meta, RuntimeOp, Value, info
+
+RUNTIME_NAMES = (
+    *("Axes", "Container", "I", "Input", "P", "Parameter", "Program", "R", "S", "Tensor", "Total"),
+    *("all_gather", "all_reduce", "all_to_all", "convert", "declare", "reduce_scatter", "rng"),
+)
+_OWN_NAMES = ("Stage", "PROGRAM", "aten", "nn", "torch", "self", "i")
+
+
+def runtime_names(job: Job) -> frozenset[str]:
+    """What the text may import from the runtime."""
+    ops = {str(n.target) for b in job.model.blocks for n in b.ops if isinstance(n.target, RuntimeOp)}
+    return frozenset(RUNTIME_NAMES) | ops
+
+
+def class_names(job: Job) -> dict[int, str]:
+    """Block -> its class; never a name that the module has already."""
+    taken = {*runtime_names(job), *_OWN_NAMES, *PYTHON_NAMES}
+    names: dict[int, str] = {}
+    for block in sorted({job.model.calls[c].block for c in job.stage_of if c not in job.inlined}):
+        base = identifier(job.model.blocks[block].name)
+        name = base if base not in taken else f"{base}Layer"
+        while name in taken:
+            name += "_"
+        names[block] = name
+        taken.add(name)
+    return names
+
+
+def reserved(job: Job) -> frozenset[str]:
+    """What no variable may be called."""
+    return runtime_names(job).union(_OWN_NAMES, PYTHON_NAMES, class_names(job).values())
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """One ``declare`` line: the path, and what comes there."""
+
+    path: str
+    what: str
+
+    def line(self, indent: int = 2, path: str = "") -> Line:
+        return Line(indent, f"declare(self, {path or literal(self.path)}, {self.what})")
+
+
+def layer_class(job: Job, block: int, calls: Sequence[int]) -> list[Line]:
+    """The class of one block, for the ``calls`` of a stage."""
+    first = job.model.calls[calls[0]]
+    own = [k for k in range(len(first.parameters)) if k not in job.borrowed[block]]
+    declarations = [
+        Declaration(first.parameters[k].removeprefix(f"{first.path}."), _tensor(job, first, k)) for k in own
+    ]
+    served = paths_text([job.model.calls[c].path for c in calls])
+    methods = _layer_forward(job, block, calls[0], own).lines(job.axes)
+    return _class(
+        class_names(job)[block],
+        served,
+        declarations,
+        [declaration.line() for declaration in declarations],
+        methods,
+    )
+
+
+def _layer_forward(job: Job, block: int, index: int, own: Sequence[int]) -> Function:
+    code, call = job.model.blocks[block], job.model.calls[index]
+    function = Function("forward", [], reserved(job))
+    given: dict[fx.Node, Atom] = {}
+    inputs = {node: _input_name(job, value) for node, value in zip(code.inputs, call.operands, strict=True)}
+    for node, base in inputs.items():
+        function.arguments.append(variable := Var(base))
+        given[node] = variable
+    for k, node in enumerate(code.parameters):
+        if k in own:
+            given[node] = attribute(call.parameters[k].removeprefix(f"{call.path}."))
+        else:
+            function.arguments.append(
+                variable := Var(identifier("_".join(call.parameters[k].split(".")[-2:])))
+            )
+            given[node] = variable
+    outputs = {node: job.names[Value(index, k)] for k, node in enumerate(code.outputs)}
+    writer = Writer(function, bases(code, inputs, outputs), numbers_from(0))
+    function.results = tuple(writer.write(code, given, set(code.ops)))
+    typed = [f"{inputs[n]}: {comments.typed(info(n).meta, info(n).types())}" for n in code.inputs]
+    function.comment = ", ".join(typed)
+    return function
+
+
+def _input_name(job: Job, value: Value) -> str:
+    return identifier(job.model.inputs[value.output].name) if value.call == INPUT_CALL else job.names[value]
+
+
+def stage_class(job: Job, part: Part, methods: list[Line]) -> list[Line]:
+    """``class Stage``: the model's own tree, as far as this stage has it."""
+    found = runs(job, part)
+    layers = {run: _layers(job, run) for run in found if run.calls[0] not in job.inlined}
+    modules = tuple(f"{layer.path}." for some in layers.values() for layer in some)
+    held = _held(job, part)
+    free = [item for item in held if not item[1].path.startswith(modules)]
+    lines = [d.line() for call, d in free if call not in part.calls]
+    for run in found:
+        lines += _layer_lines(run, layers[run]) if run in layers else []
+        lines += [d.line() for call, d in free if call in run.calls]
+    lines += [item[1].line() for item in held if item not in free]  # a layer comes before what it lends out
+    declared = [d for _, d in held] + [layer for some in layers.values() for layer in some]
+    return _class("Stage", "", declared, lines, methods)
+
+
+def _class(
+    name: str, comment: str, declared: Iterable[Declaration], declarations: list[Line], methods: list[Line]
+) -> list[Line]:
+    numbered = any(d.path.split(".")[0].isdecimal() for d in declared)
+    keeps_axes = any("self.axes" in line.code for line in methods)
+    head = [
+        Line(0, f"class {name}({'Container' if numbered else 'nn.Module'}):", comment),
+        Line(1, "def __init__(self, axes: Axes) -> None:"),
+        Line(2, "super().__init__()"),
+    ]
+    axes = [Line(2, "self.axes = axes")] if keeps_axes else []
+    return [*head, *axes, *declarations, Line(0, ""), *methods]
+
+
+def _layers(job: Job, run: Run) -> list[Declaration]:
+    name = class_names(job)
+    return [
+        Declaration(job.model.calls[c].path, f"{name[job.model.calls[c].block]}(axes)") for c in run.calls
+    ]
+
+
+def _layer_lines(run: Run, layers: Sequence[Declaration]) -> list[Line]:
+    place = number(layers[0].path)
+    if not run.is_loop or place is None:
+        return [layer.line() for layer in layers]
+    prefix, first = place
+    path = 'f"' + (f"{prefix}." if prefix else "") + '{i}"'
+    return [Line(2, f"for i in range({first}, {first + len(layers)}):"), layers[0].line(3, path)]
+
+
+def _held(job: Job, part: Part) -> list[tuple[int, Declaration]]:
+    """What the stage itself holds: parameters and buffers of inlined calls and tables, borrowed ones."""
+    found: dict[str, tuple[int, Declaration]] = {}
+    for index, position in stage_parameters(job, part):
+        call = job.model.calls[index]
+        if index in job.inlined or position in job.borrowed[call.block]:
+            name = call.parameters[position]
+            found.setdefault(name, (index, Declaration(name, _tensor(job, call, position))))
+    return list(found.values())
+
+
+def stage_parameters(job: Job, part: Part) -> list[tuple[int, int]]:
+    """(call, position) of every parameter or buffer that the stage reads, tables first."""
+    needed = {
+        index: part.tables.get(index, frozenset()) | part.total_tables.get(index, frozenset())
+        for index in sorted({*part.tables, *part.total_tables})
+    }
+    found = [
+        (index, k)
+        for index, nodes in needed.items()
+        for k, node in enumerate(job.model.block_of(job.model.calls[index]).parameters)
+        if node in nodes
+    ]
+    return found + [(c, k) for c in part.calls for k in range(len(job.model.calls[c].parameters))]
+
+
+def _tensor(job: Job, call: Call, position: int) -> str:
+    meta: Meta = info(job.parameter(call, position)).meta
+    known = job.model.parameters[call.parameters[position]]
+    flags = ", buffer=True" if known.is_buffer else "" if known.trainable else ", trainable=False"
+    return f"{literal(meta.shape)}, {literal(meta.dtype)}{flags}"
+
+
+def paths_text(paths: Sequence[str]) -> str:
+    """``embed, layers.0 … 3, norm``: neighbours of one list joined."""
+    found: list[tuple[str | None, list[int], str]] = []
+    for path in paths:
+        prefix, position = number(path) or (None, 0)
+        if found and prefix is not None and found[-1][0] == prefix:
+            found[-1][1].append(position)
+        else:
+            found.append((prefix, [position], path))
+    return ", ".join(
+        path if prefix is None else f"{prefix}.{spans(n)}".lstrip(".") for prefix, n, path in found
+    )

@@ -1,0 +1,60 @@
+"""What comments of emitted code say: shapes and types, the user's source line, what a collective moves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import fx
+
+from autopar.codegen.aten import is_pointwise, is_view
+from autopar.codegen.names import source
+from autopar.codegen.text import human_bytes
+from autopar.graph import AxisRef, Meta, RuntimeOp, info, is_getitem, operands
+from autopar.spmd import Type, transition
+
+MICROBATCHES = "mb"
+
+
+def typed(meta: Meta, types: Mapping[str, Type]) -> str:
+    """``bf16[1, 4096, 512] S(2)@tp``; whole values have no type written."""
+    kinds = [f"{kind}@{axis}" for axis, kind in types.items() if axis != MICROBATCHES and not kind.is_whole]
+    return " ".join([str(meta), *kinds])
+
+
+def of_node(node: fx.Node) -> str:
+    """The comment of one op, "" where it would tell nothing new."""
+    data = info(node)
+    move = _collective(node)
+    if move is not None:
+        return of_change(info(operands(node)[0]).meta, data.meta, *move)
+    if not _informs(node):
+        return ""
+    return "   ".join(part for part in (typed(data.meta, data.types()), data.source) if part)
+
+
+def of_change(before: Meta, after: Meta, src: Type, dst: Type) -> str:
+    """``28.0 MiB · backward: reduce-scatter``: the larger side of the transition, and its way back."""
+    way = transition(src, dst)
+    parts = []
+    if way is not None and way.forward:
+        parts.append(human_bytes(max(before.bytes, after.bytes)))
+    if way is not None and way.backward and before.needs_grad:
+        parts.append(f"backward: {way.backward.replace('_', '-')}")
+    return " · ".join(parts)
+
+
+def _collective(node: fx.Node) -> tuple[Type, Type] | None:
+    src, dst = node.kwargs.get("src"), node.kwargs.get("dst")
+    return (src, dst) if isinstance(src, Type) and isinstance(dst, Type) else None
+
+
+def _informs(node: fx.Node) -> bool:
+    """Ops that read a parameter, join tensors otherwise than elementwise, or have a sharded form."""
+    if is_getitem(node) or is_view(node):
+        return False
+    found = operands(node)
+    if any(info(source(o)).role in ("parameter", "buffer") for o in found):
+        return True
+    if isinstance(node.target, RuntimeOp):
+        return any(isinstance(a, AxisRef) for a in node.args)
+    return len(set(found)) > 1 and not is_pointwise(node)

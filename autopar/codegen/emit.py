@@ -1,0 +1,99 @@
+"""The emitted modules of a job: one per pipeline stage, as text and as its interface."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.codegen.classes import layer_class, reserved, runtime_names, stage_class
+from autopar.codegen.cuts import Part, parts
+from autopar.codegen.header import header
+from autopar.codegen.interface import program_lines, program_of
+from autopar.codegen.job import Job, make_job
+from autopar.codegen.stage import forward, totals
+from autopar.codegen.text import layout, wrap
+from autopar.errors import PlanError
+from autopar.graph import Model
+from autopar.mesh import Mesh
+from autopar.passes.hoist import hoist_parameter_sums
+from autopar.runtime.program import Program
+
+
+@dataclass(frozen=True)
+class EmittedStage:
+    """The program of one pipeline stage: ``text`` is a whole Python module that ends with ``PROGRAM``."""
+
+    stage: int
+    text: str
+    program: Program
+
+
+def emit(
+    model: Model, stages: Sequence[Sequence[int]], mesh: Mesh, *, microbatches: int, digest: str
+) -> tuple[EmittedStage, ...]:
+    """Write the program of every stage.
+
+    ``model`` is solved and local on every axis, and stays as it is; ``stages`` are the call indices of each
+    stage (calls of tables are left out: every stage computes for itself what it needs of them). Raises
+    StageError where stages, calls and mesh don't fit, GraphError where a value can't become what a call takes.
+    """
+    hoisted, reduce = hoist_parameter_sums(model)
+    job = make_job(hoisted, stages, mesh, microbatches=microbatches, digest=digest, reduce=reduce)
+    return tuple(_emit_stage(job, part) for part in parts(job))
+
+
+def _emit_stage(job: Job, part: Part) -> EmittedStage:
+    names = reserved(job)
+    run, count = forward(job, part, names), totals(job, part, names)
+    methods = [*(count.lines(job.axes) if count else []), *run.lines(job.axes)]
+    program = program_of(job, part, run)
+    classes = [line for block in _blocks(job, part) for line in ["", "", *block]]
+    body = [
+        *classes,
+        "",
+        "",
+        *layout(stage_class(job, part, methods)),
+        "",
+        "",
+        *program_lines(job, part, program),
+    ]
+    text = [*header(job, part, program), *_imports(job, body), "", "aten = torch.ops.aten", *body]
+    return EmittedStage(part.index, "\n".join(text) + "\n", program)
+
+
+def _blocks(job: Job, part: Part) -> list[list[str]]:
+    calls: dict[int, list[int]] = {}
+    for call in part.calls:
+        if call not in job.inlined:
+            calls.setdefault(job.model.calls[call].block, []).append(call)
+    return [layout(layer_class(job, block, served)) for block, served in calls.items()]
+
+
+def _imports(job: Job, body: Sequence[str]) -> list[str]:
+    """What the body reads of the runtime; local variables never have these names."""
+    tree = ast.parse("\n".join(body))
+    read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    names = sorted(runtime_names(job) & read, key=lambda n: (n.upper() != n, not n[0].isupper(), n))
+    line = f"from autopar.runtime import {', '.join(names)}"
+    if len(line) > 110:
+        line = f"from autopar.runtime import ({', '.join(names)})"
+    return ["import torch", "from torch import nn", "", *wrap(line, 110)]
+
+
+def load(text: str, *, filename: str) -> tuple[types.ModuleType, Program]:
+    """Run an emitted module. Returns it (it has the class ``Stage``) and its program.
+
+    Tracebacks show its lines. Raises PlanError where the text is no emitted module.
+    """
+    linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
+    module = types.ModuleType("autopar_program")
+    module.__file__ = filename
+    try:
+        exec(compile(text, filename, "exec"), module.__dict__)
+        program, _ = module.PROGRAM, module.Stage
+    except (SyntaxError, AttributeError) as error:
+        raise PlanError(f"{filename} is no emitted program: {error}; write it again from its plan") from error
+    return module, program

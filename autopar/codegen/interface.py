@@ -1,0 +1,182 @@
+"""The ``Program`` of a stage, as a value and as the literal that ends its text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import MISSING, fields, replace
+from typing import Any
+
+from autopar.codegen.classes import stage_parameters
+from autopar.codegen.cuts import Part
+from autopar.codegen.function import Function, Var
+from autopar.codegen.job import Job
+from autopar.codegen.runs import number, runs
+from autopar.codegen.text import INDENT, literal, wrap
+from autopar.graph import Call, info
+from autopar.runtime.program import Input, Parameter, Program, Tensor, Total
+from autopar.spmd import P
+
+
+def program_of(job: Job, part: Part, forward: Function) -> Program:
+    """The interface of one stage; names are those that ``forward`` has in the text."""
+    names = [argument.name for argument in forward.arguments]
+    received, read = len(part.receives), len(part.inputs)
+    returned = [r.name if isinstance(r, Var) else r for r in forward.results]
+    arguments = zip(names, part.receives, strict=False)
+    return Program(
+        stage=part.index,
+        stages=len(job.stages),
+        mesh=job.mesh.to_json(),
+        microbatches=job.microbatches,
+        receives=tuple(_tensor(name, wire) for name, wire in arguments),
+        inputs=tuple(_input(job, n, i) for n, i in zip(names[received:], part.inputs, strict=False)),
+        totals=tuple(
+            Total(n, total.total_axes or ())
+            for n, total in zip(names[received + read :], part.totals, strict=True)
+        ),
+        sends=tuple(_tensor(name, wire) for name, wire in zip(returned, part.sends, strict=False)),
+        parameters=tuple(_parameters(job, part)),
+        loss_axes=loss_axes(job),
+        plan_digest=job.digest,
+    )
+
+
+def loss_axes(job: Job) -> tuple[str, ...]:
+    """The axes over which the loss is a pending sum."""
+    loss = job.model.loss
+    node = job.model.block_of(job.model.calls[loss.call]).outputs[loss.output]
+    return tuple(axis for axis in job.axes if info(node).types().get(axis) == P)
+
+
+def _tensor(name: str, wire: Any) -> Tensor:
+    return Tensor(name, wire.meta.shape, _dtype(wire.meta), wire.meta.needs_grad)
+
+
+def _input(job: Job, name: str, position: int) -> Input:
+    item = job.model.inputs[position]
+    return Input(name, item.path, item.meta.shape, _dtype(item.meta), item.batch_dim)
+
+
+def _dtype(meta: Any) -> str:
+    return str(meta.dtype).removeprefix("torch.")
+
+
+def _parameters(job: Job, part: Part) -> list[Parameter]:
+    found: dict[str, Parameter] = {}
+    for index, position in stage_parameters(job, part):
+        call = job.model.calls[index]
+        name = call.parameters[position]
+        if name not in found:
+            found[name] = _parameter(job, call, position, _holders(job, name))
+    return list(found.values())
+
+
+def _parameter(job: Job, call: Call, position: int, holders: tuple[int, ...]) -> Parameter:
+    known = job.model.parameters[call.parameters[position]]
+    data = info(job.parameter(call, position))
+    trains = known.trainable and not known.is_buffer
+    return Parameter(
+        known.name,
+        data.meta.shape,
+        known.meta.shape,
+        _dtype(data.meta),
+        types={axis: str(kind) for axis, kind in data.types().items() if kind.is_shard},
+        reduce=tuple(axis for axis in job.reduce.get(known.name, ()) if axis in job.axes) if trains else (),
+        trainable=known.trainable,
+        is_buffer=known.is_buffer,
+        shared_stages=holders if trains and len(holders) > 1 else (),
+        aliases=known.aliases,
+    )
+
+
+def _holders(job: Job, name: str) -> tuple[int, ...]:
+    """The stages that read a parameter."""
+    return tuple(
+        sorted({stage for call, stage in job.stage_of.items() if name in job.model.calls[call].parameters})
+    )
+
+
+def program_lines(job: Job, part: Part, program: Program) -> list[str]:
+    """``PROGRAM = Program(…)``; the rows of equal layers are folded into one comprehension."""
+    lines = ["PROGRAM = Program("]
+    for entry in fields(program):
+        value = getattr(program, entry.name)
+        if entry.name == "parameters":
+            lines += [f"{INDENT}parameters=(", *_folded(job, part, program.parameters), f"{INDENT}),"]
+        else:
+            lines += _entry(entry.name, value)
+    return [*lines, ")"]
+
+
+def _entry(name: str, value: Any) -> list[str]:
+    if not isinstance(value, tuple) or not value or isinstance(value[0], str):
+        return wrap(f"{INDENT}{name}={literal(value)},")
+    rows = [row for item in value for row in wrap(f"{INDENT * 2}{_row(item)},")]
+    return [f"{INDENT}{name}=(", *rows, f"{INDENT}),"]
+
+
+def _row(item: Any, path: str = "", pattern: str = "") -> str:
+    """A value of program.py as its constructor: required fields by position, others by name unless default.
+
+    With ``path``, the name is written as an f-string that has ``pattern`` in its place.
+    """
+    written = []
+    for entry in fields(item):
+        value = getattr(item, entry.name)
+        default = entry.default_factory() if entry.default_factory is not MISSING else entry.default
+        if entry.name == "name" and path:
+            written.append("f" + literal(pattern + value.removeprefix(path)))
+        elif default is MISSING:
+            written.append(literal(value))
+        elif value != default:
+            written.append(f"{entry.name}={literal(value)}")
+    return f"{type(item).__name__}({', '.join(written)})"
+
+
+def _folded(job: Job, part: Part, parameters: Sequence[Parameter]) -> list[str]:
+    by_name = {p.name: p for p in parameters}
+    rows: list[str] = []
+    for run in runs(job, part):
+        paths = [job.model.calls[c].path for c in run.calls]
+        groups = [[p for n, p in by_name.items() if n.startswith(f"{path}.")] for path in paths]
+        if not run.is_loop or not _alike(groups, paths):
+            continue
+        first = groups[0][0].name
+        before = list(by_name)[: list(by_name).index(first)]
+        rows += [r for n in before for r in _plain(by_name.pop(n))]
+        rows += _comprehension(paths, groups[0])
+        for group in groups:
+            for p in group:
+                del by_name[p.name]
+    return rows + [r for p in by_name.values() for r in _plain(p)]
+
+
+def _plain(parameter: Parameter) -> list[str]:
+    return wrap(f"{INDENT * 2}{_row(parameter)},")
+
+
+def _alike(groups: Sequence[Sequence[Parameter]], paths: Sequence[str]) -> bool:
+    """Whether the rows differ in the number of their layer only, and may stand in an f-string."""
+    if not groups[0] or any("{" in p.name for p in groups[0]):
+        return False
+    first = [replace(p, name=p.name.removeprefix(paths[0])) for p in groups[0]]
+    return not any(p.aliases for p in groups[0]) and all(
+        [replace(p, name=p.name.removeprefix(path)) for p in group] == first
+        for group, path in zip(groups, paths, strict=True)
+    )
+
+
+def _comprehension(paths: Sequence[str], group: Sequence[Parameter]) -> list[str]:
+    place = number(paths[0])
+    assert place is not None
+    prefix, first = place
+    pattern = f"{prefix}.{{i}}" if prefix else "{i}"
+    rows = [r for p in group for r in wrap(f"{INDENT * 4}{_row(p, paths[0], pattern)},")]
+    pad, inner = INDENT * 2, INDENT * 3
+    head = [
+        f"{pad}*(",
+        f"{inner}row",
+        f"{inner}for i in range({first}, {first + len(paths)})",
+        f"{inner}for row in (",
+    ]
+    return [*head, *rows, f"{inner})", f"{pad}),"]

@@ -1,0 +1,109 @@
+"""What every part of code generation looks at: the solved model, where it is cut, and names decided once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import fx
+
+from autopar.codegen.names import value_names
+from autopar.errors import StageError
+from autopar.graph import INPUT_CALL, Call, Meta, Model, Value, info
+from autopar.mesh import AXES, Mesh
+
+
+@dataclass(frozen=True)
+class Job:
+    """``stages`` are the calls of each pipeline stage, tables left out; ``reduce`` is what hoisting found."""
+
+    model: Model
+    stages: tuple[tuple[int, ...], ...]
+    mesh: Mesh
+    microbatches: int
+    digest: str
+    reduce: Mapping[str, tuple[str, ...]]
+
+    @cached_property
+    def names(self) -> dict[Value, str]:
+        return value_names(self.model)
+
+    @cached_property
+    def stage_of(self) -> dict[int, int]:
+        """Call -> its stage. Calls that compute tables have none."""
+        return {call: stage for stage, calls in enumerate(self.stages) for call in calls}
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that emitted code may communicate on."""
+        return tuple(axis for axis in AXES if axis != "pp" and self.mesh.size(axis) > 1)
+
+    @cached_property
+    def inlined(self) -> frozenset[int]:
+        """Calls written into the stage itself: glue, and modules that are called more than once."""
+        paths = [call.path for call in self.model.calls]
+        return frozenset(
+            index
+            for index, call in enumerate(self.model.calls)
+            if self.model.block_of(call).kind != "layer" or not call.path or paths.count(call.path) > 1
+        )
+
+    @cached_property
+    def borrowed(self) -> dict[int, frozenset[int]]:
+        """Block -> positions of parameters that for some call lie outside of its module: they are arguments."""
+        found: dict[int, set[int]] = {}
+        for index, call in enumerate(self.model.calls):
+            if index not in self.inlined:
+                outside = {
+                    k for k, name in enumerate(call.parameters) if not name.startswith(f"{call.path}.")
+                }
+                found.setdefault(call.block, set()).update(outside)
+        return {block: frozenset(positions) for block, positions in found.items()}
+
+    @cached_property
+    def random_offsets(self) -> dict[int, int]:
+        """Inlined call -> the number of its first random op, counted over the whole model."""
+        offsets, number = {}, 0
+        for index, call in enumerate(self.model.calls):
+            if index in self.inlined:
+                offsets[index] = number
+                number += sum(info(node).random for node in self.model.block_of(call).ops)
+        return offsets
+
+    def meta(self, value: Value) -> Meta:
+        """Shape on one rank and in one microbatch."""
+        if value.call != INPUT_CALL:
+            return info(self.model.block_of(self.model.calls[value.call]).outputs[value.output]).meta
+        item = self.model.inputs[value.output]
+        if item.batch_dim is None:
+            return item.meta
+        shape = list(item.meta.shape)
+        shape[item.batch_dim] //= self.microbatches * self.mesh.dp
+        return replace(item.meta, shape=tuple(shape))
+
+    def parameter(self, call: Call, position: int) -> fx.Node:
+        return self.model.block_of(call).parameters[position]
+
+
+def make_job(
+    model: Model,
+    stages: Sequence[Sequence[int]],
+    mesh: Mesh,
+    *,
+    microbatches: int,
+    digest: str,
+    reduce: Mapping[str, tuple[str, ...]],
+) -> Job:
+    """Check the cut. Raises StageError where it is not the model's calls in order, or doesn't fit the mesh."""
+    tables = {i for i, call in enumerate(model.calls) if model.block_of(call).kind == "tables"}
+    cut = tuple(tuple(call for call in stage if call not in tables) for stage in stages)
+    calls = [call for stage in cut for call in stage]
+    expected = [call for call in range(len(model.calls)) if call not in tables]
+    if calls != expected or not all(cut):
+        raise StageError(
+            f"stages {cut} are not the calls {expected} in order, cut into parts that are not empty"
+        )
+    if len(cut) != mesh.pp:
+        raise StageError(f"{len(cut)} stages can't run on {mesh.pp} pipeline ranks; give one stage for each")
+    return Job(model, cut, mesh, microbatches, digest, reduce)

@@ -1,0 +1,162 @@
+"""Small pieces of Python source: literals, wrapped lines, comments in one column."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopar.errors import GraphError
+from autopar.graph import AxisRef
+from autopar.spmd import Type
+
+WIDTH = 120
+INDENT = "    "
+_COLUMN = 72  # comments of one function start at most here
+
+
+def literal(value: Any) -> str:
+    """The Python source of a constant argument. Raises GraphError for one that has no source form."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
+    if isinstance(value, Type):
+        return repr(value).replace(",", ", ")
+    if isinstance(value, torch.dtype | torch.layout | torch.memory_format | AxisRef):
+        return str(value)
+    if isinstance(value, torch.device):
+        return "self.axes.device"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(literal, value))}{',' if len(value) == 1 else ''})"
+    if isinstance(value, list):
+        return f"[{', '.join(map(literal, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{literal(k)}: {literal(v)}" for k, v in value.items()) + "}"
+    if value is None or isinstance(value, bool | int | float):
+        return repr(value)
+    raise GraphError(f"an argument of type {type(value).__name__} can't be written as source: {value!r}")
+
+
+def attribute(path: str) -> str:
+    """``self.model.layers[3].weight`` for ``model.layers.3.weight``."""
+    text = "self"
+    for part in path.split("."):
+        if part.isdecimal():
+            text += f"[{part}]"
+        elif part.isidentifier():
+            text += f".{part}"
+        else:
+            text = f"getattr({text}, {literal(part)})"
+    return text
+
+
+def human_bytes(count: int) -> str:
+    """``512 B``, ``28.0 MiB``."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """``0 … 3, 6`` for 0, 1, 2, 3, 6."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(r[0]) if len(r) == 1 else f"{r[0]} … {r[-1]}" for r in runs)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One logical line of source before it is wrapped: its indent in levels, code, and comment."""
+
+    indent: int
+    code: str
+    comment: str = ""
+
+    @property
+    def opens(self) -> bool:
+        """Whether it opens a class or function; such comments stay beside the code."""
+        return self.code.startswith(("class ", "def "))
+
+
+def layout(lines: Sequence[Line]) -> list[str]:
+    """Wrap what is too long, and put the comments into one column."""
+    wrapped = [(wrap(INDENT * line.indent + line.code), line) for line in lines]
+    commented = [len(rows[-1]) for rows, line in wrapped if line.comment and not line.opens]
+    column = min(max(commented, default=0), _COLUMN)
+    return [
+        r for rows, line in wrapped for r in _with_comment(rows, line.comment, 0 if line.opens else column)
+    ]
+
+
+def _with_comment(rows: list[str], comment: str, column: int) -> list[str]:
+    if not comment:
+        return rows
+    joined = f"{rows[-1]:<{column}}  # {comment}"
+    if len(joined) <= WIDTH:
+        return [*rows[:-1], joined]
+    indent = rows[0][: len(rows[0]) - len(rows[0].lstrip())]
+    above = f"{indent}# {comment}"
+    return [above if len(above) <= WIDTH else above[: WIDTH - 1] + "…", *rows]
+
+
+def wrap(line: str, width: int = WIDTH) -> list[str]:
+    """Break a line that is too long behind its first bracket that can be opened, as ruff format would."""
+    if len(line) <= width:
+        return [line]
+    indent = line[: len(line) - len(line.lstrip())]
+    start, end = _outer_brackets(line)
+    if start < 0:
+        return [line]
+    inner = [item + "," for item in _split_commas(line[start + 1 : end])]
+    joined = " ".join(inner)
+    one = indent + INDENT + (joined if line[end - 1] == "," else joined.removesuffix(","))
+    body = [one] if len(one) <= width else [r for i in inner for r in wrap(indent + INDENT + i, width)]
+    return [line[: start + 1], *body, indent + line[end:]]
+
+
+def _outer_brackets(line: str) -> tuple[int, int]:
+    """Where the last bracket that is opened at depth 0 begins and ends; (-1, -1) where there is none."""
+    depth, start, found, quoted = 0, -1, (-1, -1), ""
+    for i, c in enumerate(line):
+        if quoted:
+            quoted = "" if c == quoted and line[i - 1] != "\\" else quoted
+        elif c in "\"'":
+            quoted = c
+        elif c in "([{":
+            start = i if depth == 0 else start
+            depth += 1
+        elif c in ")]}":
+            depth -= 1
+            if depth == 0 and i > start + 1:
+                found = (start, i)
+    return found
+
+
+def _split_commas(text: str) -> list[str]:
+    items, depth, begin, quoted = [], 0, 0, ""
+    for i, c in enumerate(text):
+        if quoted:
+            quoted = "" if c == quoted and text[i - 1] != "\\" else quoted
+        elif c in "\"'":
+            quoted = c
+        elif c in "([{":
+            depth += 1
+        elif c in ")]}":
+            depth -= 1
+        elif c == "," and depth == 0:
+            items.append(text[begin:i].strip())
+            begin = i + 1
+    last = text[begin:].strip()
+    return [*items, last] if last else items
