@@ -32,10 +32,9 @@ def embedding_sharded(weight: Tensor, ids: Tensor, axis: Axis, padding_idx: int 
     Rows of other ranks come out as zeros. ``padding_idx`` is a row of the whole table that gets no gradient
     (negative: none). Raises IndexError for ids outside of the table, on every rank.
     """
-    rows = weight.shape[0]
-    local, here = _rows(ids, axis, rows)
-    padding = padding_idx - axis.index * rows
-    found = aten.embedding(weight, local, padding if padding_idx >= 0 and 0 <= padding < rows else -1)
+    local, here = _rows(ids, axis, weight.shape[0])
+    padding = padding_idx - axis.index * weight.shape[0]  # on other ranks, a row that no local id is
+    found = aten.embedding(weight, local, padding)
     return cast(Tensor, found.masked_fill(~here.unsqueeze(-1), 0))
 
 
@@ -82,7 +81,6 @@ class _CrossEntropy(torch.autograd.Function):
         classes = logits.shape[dim]
         counts = target != ignore_index
         rows, here = _rows(target.masked_fill(~counts, 0), axis, classes)
-        here = here & counts
         wide = torch.promote_types(logits.dtype, torch.float32)
 
         top = logits.amax(dim).to(wide)

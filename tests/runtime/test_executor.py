@@ -115,6 +115,24 @@ def test_a_step_leaves_no_activation_behind(schedule: str) -> None:
     assert on_ranks(Mesh(pp=2), program) == [[], []]
 
 
+def test_what_was_received_is_freed_by_its_backward() -> None:
+    def program(axes: Axes) -> list[int]:
+        executor, alive = make_executor(axes, 4), []
+        received: list[weakref.ref[Tensor]] = []
+
+        def remember(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            gc.collect()
+            alive.append(sum(ref() is not None for ref in received))
+            received.append(weakref.ref(args[0]))
+
+        (stage,) = executor.stages.values()
+        stage.register_forward_pre_hook(remember)
+        executor.step(make_batch(0))
+        return alive
+
+    assert on_ranks(Mesh(pp=2), program)[1] == [0, 0, 0, 0]
+
+
 def test_1f1b_keeps_fewer_activations_than_gpipe() -> None:
     def peak(schedule: str) -> int:
         def program(rank: int) -> None:

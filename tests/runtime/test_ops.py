@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopar import simulate
 from autopar.errors import ShardingError
 from autopar.mesh import Mesh
 from autopar.runtime import Axes, cross_entropy_sharded, embedding_sharded
@@ -102,27 +103,34 @@ def test_large_logits_neither_overflow_nor_vanish() -> None:
     assert grad.tolist() == [[0.5, 0.0, 0.0, -0.5]]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_low_precision_is_as_good_as_torch(dtype: torch.dtype) -> None:
+def test_bfloat16_is_computed_in_float32() -> None:
+    dtype = torch.bfloat16
     logits = (3 * torch.randn(64, 32)).to(dtype)
     target = torch.randint(0, 32, (64,))
     exact = logits.double().requires_grad_()
     expected = F.cross_entropy(exact, target, reduction="sum")
     expected.backward()
     losses, grad = sharded_loss(logits, target, 4)
-    epsilon = torch.finfo(dtype).eps
+    half_step = torch.finfo(dtype).eps / 2
     assert losses[0].dtype == grad.dtype == dtype
-    assert losses[0].item() == pytest.approx(expected.item(), rel=epsilon)
-    torch.testing.assert_close(grad.double(), exact.grad, rtol=2 * epsilon, atol=2 * epsilon)
+    assert losses[0].item() == pytest.approx(expected.item(), rel=1.5 * half_step)
+    assert exact.grad is not None
+    error = (grad.double() - exact.grad).abs()
+    at_target = F.one_hot(target, 32).bool()
+    assert (error / exact.grad.abs())[~at_target].max() <= 2.5 * half_step  # rounded twice, as is exp / sum
+    assert error[at_target].max() <= 2.5 * half_step
 
 
 def test_one_large_buffer_serves_loss_and_gradient() -> None:
-    logits = torch.randn(TOKENS, CLASSES, requires_grad=True)
-    loss = cross_entropy_sharded(logits, torch.arange(TOKENS), Axes.alone(Mesh(), 0, "cpu")["tp"])
-    saved = loss.grad_fn.saved_tensors[0].data_ptr()  # type: ignore[union-attr]
-    loss.backward()
-    assert logits.grad is not None
-    assert logits.grad.data_ptr() == saved
+    """Beside the logits: for the exponentials, then, in place, for the gradient."""
+    logits_bytes = 64 * 4096 * 4
+
+    def program(rank: int) -> None:
+        logits = torch.randn(64, 4096, requires_grad=True)
+        axes = Axes.alone(Mesh(), 0, "cpu")
+        cross_entropy_sharded(logits, torch.arange(64), axes["tp"], label_smoothing=0.1).backward()
+
+    assert simulate.run(program, 1).peak_bytes[0] < 2.1 * logits_bytes
 
 
 @pytest.mark.parametrize("bad", [-1, CLASSES])

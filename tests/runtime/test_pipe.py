@@ -1,0 +1,75 @@
+"""Messages between stages. That values arrive: test_executor.py."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+
+from autopar.mesh import Mesh
+from autopar.runtime import Axes, Axis, pipe
+from autopar.runtime import Tensor as Spec
+from autopar.runtime.pipe import Pipe
+from tests.runtime.ranks import on_ranks
+
+
+class Sending:
+    """A message under way, until ``done``."""
+
+    def __init__(self) -> None:
+        self.done, self.waited = False, False
+
+    def is_completed(self) -> bool:
+        return self.done
+
+    def wait(self) -> None:
+        self.waited = True
+
+
+def test_what_is_sent_is_kept_until_it_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    works: list[Sending] = []
+
+    def send(x: Tensor, axis: Axis, to: int) -> Sending:
+        works.append(Sending())
+        return works[-1]
+
+    monkeypatch.setattr(pipe, "send", send)
+    sender = Pipe(Axes.build(Mesh(), 0, "cpu"))
+    first = torch.ones(3)
+    alive = weakref.ref(first)
+    for tensor in (first, torch.zeros(1)):
+        sender.send([tensor], sender.forward, 0)
+    del first, tensor
+    gc.collect()
+    assert alive() is not None
+    works[0].done = True
+    sender.send([torch.zeros(1)], sender.forward, 0)
+    assert alive() is None
+    sender.flush()
+    assert [work.waited for work in works] == [True, True, True]
+
+
+def test_the_directions_do_not_wait_for_each_other() -> None:
+    """Both ranks first send, then receive, and each waits for its messages in the opposite order."""
+    specs = [Spec("a", (2,), "float32"), Spec("b", (1, 3), "int64")]
+
+    def program(axes: Axes) -> list[list[float]]:
+        ends = Pipe(axes)
+        assert ends.forward.group is not ends.backward.group
+        mine, peer = axes["pp"].index, 1 - axes["pp"].index
+        for axis in (ends.forward, ends.backward):
+            values = [torch.full((2,), mine + 0.5), torch.full((3, 1), mine + 10 * (axis is ends.forward)).T]
+            ends.send(values, axis, peer)
+        axes_in_order = [ends.backward, ends.forward] if mine else [ends.forward, ends.backward]
+        found = {id(axis): ends.receive(specs, axis, peer).wait() for axis in axes_in_order}
+        ends.flush()
+        return [x.flatten().tolist() for axis in (ends.forward, ends.backward) for x in found[id(axis)]]
+
+    results = on_ranks(Mesh(pp=2), program)
+    assert results == [
+        [[1.5, 1.5], [11, 11, 11], [1.5, 1.5], [1, 1, 1]],
+        [[0.5, 0.5], [10, 10, 10], [0.5, 0.5], [0, 0, 0]],
+    ]
