@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autopar.runtime.axes import Axes, Axis
 from autopar.runtime.collectives import all_gather, all_reduce, all_to_all, convert, reduce_scatter
+from autopar.runtime.local_ops import mean_of_whole
 from autopar.runtime.modules import Container, declare
 from autopar.runtime.ops import cross_entropy_sharded, embedding_sharded
 from autopar.runtime.program import Input, Parameter, Program, Tensor, Total
@@ -30,6 +31,7 @@ __all__ = [
     "cross_entropy_sharded",
     "declare",
     "embedding_sharded",
+    "mean_of_whole",
     "reduce_scatter",
     "rng",
 ]

@@ -32,11 +32,11 @@ class Block(nn.Module):
 
     def __init__(self, axes: Axes, dropout: bool) -> None:
         super().__init__()
-        self.tp, self.axes, self.dropout = axes["tp"], axes, dropout
+        self.axes, self.dropout = axes, dropout
         self.embed = nn.Parameter(torch.randn(8, 8, dtype=torch.float64))
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        tp = self.tp
+        tp = self.axes["tp"]
         x = reduce_scatter(embedding_sharded(self.embed, ids, tp), tp, src=P, dst=S(1))
         x = all_to_all(all_to_all(x, tp, src=S(1), dst=S(2)), tp, src=S(2), dst=S(1))
         x = all_gather(aten.tanh(x), tp, src=S(1), dst=R)
