@@ -1,0 +1,167 @@
+"""Which part of a full tensor one rank holds, and both ways between them, without communication.
+
+Types are read axis by axis in the mesh's order, outermost first: each splits what the axes before it left.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from autopar.errors import ShardingError
+from autopar.mesh import AXES
+from autopar.runtime.program import Parameter
+from autopar.spmd import divides, local_shape, parse
+
+Index = tuple[slice, ...]
+
+
+class Position(Protocol):
+    """One rank's place on one axis."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def index(self) -> int: ...
+
+
+class Positions(Protocol):
+    """One rank's place on every axis, by name; :class:`autopar.runtime.Axes` is one."""
+
+    def __getitem__(self, name: str, /) -> Position: ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """A Position where there is no running rank."""
+
+    size: int
+    index: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """A rectangle that lies at ``full`` in the full tensor and at ``local`` in the shard."""
+
+    full: Index
+    local: Index
+
+
+def blocks(shape: Sequence[int], types: Mapping[str, str], axes: Positions) -> list[Block]:
+    """The rectangles of a tensor of ``shape`` that this rank holds; several where a shard is strided.
+
+    ``types`` is text per axis (absent: whole). Raises ShardingError where a size doesn't divide, or where a
+    type is a pending sum, which can't be stored.
+    """
+    left = tuple(shape)
+    spans = [[slice(0, extent)] for extent in left]
+    for axis in _in_mesh_order(types):
+        kind = parse(types[axis])
+        if kind.is_whole:
+            continue
+        place = axes[axis]
+        if not kind.is_shard or kind.dim >= len(left) or not divides(left, kind, place.size):
+            raise ShardingError(
+                f"a tensor of shape {list(left)} can't be stored as {kind}@{axis} on {place.size} ranks; "
+                "types of weights are I, R, or a shard whose dim divides"
+            )
+        spans[kind.dim] = _cut(spans[kind.dim], left[kind.dim], kind.outer, place)
+        left = local_shape(left, kind, place.size)
+    dims = [list(zip(parts, _packed(parts), strict=True)) for parts in spans]
+    return [
+        Block(tuple(full for full, _ in corner), tuple(local for _, local in corner))
+        for corner in itertools.product(*dims)
+    ]
+
+
+def take(read: Callable[[Index], torch.Tensor], parts: Sequence[Block]) -> torch.Tensor:
+    """A contiguous shard in memory of its own, from ``read(index)`` of the full tensor's blocks."""
+    pieces = [read(part.full) for part in parts]
+    shard = torch.empty(_shape(parts), dtype=pieces[0].dtype, device=pieces[0].device)
+    for part, piece in zip(parts, pieces, strict=True):
+        shard[part.local].copy_(piece)
+    return shard
+
+
+def slice_shard(full: torch.Tensor, types: Mapping[str, str], axes: Positions) -> torch.Tensor:
+    """This rank's shard of ``full``, contiguous and in memory of its own. Raises ShardingError."""
+    return take(full.detach().__getitem__, blocks(full.shape, types, axes))
+
+
+def unshard(parameter: Parameter, shards: Sequence[tuple[Mapping[str, int], torch.Tensor]]) -> torch.Tensor:
+    """The full tensor from what all ranks hold of ``parameter``: ``(index on every axis, local tensor)``.
+
+    Of replicated copies the first is taken. Raises ShardingError where a part is missing, or a local tensor
+    has not the shape that the types give it.
+    """
+    if not shards:
+        raise ShardingError(
+            f"no shard of {parameter.name!r} is given; give those of every rank that holds it"
+        )
+    sizes = {axis: 1 + max(at[axis] for at, _ in shards) for axis in parameter.types}
+    first = shards[0][1]
+    full = torch.empty(parameter.full_shape, dtype=first.dtype, device=first.device)
+    placed: set[tuple[int, ...]] = set()
+    for at, local in shards:
+        places = {axis: Place(size, at[axis]) for axis, size in sizes.items()}
+        parts = blocks(parameter.full_shape, parameter.types, places)
+        if tuple(local.shape) != (expected := _shape(parts)):
+            raise ShardingError(
+                f"rank at {dict(at)} holds {parameter.name!r} as {list(local.shape)}, but its part of "
+                f"{list(parameter.full_shape)} is {list(expected)}; give the shards of every rank"
+            )
+        corner = tuple(span.start for span in parts[0].full)
+        if corner not in placed:
+            placed.add(corner)
+            for part in parts:
+                full[part.full].copy_(local[part.local])
+    if len(placed) * first.numel() != full.numel():
+        raise ShardingError(
+            f"parts of {parameter.name!r} are missing; give the shards of every rank that holds it"
+        )
+    return full
+
+
+def _shape(parts: Sequence[Block]) -> tuple[int, ...]:
+    """Of a shard, from its blocks."""
+    return tuple(span.stop for span in parts[-1].local)
+
+
+def _in_mesh_order(types: Mapping[str, str]) -> list[str]:
+    unknown = sorted(set(types) - set(AXES))
+    if unknown:
+        raise ShardingError(f"types name unknown mesh axes {unknown}; known axes are {list(AXES)}")
+    return [axis for axis in AXES if axis in types]
+
+
+def _cut(spans: list[slice], extent: int, outer: int, place: Position) -> list[slice]:
+    """Of ``spans``, laid end to end and ``extent`` long, what ``place`` keeps of each of ``outer`` runs."""
+    run, width = extent // outer, extent // outer // place.size
+    starts = [turn * run + place.index * width for turn in range(outer)]
+    kept: list[slice] = []
+    for start in starts:
+        offset = 0
+        for span in spans:
+            length = span.stop - span.start
+            first, last = max(start, offset), min(start + width, offset + length)
+            if first < last:
+                _extend(kept, span.start + first - offset, span.start + last - offset)
+            offset += length
+    return kept
+
+
+def _extend(spans: list[slice], start: int, stop: int) -> None:
+    if spans and spans[-1].stop == start:
+        start = spans.pop().start
+    spans.append(slice(start, stop))
+
+
+def _packed(spans: list[slice]) -> list[slice]:
+    """Where ``spans`` lie when laid end to end."""
+    ends = list(itertools.accumulate(span.stop - span.start for span in spans))
+    return [slice(end - (span.stop - span.start), end) for span, end in zip(spans, ends, strict=True)]
