@@ -4,8 +4,9 @@ Which ranks: the axes that :attr:`Parameter.reduce` names and, for a weight tied
 that holds a copy of it. Where that is more than one axis, the sum runs over their joint group, as one
 collective: it can start without waiting for another, and it moves fewer bytes than one after the other.
 
-Gradients live in the flat buckets from the start, ``parameter.grad`` is a view, so nothing is copied to be
-sent (Li et al., "PyTorch Distributed", VLDB 2020, section 4).
+The first microbatch's gradient is copied into a flat bucket, of which ``parameter.grad`` is a view from then
+on; the others add to it in place, and nothing is copied to be sent (Li et al., "PyTorch Distributed", VLDB
+2020, section 4).
 """
 
 from __future__ import annotations
@@ -75,17 +76,15 @@ class _Bucket:
     def __post_init__(self) -> None:
         first = self.parameters[0]
         sizes = [p.numel() for p in self.parameters]
-        self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        self.flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
         self.views = [
             part.view(p.shape) for part, p in zip(torch.split(self.flat, sizes), self.parameters, strict=True)
         ]
 
-    def zero(self) -> None:
-        self.flat.zero_()
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            parameter.grad = view
-
     def start(self) -> None:
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter.grad is None:
+                view.zero_()
         self.started = True
         self.work = reduce_sum_(self.flat, self.group, async_op=True)
 
@@ -115,7 +114,6 @@ class Reducer:
         trainable = [p for p in program.parameters if p.trainable and not p.is_buffer]
         self.specs = {p.name: p for p in trainable}
         self.parameters = {p.name: module.get_parameter(p.name) for p in trainable}
-        self._touched: set[nn.Parameter] = set()
         self._armed = False
         summed = {p.name: reduce_ranks(p, axes, placement) for p in trainable}
         self._buckets = [
@@ -127,17 +125,13 @@ class Reducer:
             for bucket in self._buckets
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True)
         }
-        for parameter in self.parameters.values():
+        for parameter in self._place:
             parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
-        self.zero()
 
     def zero(self) -> None:
-        """Start a step: gradients of buckets are zeros in place, all others are None."""
+        """Drop all gradients: the next step begins. The buckets keep their memory."""
         for parameter in self.parameters.values():
             parameter.grad = None
-        for bucket in self._buckets:
-            bucket.zero()
-        self._touched.clear()
 
     def expect_last(self) -> None:
         """The next backward is the last of the step: what it completes can be summed."""
@@ -156,20 +150,14 @@ class Reducer:
         """Until all gradients are sums. :meth:`launch` comes before."""
         for bucket in self._buckets:
             bucket.wait()
-        for parameter in self.parameters.values():
-            if parameter not in self._touched:
-                parameter.grad = None
 
     def gradients(self) -> dict[str, Tensor]:
         """Name -> local gradient of every parameter that has one."""
         return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
 
     def _accumulated(self, parameter: nn.Parameter) -> None:
-        self._touched.add(parameter)
-        if parameter not in self._place:
-            return
         bucket, view = self._place[parameter]
-        if parameter.grad is not view:  # somebody dropped the view, as optimizer.zero_grad() does
+        if parameter.grad is not view:  # the first of the step
             view.copy_(_gradient(parameter))
             parameter.grad = view
         if self._armed:
