@@ -20,7 +20,7 @@ from torch import fx, nn
 
 from autopar.batch import Structure, batch_size, flatten
 from autopar.errors import BatchError, CaptureError
-from autopar.graph import Info, InputInfo, Meta, ParameterInfo, info, is_getitem, op_name, set_info
+from autopar.graph import Info, InputInfo, Meta, ParameterInfo, info, is_getitem, is_random, op_name, set_info
 
 Loss = Callable[[Any, Any], torch.Tensor]
 _PREFIX = "model"
@@ -336,7 +336,7 @@ def _describe(node: fx.Node, classes: dict[str, str]) -> None:
         outputs: tuple[Meta, ...] = (parent.outputs[index],)  # type: ignore[index]
     else:
         outputs = tuple(_meta(v, flows) for v in values)
-    set_info(node, Info(outputs, module=path, source=_source(node)))
+    set_info(node, Info(outputs, module=path, source=_source(node), random=is_random(node)))
 
 
 def _meta(value: Any, flows: bool) -> Meta:

@@ -126,6 +126,48 @@ class RuntimeOp:
         return self.__name__
 
 
+def is_aten(node: fx.Node) -> bool:
+    """Whether the node calls a registered operator (with a schema), not a Python function."""
+    return isinstance(node.target, torch._ops.OpOverload)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the result aliases an operand, as the op's schema says: it costs nothing, and sees writes."""
+    if not is_aten(node):
+        return is_getitem(node)
+    schema = node.target._schema  # type: ignore[union-attr]
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+
+
+def is_mutating(node: fx.Node) -> bool:
+    """Whether the op writes to an operand."""
+    return is_aten(node) and bool(node.target._schema.is_mutable)  # type: ignore[union-attr]
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """All arguments of an ATen op by their schema names, defaults filled in."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    given = dict(zip((a.name for a in schema), node.args, strict=False)) | dict(node.kwargs)
+    return {a.name: given.get(a.name, a.default_value) for a in schema}
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the op draws from a generator as it is called here (dropout with p = 0 doesn't)."""
+    if not is_aten(node) or torch.Tag.nondeterministic_seeded not in node.target.tags:  # type: ignore[union-attr]
+        return False
+    given = arguments(node)
+    idle = given.get("train") is False or given.get("dropout_p", given.get("p")) == 0
+    return not idle
+
+
+def aten_overload(name: str) -> Any | None:
+    """The overload that :func:`op_name` calls ``aten.reshape.default``; None for another kind of name."""
+    parts = name.split(".")
+    if len(parts) != 3 or parts[0] != "aten":
+        return None
+    return getattr(getattr(torch.ops.aten, parts[1]), parts[2])
+
+
 def operands(node: fx.Node) -> list[fx.Node]:
     """The tensor operands in order of appearance, one entry per use (``mul(x, x)`` has two)."""
     found: list[fx.Node] = []

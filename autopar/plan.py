@@ -85,6 +85,7 @@ class Plan(_Value):
     model_name: str
     model_fingerprint: str
     cluster: str
+    cluster_toml: str
     mesh_sizes: dict[str, int]
     batch_size: int
     microbatches: int

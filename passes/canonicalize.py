@@ -2,7 +2,8 @@
 
 Guarantees: equal values and gradients. In order, on every block:
 
-1. no-ops go (``to`` the same dtype, ``alias``, ``contiguous``, ``x + 0`` on integers, a reshape to the same shape);
+0. ``broadcast_tensors`` is one ``expand`` for each tensor;
+1. no-ops go (``to`` the same dtype, ``alias``, ``contiguous``, ``x + 0`` on integers, idle dropout);
 2. ``view`` is ``reshape``, with its shape spelled out; chains of reshapes are one;
 3. a matrix product on flattened rows is one on the unflattened tensor (``[b*s, k]`` -> ``[b, s, k]``);
 4. the bias of a product is an addition of its own, so that a pending sum can be reduced before it.
@@ -15,14 +16,14 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from autopar.graph import Block, Model, derive, info, op_name
+from autopar.graph import Block, Model, derive, info, is_getitem, op_name
 
 aten = torch.ops.aten
 
 
 def canonicalize(model: Model) -> Model:
     for block in model.blocks:
-        for rewrite in (_drop_no_ops, _name_reshapes, _merge_reshapes, _unflatten_rows, _merge_reshapes, _split_bias):
+        for rewrite in (_spell_broadcasts, _drop_no_ops, _name_reshapes, _merge_reshapes, _unflatten_rows, _merge_reshapes, _split_bias):
             rewrite(block)
         block.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
     return model
@@ -37,6 +38,7 @@ _ALWAYS_NO_OP = {"aten.alias.default", "aten.contiguous.default", "aten.lift_fre
 _CASTS = {"aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten.type_as.default", "aten.to.other"}
 _ADDITIONS = {"aten.add.Tensor", "aten.add.Scalar"}
 _PRODUCTS_BY_ONE = {"aten.mul.Tensor", "aten.mul.Scalar"}
+_DROPOUTS = {"aten.dropout.default", "aten.feature_dropout.default", "aten.alpha_dropout.default"}
 _STOPS = {"aten.detach.default"}
 _RESHAPES = {
     "aten.view.default",
@@ -50,6 +52,16 @@ _RESHAPES = {
     "aten.squeeze.default",
     "aten.expand.default",
 }
+
+
+def _spell_broadcasts(block: Block) -> None:
+    """``broadcast_tensors`` is an ``expand`` of each tensor."""
+    for node in block.ops:
+        if not is_getitem(node) or op_name(node.args[0]) != "aten.broadcast_tensors.default":  # type: ignore[arg-type]
+            continue
+        operand = node.args[0].args[0][node.args[1]]  # type: ignore[union-attr,index,call-overload]
+        node.target = aten.expand.default
+        node.args = (operand, list(info(node).meta.shape))
 
 
 def _drop_no_ops(block: Block) -> None:
@@ -69,6 +81,8 @@ def _is_no_op(node: fx.Node) -> bool:
         return same and node.args[1] == 0 and not isinstance(node.args[1], fx.Node) and len(node.args) == 2
     if name in _PRODUCTS_BY_ONE:
         return same and not isinstance(node.args[1], fx.Node) and node.args[1] == 1
+    if name in _DROPOUTS:
+        return not info(node).random
     if name in _STOPS:
         return not before.needs_grad
     return name in _RESHAPES and same
@@ -112,12 +126,12 @@ def _unflatten_rows(block: Block) -> None:
     for node in block.ops:
         position = _rows_operand(node)
         users = list(node.users)
-        if position is None or len(info(node).meta.shape) != 2 or not users:
+        if position is None or len(info(node).meta.shape) != 2 or not all(map(_is_reshape, users)) or not users:
             continue
         shapes = {info(u).meta.shape for u in users}
         columns = info(node).meta.shape[1]
         lead = next(iter(shapes))[:-1]
-        if len(shapes) != 1 or not all(map(_is_reshape, users)) or len(lead) < 2 or next(iter(shapes))[-1] != columns:
+        if len(shapes) != 1 or len(lead) < 2 or next(iter(shapes))[-1] != columns:
             continue
         _lift(block.graph, node, position, lead, users)
 

@@ -81,8 +81,7 @@ def _tables(flat: Flat) -> list[fx.Node]:
     """Glue that depends on nothing but the batch, buffers and constants, and is not random."""
     pure: dict[fx.Node, None] = {}
     for node in flat.nodes:
-        random = "dropout" in op_name(node) or "rand" in op_name(node)
-        if random or _unit_path(info(node).module) or info(node).meta.needs_grad:
+        if info(node).random or _unit_path(info(node).module) or info(node).meta.needs_grad:
             continue
         if all(o in pure or info(o).role in ("buffer", "input") for o in node.all_input_nodes):
             pure[node] = None

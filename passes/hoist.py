@@ -21,7 +21,7 @@ Slot = tuple[int, int]
 
 
 def hoist_parameter_sums(model: Model) -> tuple[Model, dict[str, tuple[str, ...]]]:
-    """A copy without the hoisted converts, and per parameter the axes over which its gradient is a pending sum."""
+    """A copy without the hoisted converts; per parameter the axes over which its gradient is a sum."""
     copied = replace(model, blocks=[_copy(block) for block in model.blocks])
     slots = {
         (number, position): {a for a in AXES if _only_converted(node, a)}

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from autopar.graph import Block, Model, RuntimeOp, info
+from autopar.graph import Block, Model, RuntimeOp, aten_overload, info
 from autopar.rules import lookup
 from autopar.rules.base import Local, Op
 from autopar.spmd import local_shape
@@ -37,7 +37,6 @@ def _localize_block(block: Block, axis: str, size: int) -> None:
 
 
 def _apply(node: fx.Node, local: Local) -> None:
-    node.args = tuple(local.args.get(i, a) for i, a in enumerate(node.args))
-    node.kwargs = dict(node.kwargs) | local.kwargs
+    node.args, node.kwargs = local.call(node.args, dict(node.kwargs))
     if local.target:
-        node.target = RuntimeOp(local.target)
+        node.target = aten_overload(local.target) or RuntimeOp(local.target)

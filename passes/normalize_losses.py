@@ -8,13 +8,11 @@ mean of parts can't. Example: ``cross_entropy(x, t)`` -> ``cross_entropy(x, t, r
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import fx
 
 from autopar.capture import Flat
-from autopar.graph import Meta, derive, info, op_name
+from autopar.graph import Meta, arguments, derive, info, op_name
 
 aten = torch.ops.aten
 _MEAN, _SUM = 1, 2
@@ -36,24 +34,17 @@ def normalize_losses(flat: Flat) -> Flat:
     return flat
 
 
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    """All arguments by schema name, defaults filled in."""
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
-    given = dict(zip((a.name for a in schema), node.args, strict=False)) | dict(node.kwargs)
-    return {a.name: given.get(a.name, a.default_value) for a in schema}
-
-
 def _class_loss(graph: fx.Graph, node: fx.Node) -> list[fx.Node] | None:
     """cross_entropy and nll_loss with class indices: the count is of targets that aren't ignored."""
-    arguments = _arguments(node)
-    target = arguments["target"]
-    if arguments["reduction"] != _MEAN or arguments["weight"] is not None or info(target).meta.dtype.is_floating_point:
+    given = arguments(node)
+    target = given["target"]
+    if given["reduction"] != _MEAN or given["weight"] is not None or info(target).meta.dtype.is_floating_point:
         return None
-    values = [_SUM if name == "reduction" else value for name, value in arguments.items()]
+    values = [_SUM if name == "reduction" else value for name, value in given.items()]
     scalar = (Meta((), torch.int64),)
     with graph.inserting_before(node):
         total = derive(graph.call_function(node.target, tuple(values)), node)
-        valid = graph.call_function(aten.ne.Scalar, (target, arguments["ignore_index"]))
+        valid = graph.call_function(aten.ne.Scalar, (target, given["ignore_index"]))
         derive(valid, node, outputs=(Meta(info(target).meta.shape, torch.bool),))
         count = derive(graph.call_function(aten.sum.default, (valid,)), node, outputs=scalar)
         loss = derive(graph.call_function(aten.div.Tensor, (total, count)), node)
@@ -62,10 +53,10 @@ def _class_loss(graph: fx.Graph, node: fx.Node) -> list[fx.Node] | None:
 
 def _pointwise_loss(graph: fx.Graph, node: fx.Node) -> list[fx.Node] | None:
     """mse_loss and its like: the count is the number of elements."""
-    arguments = _arguments(node)
-    if arguments["reduction"] != _MEAN:
+    given = arguments(node)
+    if given["reduction"] != _MEAN:
         return None
-    values = [_SUM if name == "reduction" else value for name, value in arguments.items()]
+    values = [_SUM if name == "reduction" else value for name, value in given.items()]
     count = info(node.all_input_nodes[0]).meta.numel
     with graph.inserting_before(node):
         total = derive(graph.call_function(node.target, tuple(values)), node)

@@ -9,11 +9,11 @@ from torch import fx
 
 from autopar.cluster import Device, Link
 from autopar.cost_models import collective
-from autopar.graph import AxisRef, Block, Info, RuntimeOp, info, op_name, operands
-from autopar.planner.prices import is_free, op_seconds
+from autopar.graph import AxisRef, Block, Choice, RuntimeOp, info, is_view, op_name, operands
+from autopar.planner.prices import op_seconds
 from autopar.rules import lookup
 from autopar.rules.base import Op
-from autopar.spmd import Type, transition
+from autopar.spmd import R, Type, transition
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def _node_seconds(node: fx.Node, machine: Machine) -> tuple[float, float]:
         return _transition_seconds(node, machine)
     op = Op.of(node)
     rule = lookup(op.name)
-    choice = whole_choice(node)
+    choice = _whole(node)
     total = op_seconds(node, op, rule, choice, 1, machine.device)
     inside = sum(
         collective.seconds(kind, bytes_, machine.sizes[axis], machine.links[axis])
@@ -66,11 +66,8 @@ def _node_seconds(node: fx.Node, machine: Machine) -> tuple[float, float]:
     return forward + inside, total - forward
 
 
-def whole_choice(node: fx.Node):  # type: ignore[no-untyped-def]
+def _whole(node: fx.Node) -> Choice:
     """The op as its local shapes say it: nothing left to split."""
-    from autopar.graph import Choice
-    from autopar.spmd import R
-
     return Choice((R,) * len(operands(node)), R)
 
 
@@ -100,12 +97,8 @@ def saved_bytes(block: Block) -> int:
 
     An upper estimate: autograd keeps operands of products and results of nonlinear ops, not those of sums.
     """
-    kept: dict[fx.Node, Info] = {}
-    for node in block.ops:
-        data = info(node)
-        if data.meta.needs_grad and not is_free(node) and _keeps(node):
-            kept[node] = data
-    return sum(m.bytes for data in kept.values() for m in data.outputs)
+    kept = [n for n in block.ops if info(n).meta.needs_grad and not is_view(n) and _keeps(n)]
+    return sum(meta.bytes for node in kept for meta in info(node).outputs)
 
 
 def _keeps(node: fx.Node) -> bool:

@@ -86,14 +86,14 @@ def _axes(request: Request) -> list[AxisProblem]:
     mesh, device = request.mesh, request.cluster.device
     problems: list[AxisProblem] = []
     if request.microbatches > 1:
-        problems.append(AxisProblem("mb", request.microbatches, MicrobatchPrices(), True, False))
+        problems.append(AxisProblem("mb", request.microbatches, MicrobatchPrices(), True))
     for axis in ("dp", "tp"):
         size = mesh.size(axis)
         if size > 1:
-            link = request.cluster.link(size, mesh.stride(axis))
+            link = request.cluster.link(size, mesh.stride(axis), mesh.world)
             prices = RankPrices(size, device, link, request.microbatches)
             budget = device.memory_bytes * mesh.pp if axis == "tp" else None
-            problems.append(AxisProblem(axis, size, prices, axis == "dp", axis == "tp", budget))
+            problems.append(AxisProblem(axis, size, prices, axis == "dp", budget))
     return problems
 
 
@@ -130,7 +130,7 @@ def _check_heads(model: Model, request: Request) -> None:
 
 def _machine(request: Request) -> Machine:
     mesh = request.mesh
-    links = {axis: request.cluster.link(mesh.size(axis), mesh.stride(axis)) for axis in ("pp", "dp", "tp")}
+    links = {axis: request.cluster.link(mesh.size(axis), mesh.stride(axis), mesh.world) for axis in ("pp", "dp", "tp")}
     return Machine(request.cluster.device, links, {axis: mesh.size(axis) for axis in links})
 
 
@@ -211,7 +211,7 @@ def _schedule_costs(
         send_backward_seconds=send_backward,
         reduce_seconds=reduce,
         activation_bytes=tuple(sum(c.saved_bytes for c in s) for s in per_stage),
-        step_seconds=tuple(step.optimizer_seconds(b, machine.device) for b in state),
+        step_seconds=tuple(step.optimizer_seconds(b // 4, machine.device) for b in state),
     )
 
 
@@ -229,6 +229,7 @@ def _plan(
         model_name=model.name,
         model_fingerprint=model.fingerprint,
         cluster=request.cluster.name,
+        cluster_toml=str(request.cluster),
         mesh_sizes=request.mesh.to_json(),
         batch_size=model.batch_size,
         microbatches=request.microbatches,

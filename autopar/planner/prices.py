@@ -10,7 +10,7 @@ from torch import fx
 
 from autopar.cluster import Device, Link
 from autopar.cost_models import collective, compute
-from autopar.graph import Choice, Meta, op_name
+from autopar.graph import Choice, Meta, is_view
 from autopar.rules.base import Op, Rule
 from autopar.spmd import P, R, Type, transition
 
@@ -83,7 +83,7 @@ class MicrobatchPrices:
 
 def op_seconds(node: fx.Node, op: Op, rule: Rule, choice: Choice, size: int, device: Device) -> float:
     """Roofline seconds of forward plus backward of the part one rank computes."""
-    if is_free(node):
+    if is_view(node):
         return 0.0
     split = choice.result.is_shard or any(kind.is_shard for kind in choice.operands)
     flops = rule.flops(op) / (size if split else 1)
@@ -96,20 +96,9 @@ def op_seconds(node: fx.Node, op: Op, rule: Rule, choice: Choice, size: int, dev
     return forward + factors * compute.seconds(flops, moved, dtype_name(op.result.dtype), device)
 
 
-def is_free(node: fx.Node) -> bool:
-    """Views cost nothing: the op's schema says that its result aliases its operand."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return op_name(node) == "getitem"
-    return any(r.alias_info is not None for r in target._schema.returns)
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 def _local_bytes(meta: Meta, kind: Type, size: int) -> int:
     return meta.bytes // size if kind.is_shard else meta.bytes
-
-
-__all__ = ["FORBIDDEN_SECONDS", "MicrobatchPrices", "Prices", "R", "RankPrices", "dtype_name", "is_free", "op_seconds"]

@@ -27,13 +27,16 @@ _STATE_COPIES = 4  # parameter, gradient and two moments, for the memory constra
 
 @dataclass(frozen=True)
 class AxisProblem:
-    """One axis to solve: its size, what things cost on it, and whether the batch and parameters are split."""
+    """One axis to solve: its size and what things cost on it.
+
+    Either the batch is split on the axis (``mb``, ``dp``: tensors of the batch come split, parameters are whole), or
+    the model is (``tp``: parameters may be split, and stay where they are stored; the batch dim of no value is split).
+    """
 
     axis: str
     size: int
     prices: Prices
-    splits_batch: bool  # tensors of the batch come split on their batch dim
-    shards_parameters: bool  # parameters may be stored S; else whole
+    splits_batch: bool
     budget_bytes: int | None = None
 
 
@@ -42,6 +45,7 @@ class _Build:
     model: Model
     problem: AxisProblem
     splits: dict[Key, Splits] = field(default_factory=dict)
+    batch: dict[Key, Type] = field(default_factory=dict)  # the type that a split of the batch gives each value
     choices: dict[Key, list[Choice]] = field(default_factory=dict)
     index: dict[Key, int] = field(default_factory=dict)
     vertices: list[Vertex] = field(default_factory=list)
@@ -92,6 +96,7 @@ def apply_choices(model: Model, problem: AxisProblem, pins: Mapping[tuple[str, s
 def _build(model: Model, problem: AxisProblem) -> _Build:
     build = _Build(model, problem)
     _spread_splits(build)
+    _trace_batch(build)
     _add_vertices(build)
     _add_edges(build)
     return build
@@ -118,6 +123,33 @@ def _spread_splits(build: _Build) -> None:
                 b |= a
 
 
+def _trace_batch(build: _Build) -> None:
+    """Follow a split of the batch through the ops, call by call, as far as the rules carry it."""
+    model = build.model
+    for position, item in enumerate(model.inputs):
+        if item.batch_dim is not None:
+            build.batch[INPUT_CALL, position] = S(item.batch_dim)
+    edges = [_edge_keys(model, edge) for edge in sorted(model.edges())]
+    for number, block in enumerate(model.blocks):
+        for source, target in edges:
+            if target[0] == number and source in build.batch:
+                build.batch[target] = build.batch[source]
+        for node in block.ops:
+            kind = _batch_type(build, number, node)
+            if kind is not None:
+                build.batch[number, node] = kind
+
+
+def _batch_type(build: _Build, number: int, node: fx.Node) -> Type | None:
+    given = tuple(build.batch.get((number, o), R) for o in operands(node))
+    if all(kind == R for kind in given):
+        return None
+    op = Op.of(node)
+    inputs = [build.splits[number, o] for o in operands(node)]
+    choices = legal_choices(lookup(op.name), op, 1, inputs, build.splits[number, node])
+    return next((c.result for c in choices if c.operands == given and c.result.is_shard), None)
+
+
 def _size(build: _Build) -> int:
     return sum(len(s) for splits in build.splits.values() for s in splits)
 
@@ -139,8 +171,7 @@ def _edge_keys(model: Model, edge: tuple[int, int, int, int]) -> tuple[Key, Key]
 def _add_vertices(build: _Build) -> None:
     model, problem = build.model, build.problem
     for position, item in enumerate(model.inputs):
-        split = problem.splits_batch and item.batch_dim is not None
-        kind = S(item.batch_dim) if split and item.batch_dim is not None else R
+        kind = S(item.batch_dim) if problem.splits_batch and item.batch_dim is not None else R
         _vertex(build, (INPUT_CALL, position), [Choice((), kind)], [0.0], [0], 1, item.name)
     counts = model.counts()
     for number, block in enumerate(model.blocks):
@@ -168,7 +199,7 @@ def _vertex(
 def _parameter_vertex(build: _Build, number: int, node: fx.Node, count: int) -> None:
     meta, size = info(node).meta, build.problem.size
     kinds: list[Type] = [I if meta.needs_grad and build.problem.axis != "mb" else R]
-    if build.problem.shards_parameters and meta.needs_grad:
+    if not build.problem.splits_batch and meta.needs_grad:
         kinds += _shards(build.splits[number, node], meta.shape, size)
     stored = [meta.bytes * _STATE_COPIES // (size if k.is_shard else 1) for k in kinds]
     _vertex(build, (number, node), [Choice((), k) for k in kinds], [0.0] * len(kinds), stored, count, node.name)
@@ -183,7 +214,13 @@ def _input_types(build: _Build, number: int, node: fx.Node) -> list[Type]:
     """What can come in at all; the edges decide."""
     meta = info(node).meta
     kinds = [R, *([I] if meta.needs_grad else []), P]
-    return kinds + _shards(build.splits[number, node], meta.shape, build.problem.size)
+    kinds += _shards(build.splits[number, node], meta.shape, build.problem.size)
+    return [k for k in kinds if not _splits_batch(build, (number, node), k)]
+
+
+def _splits_batch(build: _Build, key: Key, kind: Type) -> bool:
+    """Whether ``kind`` splits the batch on an axis that must not."""
+    return not build.problem.splits_batch and kind.is_shard and build.batch.get(key) == kind
 
 
 def _op_vertex(build: _Build, number: int, node: fx.Node, count: int) -> None:
@@ -191,6 +228,7 @@ def _op_vertex(build: _Build, number: int, node: fx.Node, count: int) -> None:
     rule = lookup(op.name)
     inputs = [build.splits[number, o] for o in operands(node)]
     choices = legal_choices(rule, op, build.problem.size, inputs, build.splits[number, node])
+    choices = [c for c in choices if not _splits_batch(build, (number, node), c.result)]
     if _is_loss(build.model, number, node):
         choices = [c for c in choices if c.result in (P, I)]
     seconds = [build.problem.prices.op(node, op, rule, c) for c in choices]
@@ -209,7 +247,7 @@ def _add_edges(build: _Build) -> None:
         from_tables = block.kind == "tables"
         for node in block.ops:
             for position, operand in enumerate(operands(node)):
-                per_step = info(operand).role == "parameter"
+                per_step = _is_parameter((number, operand))
                 _edge(build, (number, operand), (number, node), position, counts[number], number, per_step, from_tables)
     for edge, count in model.edges().items():
         source, target = _edge_keys(model, edge)
@@ -229,10 +267,16 @@ def _edge(
         for b in sorted(taken):
             if not can_become(a, b) or (tuple_result and a != b):
                 continue
+            if a.is_shard and a != b and _is_parameter(source):
+                continue  # parameters are used where they are stored
             price = build.problem.prices.change(meta, a, b, per_step=per_step, from_tables=from_tables)
             if price is not None:
                 prices[a, b] = price * count
     build.edges.append(Edge(build.index[source], build.index[target], position, prices, share))
+
+
+def _is_parameter(key: Key) -> bool:
+    return key[0] != INPUT_CALL and info(key[1]).role == "parameter"  # type: ignore[arg-type]
 
 
 def _ties(build: _Build) -> tuple[tuple[int, int], ...]:

@@ -1,0 +1,334 @@
+"""The composition root: a model becomes a plan, programs, simulated ranks or this rank of a real job."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar import recipe, simulate
+from autopar.batch import Structure, flatten
+from autopar.capture import Loss, capture
+from autopar.cluster import Cluster
+from autopar.codegen import EmittedStage, emit
+from autopar.errors import ArgumentError, PlanError
+from autopar.graph import Model, verify
+from autopar.mesh import Mesh
+from autopar.passes.canonicalize import canonicalize
+from autopar.passes.fold import fold
+from autopar.passes.functionalize import functionalize
+from autopar.passes.normalize_losses import normalize_losses
+from autopar.plan import Plan
+from autopar.planner.build import Built, Request, build
+from autopar.runtime.job import (
+    Job,
+    Optimizer,
+    RankResult,
+    adamw,
+    connect,
+    join_world,
+    run_rank,
+    start,
+    text_of_rank_zero,
+)
+from autopar.runtime.weights import RecipeSource, Source, StateSource
+from autopar.verification import Verification, verify_job
+from autopar.write import write_directory
+
+
+@dataclass(frozen=True)
+class SimulationResult:
+    """What simulated ranks computed, gathered under the model's own names.
+
+    ``losses`` per step; ``gradients`` of the last step, before clipping; ``parameters`` after it; ``peak_bytes`` per
+    rank; ``sent_bytes`` per rank and mesh axis.
+    """
+
+    losses: list[float]
+    gradients: dict[str, torch.Tensor]
+    parameters: dict[str, torch.Tensor]
+    peak_bytes: list[int]
+    sent_bytes: list[dict[str, int]]
+
+
+def plan(model: nn.Module, gpus: int, *, sample: Any, **options: Any) -> Plan:
+    """The plan alone; the same arguments as :func:`compile`."""
+    return compile(model, gpus, sample=sample, **options).plan
+
+
+def load(path: str | Path) -> Plan:
+    """Read a plan. Raises PlanError where it is cut short, changed by hand or of another version."""
+    return Plan.load(path)
+
+
+def compile(
+    model: nn.Module,
+    gpus: int,
+    *,
+    sample: Any,
+    loss: Loss | None = None,
+    optimizer: Optimizer = adamw,
+    mesh: Mapping[str, int] | None = None,
+    microbatches: int | None = None,
+    cluster: str | Path | Cluster | None = None,
+    plan: Plan | None = None,
+    schedule: str = "1f1b",
+    clip_norm: float | None = None,
+    batch_dim: int = 0,
+    seed: int = 0,
+) -> ParallelModel:
+    """Compile ``model`` for ``gpus`` ranks. The model is never modified.
+
+    ``sample`` is what the one-device model is called with (a tensor, tuple or mapping; the global batch). The loss is
+    the model's own (a scalar, ``.loss``, ``["loss"]`` or the first output) or ``loss(output, batch)``. ``optimizer``
+    makes an optimizer from parameters. ``mesh`` pins degrees, ``{"pp": 2, "dp": 2, "tp": 2}`` (default: all ``dp``).
+    ``plan`` takes the decisions of an earlier plan. ``clip_norm`` clips the global gradient norm. ``batch_dim`` is the
+    dim of batch tensors that ``dp`` and microbatches split.
+
+    Under ``torchrun``, rank 0 plans and the others take its plan.
+    Raises CaptureError, BatchError, ShardingError, StageError, PlanError, ArgumentError.
+    """
+    _check_gpus(gpus)
+    sizes = _mesh(mesh, plan, gpus)
+    captured, constants, structure = prepare(model, sample, loss, batch_dim)
+    if plan is None and _launched():
+        plan = _plan_of_rank_zero(captured, sizes, microbatches, cluster, schedule)
+    request = _request(captured, sizes, microbatches, cluster, plan, schedule)
+    _check_plan(captured, plan)
+    built = build(captured, request, plan)
+    programs = emit(built.model, built.stages, sizes, microbatches=request.microbatches, digest=built.plan.digest)
+    return ParallelModel(
+        model=model,
+        built=built,
+        programs=programs,
+        structure=structure,
+        job=Job(
+            texts=tuple(p.text for p in programs),
+            schedule=built.schedule,
+            mesh=sizes,
+            source=_source(model, constants, seed),
+            optimizer=optimizer,
+            clip_norm=clip_norm,
+            seed=seed,
+        ),
+        loss=loss,
+        batch_dim=batch_dim,
+        constants=constants,
+    )
+
+
+def prepare(
+    model: nn.Module, sample: Any, loss: Loss | None = None, batch_dim: int = 0
+) -> tuple[Model, dict[str, torch.Tensor], Structure]:
+    """Capture, fold and canonicalize: the model that planning starts from, lifted constants, the batch's structure."""
+    flat = capture(model, sample, loss=loss, batch_dim=batch_dim)
+    constants = flat.constants
+    folded = canonicalize(fold(normalize_losses(functionalize(flat))))
+    verify(folded, "canonicalize")
+    return folded, constants, flatten(sample)[1]
+
+
+class ParallelModel:
+    """A compiled model: its plan and programs, ready to be written, simulated, verified or trained."""
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        built: Built,
+        programs: tuple[EmittedStage, ...],
+        structure: Structure,
+        job: Job,
+        loss: Loss | None,
+        batch_dim: int,
+        constants: Mapping[str, torch.Tensor],
+    ) -> None:
+        self._model = model
+        self._built = built
+        self._programs = programs
+        self._structure = structure
+        self._job = job
+        self._loss = loss
+        self._batch_dim = batch_dim
+        self._constants = constants
+        self._rank: Any = None
+
+    @property
+    def plan(self) -> Plan:
+        return self._built.plan
+
+    @property
+    def timeline(self) -> Any:
+        """The predicted step, to draw (:func:`autopar.schedules.render`)."""
+        return self._built.timeline
+
+    def source(self, rank: int) -> str:
+        """The emitted module that ``rank`` runs."""
+        return self._programs[self._stage(rank)].text
+
+    def _stage(self, rank: int) -> int:
+        return self.plan.mesh.coordinates(rank)["pp"]
+
+    def write(self, directory: str | Path) -> Path:
+        """Write plan, programs, action lists, weights and how to launch them; all or nothing. Returns the path."""
+        return write_directory(Path(directory), self.plan, self._programs, self._job)
+
+    def module(self, rank: int) -> nn.Module:
+        """The emitted module of ``rank`` with that rank's weights (its collectives need the rank's process)."""
+        return self._job.module(rank)
+
+    def step(self, batch: Any) -> torch.Tensor:
+        """One optimizer step of this rank under ``torchrun``; the global batch in, the global loss out."""
+        tensors = self._tensors(batch)
+        if self._rank is None:
+            axes = connect(self._job.mesh, self._job.seed)
+            self._rank = start(self._job, axes)
+        return self._rank.step(tensors)  # type: ignore[no-any-return]
+
+    def simulate(self, batch: Any, steps: int = 1) -> SimulationResult:
+        """Train ``steps`` steps on ``batch`` on simulated ranks in this process, from the model's weights."""
+        tensors = self._tensors(batch)
+        job = self._job
+
+        def rank_program(rank: int) -> RankResult:
+            return run_rank(job, rank, tensors, steps)
+
+        result = simulate.run(rank_program, self.plan.mesh.world)
+        gradients, parameters = job.gather(result.results)
+        return SimulationResult(
+            result.results[0].losses, gradients, parameters, list(result.peak_bytes), list(result.sent_bytes)
+        )
+
+    def verify(self, batch: Any, steps: int = 3) -> Verification:
+        """Train the unmodified model on one device and the compiled one on simulated ranks, and compare."""
+        return verify_job(self, batch, steps)
+
+    def reference(self) -> nn.Module:
+        """A copy of the model with the weights that the ranks start from."""
+        source = self._job.source
+        if isinstance(source, RecipeSource):
+            return recipe.replica(self._model, recipe.initialize(self._model, source.recipes, source.seed))
+        return copy.deepcopy(self._model)
+
+    def whole_graph(self, batch: Any) -> Model:
+        """The captured graph of one device, before any axis was solved."""
+        return prepare(self._model, batch, self._loss, self._batch_dim)[0]
+
+    @property
+    def lowered(self) -> Model:
+        """The graph that one rank runs, from which the programs were emitted."""
+        return self._built.model
+
+    @property
+    def programs(self) -> tuple[EmittedStage, ...]:
+        return self._programs
+
+    @property
+    def constants(self) -> Mapping[str, torch.Tensor]:
+        """Tensors that the model makes at trace time and that are no parameters or buffers of it."""
+        return self._constants
+
+    @property
+    def job(self) -> Job:
+        return self._job
+
+    @property
+    def structure(self) -> Structure:
+        return self._structure
+
+    @property
+    def loss(self) -> Loss | None:
+        return self._loss
+
+    def _tensors(self, batch: Any) -> dict[str, torch.Tensor]:
+        return flatten(batch)[0]
+
+
+def _check_gpus(gpus: int) -> None:
+    if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 1:
+        raise ArgumentError(f"gpus={gpus!r}; it must be a whole number of at least 1")
+    launched = os.environ.get("WORLD_SIZE")
+    if _launched() and int(launched or 1) != gpus:
+        raise ArgumentError(f"gpus={gpus}, but torchrun started {launched} processes; make them equal")
+
+
+def _launched() -> bool:
+    """Whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or ("RANK" in os.environ and "WORLD_SIZE" in os.environ)
+
+
+def _mesh(mesh: Mapping[str, int] | None, plan: Plan | None, gpus: int) -> Mesh:
+    if plan is None:
+        return Mesh.of(mesh, gpus)
+    if mesh is not None and Mesh.of(mesh, gpus) != plan.mesh:
+        raise PlanError(f"mesh={dict(mesh)} and the plan's mesh {plan.mesh} differ; leave one out")
+    if plan.mesh.world != gpus:
+        raise PlanError(f"the plan is for {plan.mesh.world} ranks ({plan.mesh}), but gpus={gpus}")
+    return plan.mesh
+
+
+def _request(
+    model: Model,
+    mesh: Mesh,
+    microbatches: int | None,
+    cluster: str | Path | Cluster | None,
+    plan: Plan | None,
+    schedule: str,
+) -> Request:
+    if plan is not None:
+        return Request(mesh, plan.microbatches, Cluster.parse(plan.cluster_toml, origin="the plan"), plan.schedule)
+    if cluster is None:
+        cluster = "h100" if torch.cuda.is_available() else "cpu"
+    if microbatches is not None and microbatches < 1:
+        raise ArgumentError(f"microbatches={microbatches}; it must be at least 1")
+    found = cluster if isinstance(cluster, Cluster) else Cluster.load(cluster)
+    return Request(mesh, microbatches or _default_microbatches(model, mesh), found, schedule)
+
+
+def _default_microbatches(model: Model, mesh: Mesh) -> int:
+    """As many as the batch allows up to four per stage: the bubble is then below a fifth of the step."""
+    if mesh.pp == 1 or model.batch_size % mesh.dp:
+        return 1
+    per_replica = model.batch_size // mesh.dp
+    return max(m for m in range(1, 4 * mesh.pp + 1) if per_replica % m == 0)
+
+
+def _check_plan(model: Model, plan: Plan | None) -> None:
+    if plan is not None and plan.model_fingerprint != model.fingerprint:
+        raise PlanError(
+            f"the plan was made for {plan.model_name} ({plan.model_fingerprint}) and batch {plan.batch_size}, this is "
+            f"{model.name} ({model.fingerprint}) and batch {model.batch_size}: plan again"
+        )
+
+
+def _plan_of_rank_zero(
+    model: Model,
+    mesh: Mesh,
+    microbatches: int | None,
+    cluster: str | Path | Cluster | None,
+    schedule: str,
+) -> Plan | None:
+    """Rank 0 plans, on a copy of the graph; the others wait for its plan, so that all run the same one."""
+    rank, _, _ = join_world()
+    text = ""
+    if rank == 0:
+        request = _request(model, mesh, microbatches, cluster, None, schedule)
+        text = build(copy.deepcopy(model), request).plan.to_json()
+    return Plan.from_json(text_of_rank_zero(text))
+
+
+def _source(model: nn.Module, constants: Mapping[str, torch.Tensor], seed: int) -> Source:
+    if any(p.device.type == "meta" for p in model.parameters()):
+        return RecipeSource(recipe.record(model), seed)
+    state: dict[str, torch.Tensor] = dict(constants)
+    state |= {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
+    state |= dict(model.named_buffers(remove_duplicate=False))
+    return StateSource(state)
+
+

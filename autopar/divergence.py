@@ -1,0 +1,199 @@
+"""Where does a compiled model go wrong? The first op whose value differs from the one-device model's, by source line.
+
+The one-device values come from running the captured graph, op by op, on the whole batch. The ranks' values are read off
+the emitted text itself while it runs on simulated ranks: a trace function looks at what each line assigned. A rank's
+value should be the part of the one-device value that its types say; pending sums have no such part and are passed over.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar import simulate
+from autopar.batch import flatten
+from autopar.graph import INPUT_CALL, Model, info, where
+from autopar.runtime.axes import Axes
+from autopar.runtime.job import Job, start
+from autopar.spmd import Type
+
+if TYPE_CHECKING:
+    from autopar.api import ParallelModel
+
+Place = tuple[int, str]
+"""(call, node): one op of the model."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A value that a rank computed: which op, in which microbatch."""
+
+    place: Place
+    microbatch: int
+    value: Tensor
+
+
+def first_divergence(job: ParallelModel, batch: Any, tolerance: float) -> str:
+    """A sentence naming the first op that differs, or saying that only gradients do."""
+    tensors = flatten(batch)[0]
+    expected = one_device_values(job, batch)
+    model = job.lowered
+    order = {place: i for i, place in enumerate(_places(model))}
+    worst: tuple[int, int, float] | None = None
+    for rank, values in enumerate(_rank_values(job, tensors)):
+        for seen in values:
+            error = _error(job, model, rank, seen, expected)
+            if error is not None and error > tolerance:
+                worst = min(worst or (len(order), 0, 0.0), (order[seen.place], rank, error))
+    if worst is None:
+        return "all forward values agree: a gradient is wrong, look at the backward of the ops of the parameters above"
+    position, rank, error = worst
+    call, name = list(order)[position]
+    node = _node(model, call, name)
+    path = model.calls[call].path
+    return f"first different value: {where(node)}{f' of {path}' if path else ''}, on rank {rank}, relative error {error:.1e}"
+
+
+def _places(model: Model) -> Iterator[Place]:
+    for index, call in enumerate(model.calls):
+        for node in model.block_of(call).graph.nodes:
+            if node.op == "call_function":
+                yield index, node.name
+
+
+def _node(model: Model, call: int, name: str) -> fx.Node:
+    return next(n for n in model.block_of(model.calls[call]).graph.nodes if n.name == name)
+
+
+def one_device_values(job: ParallelModel, batch: Any) -> dict[Place, Tensor]:
+    """Every value of the captured graph on the whole batch, from the model's weights."""
+    tensors = flatten(batch)[0]
+    model = job.whole_graph(batch)
+    twin = job.reference()
+    state = {**dict(twin.named_parameters(remove_duplicate=False)), **dict(twin.named_buffers(remove_duplicate=False))}
+    state |= job.constants
+    values: dict[Place, Tensor] = {}
+    outputs: dict[tuple[int, int], Any] = {
+        (INPUT_CALL, i): tensors[item.path] for i, item in enumerate(model.inputs)
+    }
+    with torch.no_grad():
+        for index, call in enumerate(model.calls):
+            block = model.block_of(call)
+            given = [outputs[v.call, v.output] for v in call.operands]
+            env: dict[fx.Node, Any] = dict(zip(block.parameters, (state[n] for n in call.parameters), strict=True))
+            env |= dict(zip(block.inputs, given, strict=True))
+            for node in block.ops:
+                env[node] = _run(node, env)
+                if isinstance(env[node], Tensor):
+                    values[index, node.name] = env[node]
+            for k, node in enumerate(block.outputs):
+                outputs[index, k] = env[node]
+    return values
+
+
+def _run(node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
+def _rank_values(job: ParallelModel, tensors: Mapping[str, Tensor]) -> list[list[Seen]]:
+    lines = [program.lines for program in job.programs]
+    paths = {call.path: i for i, call in enumerate(job.lowered.calls) if call.path}
+
+    def rank_program(rank: int) -> list[Seen]:
+        return _watched_step(job.job, rank, tensors, lines, paths)
+
+    return list(simulate.run(rank_program, job.plan.mesh.world, track_memory=False).results)
+
+
+def _watched_step(
+    job: Job,
+    rank: int,
+    tensors: Mapping[str, Tensor],
+    lines: list[dict[int, tuple[int, str, str]]],
+    paths: Mapping[str, int],
+) -> list[Seen]:
+    """One step of this rank, with what every emitted line assigned."""
+    axes = Axes.build(job.mesh, rank, "cpu", job.seed)
+    executor = start(job, axes)
+    stage = axes["pp"].index
+    seen: list[Seen] = []
+    tracer = _tracer(f"stage_{stage}.py", lines[stage], paths, axes, seen)
+    sys.settrace(tracer)
+    try:
+        executor.step(tensors)
+    finally:
+        sys.settrace(None)
+    return seen
+
+
+def _tracer(
+    filename: str, lines: dict[int, tuple[int, str, str]], paths: Mapping[str, int], axes: Axes, seen: list[Seen]
+) -> Callable[[FrameType, str, Any], Any]:
+    last: dict[FrameType, int] = {}
+
+    def note(frame: FrameType) -> None:
+        number = last.get(frame)
+        if number is None or number not in lines:
+            return
+        call, node, variable = lines[number]
+        value = frame.f_locals.get(variable)
+        scope = getattr(getattr(frame.f_locals.get("self"), "axes", None), "scope", "")
+        if isinstance(value, Tensor):
+            place = (paths.get(scope, call), node)
+            seen.append(Seen(place, axes.stream.microbatch, value.detach().clone()))
+
+    def local(frame: FrameType, event: str, argument: Any) -> Any:
+        if event in ("line", "return"):
+            note(frame)
+            last[frame] = frame.f_lineno
+        if event == "return":
+            last.pop(frame, None)
+        return local
+
+    def outer(frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code.co_filename != filename or frame.f_code.co_name != "forward":
+            return None
+        return local
+
+    return outer
+
+
+def _error(job: ParallelModel, model: Model, rank: int, seen: Seen, expected: Mapping[Place, Tensor]) -> float | None:
+    """Relative error of a rank's value; None where it can't be compared (a pending sum, a collective)."""
+    whole = expected.get(seen.place)
+    if whole is None:
+        return None
+    types = info(_node(model, *seen.place)).types()
+    if any(kind.kind == "P" for kind in types.values()):
+        return None
+    mesh = job.plan.mesh
+    place = {"mb": (seen.microbatch, job.plan.microbatches)}
+    place |= {axis: (mesh.coordinate(rank, axis), mesh.size(axis)) for axis in ("dp", "tp")}
+    want = whole
+    for axis, kind in types.items():
+        want = _part(want, kind, *place[axis])
+    if want.shape != seen.value.shape:
+        return float("inf")
+    if not want.is_floating_point():
+        return 0.0 if torch.equal(want, seen.value) else float("inf")
+    scale = max(float(whole.abs().max()) if whole.numel() else 0.0, 1e-300)
+    return float((want - seen.value).abs().max()) / scale if want.numel() else 0.0
+
+
+def _part(whole: Tensor, kind: Type, index: int, size: int) -> Tensor:
+    """Part ``index`` of ``size`` of a tensor of type ``kind``."""
+    if not kind.is_shard:
+        return whole
+    shape = whole.shape
+    view = whole.reshape(*shape[: kind.dim], kind.outer, shape[kind.dim] // kind.outer, *shape[kind.dim + 1 :])
+    length = view.shape[kind.dim + 1] // size
+    part = view.narrow(kind.dim + 1, index * length, length)
+    return part.reshape(*shape[: kind.dim], shape[kind.dim] // size, *shape[kind.dim + 1 :])

@@ -1,0 +1,76 @@
+"""Models by name, for the command line: ``hf:path/to/config.json`` or ``package.module:factory``."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Named:
+    """A model, what it is called with, and its loss if it returns none."""
+
+    model: nn.Module
+    sample: Any
+    loss: Callable[[Any, Any], torch.Tensor] | None = None
+
+
+def resolve(name: str, *, batch: int, sequence: int, dtype: str, meta: bool, seed: int = 0) -> Named:
+    """Build the model that ``name`` names, with random weights, and a random sample.
+
+    ``hf:config.json`` is a causal language model of ``transformers``, called with ``batch`` x ``sequence`` random tokens.
+    ``package.module:factory`` is called without arguments and returns ``(model, sample)`` or ``(model, sample, loss)``.
+    Raises ArgumentError where there is no such model.
+    """
+    torch.manual_seed(seed)
+    kind, _, rest = name.partition(":")
+    if not rest:
+        raise ArgumentError(f"{name!r} names no model; write hf:path/to/config.json or package.module:factory")
+    if kind == "hf":
+        return _transformers(Path(rest), batch, sequence, _dtype(dtype), meta)
+    return _factory(kind, rest)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ArgumentError(f"{name!r} is not a floating-point dtype; write float32, bfloat16 or float64")
+    return dtype
+
+
+def _transformers(path: Path, batch: int, sequence: int, dtype: torch.dtype, meta: bool) -> Named:
+    try:
+        settings = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ArgumentError(f"can't read the config {path}: {error}") from error
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise ArgumentError("hf: models need transformers: pip install 'autopar[hf]'") from error
+    kind = settings.pop("model_type", None)
+    if kind is None:
+        raise ArgumentError(f"{path} has no model_type; it is not a transformers config")
+    config = AutoConfig.for_model(kind, **settings)
+    with torch.device("meta" if meta else "cpu"):
+        model = AutoModelForCausalLM.from_config(config).to(dtype).train()
+    tokens = torch.randint(0, config.vocab_size, (batch, sequence))
+    return Named(model, {"input_ids": tokens, "labels": tokens.clone()})
+
+
+def _factory(module: str, attribute: str) -> Named:
+    try:
+        made = getattr(importlib.import_module(module), attribute)()
+    except (ImportError, AttributeError) as error:
+        raise ArgumentError(f"can't find {attribute!r} in {module!r}: {error}") from error
+    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
+        raise ArgumentError(f"{module}:{attribute} must return (model, sample) or (model, sample, loss)")
+    return Named(*made)

@@ -1,0 +1,148 @@
+"""Is the compiled model the same as the model? Both are trained, one on one device, one on simulated ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from autopar.batch import flatten
+from autopar.capture import loss_of
+from autopar.divergence import first_divergence
+from autopar.graph import Model, info
+
+if TYPE_CHECKING:
+    from autopar.api import ParallelModel
+
+TOLERANCES: Final = {torch.float64: 1e-9, torch.float32: 2e-5}
+"""Largest relative error that is rounding, by the narrowest dtype of the model; others: the root of their epsilon."""
+
+_FLOOR = 1e-4  # a tensor's error counts relative to its own largest entry, or this part of the largest of all
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Losses of each step, the last step's gradients before clipping, the parameters after it; by name."""
+
+    losses: list[float]
+    gradients: dict[str, torch.Tensor]
+    parameters: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Relative errors of the compiled model against the model, by name.
+
+    A tensor's error is the largest difference of its entries over the largest entry (of itself, or ``1e-4`` of the
+    largest of all tensors if that is more: a gradient that is zero but for rounding has no relative error).
+    ``divergence`` names the first op whose value differs, and its source line, where not ``ok``.
+    """
+
+    ok: bool
+    tolerance: float
+    loss_error: float
+    gradient_errors: dict[str, float]
+    parameter_errors: dict[str, float]
+    losses: list[float] = field(default_factory=list)
+    reference_losses: list[float] = field(default_factory=list)
+    divergence: str = ""
+
+    def table(self, rows: int = 12) -> Table:
+        """The worst ``rows`` parameters, as a rich table."""
+        verdict = "equal" if self.ok else "NOT equal"
+        table = Table(title=f"compiled and one-device model are {verdict} (tolerance {self.tolerance:.0e})")
+        table.add_column("relative error of")
+        table.add_column("gradient", justify="right")
+        table.add_column("parameter", justify="right")
+        table.add_row("loss", f"{self.loss_error:.1e}", "")
+        worst = sorted(self.gradient_errors, key=self._worst, reverse=True)
+        for name in worst[:rows]:
+            gradient, parameter = self.gradient_errors[name], self.parameter_errors.get(name, 0.0)
+            style = "red" if max(gradient, parameter) > self.tolerance else ""
+            table.add_row(name, f"{gradient:.1e}", f"{parameter:.1e}", style=style)
+        if len(worst) > rows:
+            rest = max(map(self._worst, worst[rows:]))
+            table.add_row(f"… {len(worst) - rows} more, none above {rest:.0e}", "", "")
+        if self.divergence:
+            table.caption = self.divergence
+        return table
+
+    def _worst(self, name: str) -> float:
+        return max(self.gradient_errors.get(name, 0.0), self.parameter_errors.get(name, 0.0))
+
+    def __str__(self) -> str:
+        console = Console(width=110, force_terminal=False)
+        with console.capture() as capture:
+            console.print(self.table())
+        return capture.get()
+
+
+def verify_job(job: ParallelModel, batch: Any, steps: int) -> Verification:
+    """Train both for ``steps`` steps on ``batch`` and compare losses, gradients and parameters."""
+    reference = job.reference()
+    dtype = narrowest_dtype(job.lowered)
+    expected = train_one_device(
+        reference, batch, steps, job.loss, job.job.optimizer, job.job.clip_norm
+    )
+    found = job.simulate(batch, steps)
+    tolerance = TOLERANCES.get(dtype, torch.finfo(dtype).eps ** 0.5)
+    loss_error = max(abs(a - b) / max(abs(b), 1e-30) for a, b in zip(found.losses, expected.losses, strict=True))
+    gradients = relative_errors(found.gradients, expected.gradients)
+    parameters = relative_errors(found.parameters, expected.parameters)
+    worst = max([loss_error, *gradients.values(), *parameters.values()])
+    ok = bool(worst <= tolerance)
+    divergence = "" if ok or not hasattr(job.programs[0], "lines") else first_divergence(job, batch, tolerance)
+    return Verification(ok, tolerance, loss_error, gradients, parameters, found.losses, expected.losses, divergence)
+
+
+def narrowest_dtype(model: Model) -> torch.dtype:
+    """The floating dtype with the coarsest rounding that the model computes in (many cast to float32 inside)."""
+    metas = [m for block in model.blocks for node in block.graph.nodes if node.op != "output" for m in info(node).outputs]
+    return max((m.dtype for m in metas if m.needs_grad), key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def train_one_device(
+    model: nn.Module,
+    batch: Any,
+    steps: int,
+    loss: Callable[[Any, Any], torch.Tensor] | None,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+    clip_norm: float | None,
+) -> Trained:
+    """What a user would write by hand for one device. ``model`` is trained in place: give a copy."""
+    tensors, structure = flatten(batch)
+    args, kwargs = structure.call_arguments(tensors)
+    trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    update = optimizer(list(trainable.values()))
+    losses: list[float] = []
+    gradients: dict[str, torch.Tensor] = {}
+    for _ in range(steps):
+        update.zero_grad()
+        value = loss_of(model(*args, **kwargs), batch, loss)
+        value.backward()  # type: ignore[no-untyped-call]
+        losses.append(float(value.detach()))
+        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trainable.items()}
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(list(trainable.values()), clip_norm)
+        update.step()
+    return Trained(losses, gradients, {n: p.detach().clone() for n, p in trainable.items()})
+
+
+def relative_errors(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """By name; see :class:`Verification`. A tensor that is missing or of another shape is infinitely wrong."""
+    largest = max((float(t.abs().max()) for t in expected.values() if t.numel()), default=0.0)
+    errors: dict[str, float] = {}
+    for name, want in expected.items():
+        have = found.get(name)
+        if have is None or have.shape != want.shape:
+            errors[name] = float("inf")
+            continue
+        scale = max(float(want.abs().max()) if want.numel() else 0.0, _FLOOR * largest, 1e-300)
+        difference = float((have - want).abs().max()) if want.numel() else 0.0
+        errors[name] = difference / scale if difference == difference else float("inf")
+    return errors

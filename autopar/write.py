@@ -1,0 +1,111 @@
+"""A job as a directory that runs by itself under torchrun: plan, programs, action lists, weights, a README."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from autopar.codegen import EmittedStage
+from autopar.errors import ArgumentError
+from autopar.mesh import Mesh
+from autopar.plan import Plan
+from autopar.runtime.job import Job
+
+_TRAIN: Final = '''\
+"""Train the written job: torchrun --nproc-per-node {world} train.py [--steps N] [--batches batches.safetensors]"""
+
+from autopar.runtime.launch import main
+
+main(__file__)
+'''
+
+_README: Final = """\
+# {model} on {world} ranks ({mesh})
+
+Plan `{digest}`, made by autopar. This directory runs by itself (with autopar installed):
+
+```
+torchrun --nproc-per-node {world} train.py --steps 3
+```
+
+It trains on random batches of the planned shapes; `--batches FILE` takes a safetensors file whose tensors are named
+`<step>.<input>` instead. From Python, give `step` your own: `autopar.runtime.launch.open_job(directory).step(batch)`.
+
+| file | what it is |
+|---|---|
+| `plan.json` | every decision, with its predicted cost; `autopar show plan.json` explains it |
+{programs}
+| `actions.txt` | what each pipeline rank does, in order: forward, backward, send, receive, reduce, step |
+| `{weights}` | {weights_note} |
+| `job.json` | what else a rank needs: mesh, seed, clipping |
+| `train.py` | the launch script |
+"""
+
+
+def write_directory(directory: Path, plan: Plan, programs: tuple[EmittedStage, ...], job: Job) -> Path:
+    """Write everything beside ``directory`` first, then move it there: all or nothing.
+
+    Raises ArgumentError where ``directory`` exists and is not a job written before, or can't be written.
+    """
+    _check_target(directory)
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    except OSError as error:
+        raise ArgumentError(f"can't write {directory}: {error.strerror or error}") from error
+    try:
+        _write(staging, plan, programs, job)
+        staging.chmod(0o755)
+        if directory.exists():
+            old = staging.with_suffix(".old")
+            os.replace(directory, old)
+            os.replace(staging, directory)
+            shutil.rmtree(old)
+        else:
+            os.replace(staging, directory)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    return directory
+
+
+def _check_target(directory: Path) -> None:
+    if directory.exists() and not directory.is_dir():
+        raise ArgumentError(f"{directory} is a file; name a directory to write the job to")
+    if directory.is_dir() and any(directory.iterdir()) and not (directory / "plan.json").exists():
+        raise ArgumentError(f"{directory} holds something else than a job; name an empty or a new directory")
+
+
+def _write(directory: Path, plan: Plan, programs: tuple[EmittedStage, ...], job: Job) -> None:
+    (directory / "plan.json").write_text(plan.to_json())
+    for program in programs:
+        (directory / program_file(program.stage)).write_text(program.text)
+    (directory / "actions.txt").write_text(job.schedule.to_text())
+    weights, note = job.source.save(directory)
+    settings = {"mesh": plan.mesh.to_json(), "seed": job.seed, "clip_norm": job.clip_norm, "weights": weights}
+    (directory / "job.json").write_text(json.dumps(settings, indent=1) + "\n")
+    (directory / "train.py").write_text(_TRAIN.format(world=plan.mesh.world))
+    rows = "\n".join(f"| `{program_file(p.stage)}` | {_who_runs(plan.mesh, p.stage)} |" for p in programs)
+    text = _README.format(
+        model=plan.model_name,
+        world=plan.mesh.world,
+        mesh=plan.mesh,
+        digest=plan.digest,
+        programs=rows,
+        weights=weights,
+        weights_note=note,
+    )
+    (directory / "README.md").write_text(text)
+
+
+def program_file(stage: int) -> str:
+    return f"stage_{stage}.py"
+
+
+def _who_runs(mesh: Mesh, stage: int) -> str:
+    ranks = [r for r in range(mesh.world) if mesh.coordinate(r, "pp") == stage]
+    return f"the program of pipeline stage {stage}, run by rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
