@@ -47,7 +47,9 @@ class SimulatedWork(_Work):  # type: ignore[misc]
         """Lets the other ranks run first, so that polling comes to an end."""
         if not self.is_success():
             self._rendezvous.baton.pause()
-        return self.is_success()
+        if not self.is_success():
+            return False
+        return self.wait()
 
     def is_success(self) -> bool:
         return all(call.is_done for call in self._calls)

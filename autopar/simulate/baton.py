@@ -35,6 +35,7 @@ class Baton(Generic[W]):
         self._diagnose = diagnose
         self._turns = [threading.Lock() for _ in range(world_size)]  # released: it is that rank's turn
         self._threads: list[threading.Thread] = []
+        self._all_ended = threading.Event()
         self._generators = [Generators(seed) for _ in range(world_size)]
         self._ready: deque[int] = deque()
         self._waiting: dict[int, W] = {}
@@ -52,23 +53,25 @@ class Baton(Generic[W]):
             )
         started = self._start()
         self._pass_on()
-        for thread in started:
-            self._join(thread)
+        self._wait_for_all()
+        for rank in range(started):
+            self._turns[rank].release()
+            self._threads[rank].join()
 
-    def _start(self) -> list[threading.Thread]:
+    def _start(self) -> int:
         for rank, thread in enumerate(self._threads):
             try:
                 thread.start()
             except RuntimeError as error:  # the system has no more threads to give
                 self.fail(error)
-                return self._threads[:rank]
+                return rank
             self._ready.append(rank)
-        return self._threads
+        return len(self._threads)
 
-    def _join(self, thread: threading.Thread) -> None:
-        while thread.is_alive():
+    def _wait_for_all(self) -> None:
+        while not self._all_ended.is_set():
             try:
-                thread.join()
+                self._all_ended.wait()
             except KeyboardInterrupt as interrupt:  # the running rank ends at its next operation
                 self.fail(interrupt)
 
@@ -84,6 +87,9 @@ class Baton(Generic[W]):
                 self.fail(error)
         finally:
             self._pass_on()
+            # Threads leave while no other runs: torch frees what DTensor keeps per thread under a lock that a
+            # running thread may want too, and needs the interpreter's lock for it, which that one then has.
+            self._turns[rank].acquire()
 
     def fail(self, error: BaseException) -> BaseException:
         """End all ranks with ``error``, unless they already end with another; returns what to raise."""
@@ -137,6 +143,8 @@ class Baton(Generic[W]):
         self.current = self._ready.popleft() if self._ready else -1
         if self.current >= 0:
             self._turns[self.current].release()
+        else:
+            self._all_ended.set()
 
     def _stuck(self) -> BaseException:
         try:

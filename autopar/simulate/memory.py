@@ -11,8 +11,8 @@ from torch import Tensor, UntypedStorage
 
 from autopar.simulate.torch_private import DispatchMode, address, is_data, wraps_others
 
-# Their input is new: torch.tensor() and copy.deepcopy() make it without an operation that could be seen.
-_MAKE_NEW = {torch.ops.aten.lift_fresh, torch.ops.aten.set_}
+# What they are given is new: made without an operation by torch.tensor(), copy.deepcopy() and torch.load().
+_TAKE_NEW = (torch.ops.aten.lift_fresh.default, torch.ops.aten.set_.source_Storage_storage_offset)
 
 
 class MemoryTracker(DispatchMode):  # type: ignore[misc]
@@ -53,7 +53,7 @@ class MemoryTracker(DispatchMode):  # type: ignore[misc]
         known = self._live.get(key)
         if known is not None:
             before, reference = known
-        elif is_data(tensor) and (func.overloadpacket in _MAKE_NEW or not _given(key, arguments)):
+        elif is_data(tensor) and (func in _TAKE_NEW or not _given(key, arguments)):
             before, reference = 0, weakref.ref(storage, self._releases(key))
         else:
             return

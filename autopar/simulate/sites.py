@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from dataclasses import dataclass
@@ -10,14 +9,17 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 import torch
+import typing_extensions
 
-_HERE = Path(__file__).resolve().parent
+_HERE = Path(__file__).parent
 _HIDDEN = (
     str(Path(torch.__file__).parent) + os.sep,
     str(_HERE) + os.sep,
     str(_HERE.parent / "runtime") + os.sep,
-    contextlib.__file__,
+    typing_extensions.__file__,  # torch's deprecated functions are wrapped in it
+    "<frozen ",
 )
+_STANDARD = str(Path(os.__file__).parent) + os.sep
 _LONGEST = 80
 
 
@@ -36,17 +38,17 @@ class Site:
 
 
 def caller() -> Site:
-    """The innermost line outside of torch, autopar.simulate and autopar.runtime that led here.
+    """The innermost line that led here, outside of torch, Python's library and this package's machinery.
 
     An executor shows what it is doing by a local variable called ``action``, anywhere in the stack: so it
-    needs to know nothing of this package.
+    needs to know nothing of simulations.
     """
     user: FrameType | None = None
     action: object = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (user is None or action is None):
         code = frame.f_code
-        if user is None and not code.co_filename.startswith(_HIDDEN):
+        if user is None and not _is_hidden(code.co_filename):
             user = frame
         if action is None and ("action" in code.co_varnames or "action" in code.co_cellvars):
             action = _unless_tensor(frame.f_locals.get("action"))
@@ -61,10 +63,14 @@ def raised_at(trace: TracebackType | None) -> Site | None:
     site = None
     while trace is not None:
         code = trace.tb_frame.f_code
-        if not code.co_filename.startswith(_HIDDEN):
+        if not _is_hidden(code.co_filename):
             site = Site(code.co_filename, trace.tb_lineno, code.co_name)
         trace = trace.tb_next
     return site
+
+
+def _is_hidden(file: str) -> bool:
+    return file.startswith(_HIDDEN) or (file.startswith(_STANDARD) and "-packages" not in file)
 
 
 def _unless_tensor(action: object) -> object:

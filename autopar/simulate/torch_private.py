@@ -166,7 +166,11 @@ def is_data(tensor: torch.Tensor) -> bool:
 
 def wraps_others(types: Iterable[type]) -> bool:
     """Whether the types that a dispatch mode gets include tensors that are made of other tensors."""
-    return any(kind is not torch.Tensor and not issubclass(kind, FakeTensor) for kind in types)
+    plain = torch._C._disabled_torch_dispatch_impl
+    return any(
+        kind.__torch_dispatch__ is not plain and not issubclass(kind, FakeTensor)  # type: ignore[attr-defined]
+        for kind in types
+    )
 
 
 def address(storage: torch.UntypedStorage) -> int:
