@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from autopar.codegen.emit import EmittedStage, emit, load
+from autopar.codegen.emit import EmittedStage, emit
 
-__all__ = ["EmittedStage", "emit", "load"]
+__all__ = ["EmittedStage", "emit"]

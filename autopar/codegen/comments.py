@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from autopar.codegen.aten import is_pointwise, is_view
+from autopar.codegen.aten import is_pointwise
 from autopar.codegen.names import source
 from autopar.codegen.text import human_bytes
-from autopar.graph import AxisRef, Meta, RuntimeOp, info, is_getitem, operands
+from autopar.graph import AxisRef, Meta, RuntimeOp, info, is_view, operands
 from autopar.spmd import Type, transition
 
 MICROBATCHES = "mb"
@@ -50,7 +50,7 @@ def _collective(node: fx.Node) -> tuple[Type, Type] | None:
 
 def _informs(node: fx.Node) -> bool:
     """Ops that read a parameter, join tensors otherwise than elementwise, or have a sharded form."""
-    if is_getitem(node) or is_view(node):
+    if is_view(node):
         return False
     found = operands(node)
     if any(info(source(o)).role in ("parameter", "buffer") for o in found):

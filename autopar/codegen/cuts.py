@@ -46,7 +46,7 @@ class Part:
 def parts(job: Job) -> tuple[Part, ...]:
     """All stages of the job, with what they send each other."""
     edges = {
-        (call, position): edge(job.model, call, position)
+        (call, position): edge(job.model, job.mesh, call, position)
         for call in job.stage_of
         for position in range(len(job.model.calls[call].operands))
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.codegen.comments import MICROBATCHES
@@ -25,14 +25,16 @@ class Change:
 
 @dataclass(frozen=True)
 class Edge:
-    """How a call takes a value: after ``changes``, or as a sum over microbatches and ``total_axes`` (not None)."""
+    """How a call takes a value: after ``changes``, or, where ``total_axes`` is not None, as a sum over
+    microbatches and those axes.
+    """
 
     value: Value
     changes: tuple[Change, ...] = ()
     total_axes: tuple[str, ...] | None = None
 
 
-def edge(model: Model, call_index: int, position: int) -> Edge:
+def edge(model: Model, mesh: Mesh, call_index: int, position: int) -> Edge:
     """The edge into input ``position`` of a call. Raises GraphError where no transition leads there."""
     call = model.calls[call_index]
     value = call.operands[position]
@@ -46,12 +48,58 @@ def edge(model: Model, call_index: int, position: int) -> Edge:
         and meta_of(model, value).numel == 1
     ):
         return Edge(value, total_axes=tuple(a for a in reversed(_INNERMOST_FIRST) if a in differs))
+    changes = tuple(_order(made, taken, mesh))
     for axis, (src, dst) in differs.items():
         if axis == MICROBATCHES or transition(src, dst) is None:
             raise GraphError(
                 f"call {call_index} ({call.path or 'glue'}): a value made {src} is taken {dst} on {axis}"
             )
-    return Edge(value, tuple(Change(a, *differs[a]) for a in _INNERMOST_FIRST if a in differs))
+    return Edge(value, changes)
+
+
+def _order(made: Mapping[str, Type], taken: Mapping[str, Type], mesh: Mesh) -> Iterator[Change]:
+    """The transitions in an order in which each means what it says.
+
+    A tensor is split over dp, then each part over tp. So a transition on dp turns a split of the same dim on
+    tp into another (:func:`_behind`), or can't have one at all. tp, with its fast links, changes first where
+    that leads to what is taken; else after dp; else it is whole while dp changes.
+    """
+    outer = Change("dp", made.get("dp", R), taken.get("dp", R))
+    before, after = made.get("tp", R), taken.get("tp", R)
+    if outer.src == outer.dst:
+        yield from _change("tp", before, after)
+        return
+    size = mesh.size("dp")
+    early = _behind(after, Change("dp", outer.dst, outer.src), size)
+    late = _behind(before, outer, size)
+    if early is not None:
+        yield from (*_change("tp", before, early), outer)
+    elif late is not None:
+        yield from (outer, *_change("tp", late, after))
+    else:
+        yield from (*_change("tp", before, R), outer, *_change("tp", R, after))
+
+
+def _change(axis: str, src: Type, dst: Type) -> Iterator[Change]:
+    if src != dst:
+        yield Change(axis, src, dst)
+
+
+def _behind(kind: Type, change: Change, size: int) -> Type | None:
+    """The type on an inner axis once ``change`` is made on an outer one; None where no type says it.
+
+    Gathering ``[n]`` over m ranks puts their parts side by side: what was split as ``[o, n / o]`` is now split
+    as ``[m o, n / o]``. Slicing is the inverse.
+    """
+    moved = [k for k in (change.src, change.dst) if k.is_shard and kind.is_shard and k.dim == kind.dim]
+    if not moved:
+        return kind
+    own = moved[0].outer
+    if len(moved) > 1:
+        return None
+    if change.src.is_shard and moved[0] == change.src:
+        return S(kind.dim, kind.outer * size) if kind.outer % own == 0 else None
+    return S(kind.dim, kind.outer // size) if kind.outer % (own * size) == 0 else None
 
 
 def _from_tables(model: Model, value: Value) -> bool:

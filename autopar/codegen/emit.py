@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import linecache
-import types
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,8 +12,7 @@ from autopar.codegen.header import header
 from autopar.codegen.interface import program_lines, program_of
 from autopar.codegen.job import Job, make_job
 from autopar.codegen.stage import forward, totals
-from autopar.codegen.text import layout, wrap
-from autopar.errors import PlanError
+from autopar.codegen.text import Line, layout, wrap
 from autopar.graph import Model
 from autopar.mesh import Mesh
 from autopar.passes.hoist import hoist_parameter_sums
@@ -38,7 +35,7 @@ def emit(
 
     ``model`` is solved and local on every axis, and stays as it is; ``stages`` are the call indices of each
     stage (calls of tables are left out: every stage computes for itself what it needs of them). Raises
-    StageError where stages, calls and mesh don't fit, GraphError where a value can't become what a call takes.
+    StageError where stages, calls and mesh don't fit, GraphError where a value can't become what is taken.
     """
     hoisted, reduce = hoist_parameter_sums(model)
     job = make_job(hoisted, stages, mesh, microbatches=microbatches, digest=digest, reduce=reduce)
@@ -48,7 +45,7 @@ def emit(
 def _emit_stage(job: Job, part: Part) -> EmittedStage:
     names = reserved(job)
     run, count = forward(job, part, names), totals(job, part, names)
-    methods = [*(count.lines(job.axes) if count else []), *run.lines(job.axes)]
+    methods = [*([*count.lines(job.axes), Line(0, "")] if count else []), *run.lines(job.axes)]
     program = program_of(job, part, run)
     classes = [line for block in _blocks(job, part) for line in ["", "", *block]]
     body = [
@@ -81,19 +78,3 @@ def _imports(job: Job, body: Sequence[str]) -> list[str]:
     if len(line) > 110:
         line = f"from autopar.runtime import ({', '.join(names)})"
     return ["import torch", "from torch import nn", "", *wrap(line, 110)]
-
-
-def load(text: str, *, filename: str) -> tuple[types.ModuleType, Program]:
-    """Run an emitted module. Returns it (it has the class ``Stage``) and its program.
-
-    Tracebacks show its lines. Raises PlanError where the text is no emitted module.
-    """
-    linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
-    module = types.ModuleType("autopar_program")
-    module.__file__ = filename
-    try:
-        exec(compile(text, filename, "exec"), module.__dict__)
-        program, _ = module.PROGRAM, module.Stage
-    except (SyntaxError, AttributeError) as error:
-        raise PlanError(f"{filename} is no emitted program: {error}; write it again from its plan") from error
-    return module, program

@@ -51,7 +51,7 @@ class Job:
 
     @cached_property
     def borrowed(self) -> dict[int, frozenset[int]]:
-        """Block -> positions of parameters that for some call lie outside of its module: they are arguments."""
+        """Block -> positions of parameters that some call has outside of its module: they are arguments."""
         found: dict[int, set[int]] = {}
         for index, call in enumerate(self.model.calls):
             if index not in self.inlined:
@@ -95,7 +95,7 @@ def make_job(
     digest: str,
     reduce: Mapping[str, tuple[str, ...]],
 ) -> Job:
-    """Check the cut. Raises StageError where it is not the model's calls in order, or doesn't fit the mesh."""
+    """Raises StageError where the cut is not the model's calls in order, or doesn't fit the mesh."""
     tables = {i for i, call in enumerate(model.calls) if model.block_of(call).kind == "tables"}
     cut = tuple(tuple(call for call in stage if call not in tables) for stage in stages)
     calls = [call for stage in cut for call in stage]

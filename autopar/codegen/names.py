@@ -1,8 +1,8 @@
 """Readable names for the values of a block, from the model's own module names and what a value is used for.
 
-In order of preference: what a consumer says of it (``q``, ``k``, ``v`` of an attention, ``logits`` of a loss),
-the module whose parameters made it (``q_proj`` -> ``q``), the value that the op merely changes (``reshape(q)``
--> ``q``), the op. The stream that runs through the layers is ``h``.
+In order of preference: what a consumer says of it (``q``, ``k``, ``v`` of attention, ``logits`` of a loss),
+the module whose parameters made it (``q_proj``: ``q``), the value that the op merely changes (``reshape(q)``:
+``q``), the op. The stream that runs through the layers is ``h``.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Final
 import torch
 from torch import fx
 
-from autopar.codegen.aten import is_view, packet
+from autopar.codegen.aten import packet
 from autopar.codegen.function import identifier
-from autopar.graph import Block, Model, RuntimeOp, Value, info, is_getitem, operands
+from autopar.graph import Block, Model, RuntimeOp, Value, info, is_getitem, is_view, operands
 
 STREAM: Final = "h"
 
@@ -107,8 +107,8 @@ def roles(block: Block) -> dict[fx.Node, str]:
 
 def _forward(node: fx.Node, found: Mapping[fx.Node, str]) -> str:
     before = carried(node)
-    if before is not None and before in found:
-        return found[before]
+    if before is not None:
+        return found.get(before) or short(info(source(before)).name or "value")
     if packet(node) in ("add", "sub"):
         shape = info(node).meta.shape
         if any(found.get(o) == STREAM and info(o).meta.shape == shape for o in operands(node)):
@@ -126,9 +126,9 @@ def _wanted(block: Block, outputs: Mapping[fx.Node, str]) -> dict[fx.Node, str]:
         for operand, role in zip(_role_operands(node), _ROLES.get(packet(node), ()), strict=False):
             if operand is not None:
                 wanted.setdefault(operand, role)
-        parts = [wanted[user] for user in node.users if is_getitem(user) and user in wanted]
-        if len(parts) > 1 and all(len(part) == 1 for part in parts):
-            wanted[node] = "".join(sorted(parts, key="qkv".find))
+        parts = {wanted.get(user, "") for user in node.users if is_view(user)}
+        if len(parts) == len(node.users) > 1 and parts <= {"q", "k", "v"}:
+            wanted[node] = "".join(sorted(parts, key="qkv".index))
         if node in modules:
             wanted.setdefault(node, modules[node])
         before = operands(node)[0] if node in wanted and len(info(node).outputs) > 1 else carried(node)

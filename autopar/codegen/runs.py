@@ -97,9 +97,12 @@ def _same_start(part: Part, first: int, carried: tuple[tuple[int, int], ...]) ->
 
 def _same_changes(part: Part, first: int, call: int, carried: tuple[tuple[int, int], ...]) -> bool:
     """Between two turns come the transitions that come before the first, or none; one way for each output."""
+    changed = {wire.value for wire in part.receives if wire.changes}
     ways: dict[int, object] = {}
     for position, output in carried:
-        changes, before = part.edges[call, position].changes, part.edges[first, position].changes
-        if changes not in ((), before) or ways.setdefault(output, changes) != changes:
+        changes, start = part.edges[call, position].changes, part.edges[first, position]
+        if changes and (changes != start.changes or start.value in changed):
+            return False
+        if ways.setdefault(output, changes) != changes:
             return False
     return True

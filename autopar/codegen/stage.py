@@ -22,7 +22,7 @@ from autopar.spmd import transition
 
 @dataclass
 class Body:
-    """A method of the stage being written; ``atoms`` is what stands for each value, after transitions, so far."""
+    """A method being written; ``atoms`` is what stands for each value, after some transitions, so far."""
 
     job: Job
     part: Part
@@ -87,7 +87,9 @@ class Body:
     def tables(self, needed: Mapping[int, Collection[fx.Node]]) -> None:
         for index, nodes in needed.items():
             count = len(self.job.model.calls[index].operands)
-            self.inline(index, {k: edge(self.job.model, index, k) for k in range(count)}, nodes)
+            self.inline(
+                index, {k: edge(self.job.model, self.job.mesh, index, k) for k in range(count)}, nodes
+            )
 
     def run(self, run: Run) -> None:
         """Write one call of a layer, or a loop over several."""

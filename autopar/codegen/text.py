@@ -16,7 +16,7 @@ from autopar.spmd import Type
 
 WIDTH = 120
 INDENT = "    "
-_COLUMN = 72  # comments of one function start at most here
+_MARK = "  # "
 
 
 def literal(value: Any) -> str:
@@ -91,39 +91,58 @@ class Line:
 
 
 def layout(lines: Sequence[Line]) -> list[str]:
-    """Wrap what is too long, and put the comments into one column."""
+    """Wrap what is too long, and put the comments into one column, as far as they fit there."""
     wrapped = [(wrap(INDENT * line.indent + line.code), line) for line in lines]
-    commented = [len(rows[-1]) for rows, line in wrapped if line.comment and not line.opens]
-    column = min(max(commented, default=0), _COLUMN)
+    aligned = [(len(rows[-1]), line.comment) for rows, line in wrapped if line.comment and not line.opens]
+    column = max(sorted({code for code, _ in aligned}), key=lambda c: _fitting(aligned, c), default=0)
     return [
-        r for rows, line in wrapped for r in _with_comment(rows, line.comment, 0 if line.opens else column)
+        row
+        for rows, line in wrapped
+        for row in _with_comment(rows, line.comment, 0 if line.opens else column)
     ]
 
 
+def _fitting(aligned: Sequence[tuple[int, str]], column: int) -> int:
+    """How many comments can begin at ``column``."""
+    room = WIDTH - len(_MARK) - column
+    return sum(code <= column and len(comment) <= room for code, comment in aligned)
+
+
 def _with_comment(rows: list[str], comment: str, column: int) -> list[str]:
+    """In the column, else right behind the code, else above it."""
     if not comment:
         return rows
-    joined = f"{rows[-1]:<{column}}  # {comment}"
-    if len(joined) <= WIDTH:
-        return [*rows[:-1], joined]
+    for joined in (f"{rows[-1]:<{column}}{_MARK}{comment}", f"{rows[-1]}{_MARK}{comment}"):
+        if len(joined) <= WIDTH:
+            return [*rows[:-1], joined]
     indent = rows[0][: len(rows[0]) - len(rows[0].lstrip())]
     above = f"{indent}# {comment}"
     return [above if len(above) <= WIDTH else above[: WIDTH - 1] + "…", *rows]
 
 
 def wrap(line: str, width: int = WIDTH) -> list[str]:
-    """Break a line that is too long behind its first bracket that can be opened, as ruff format would."""
+    """Break a line that is too long inside its last outermost bracket, as few times as will do."""
     if len(line) <= width:
         return [line]
     indent = line[: len(line) - len(line.lstrip())]
     start, end = _outer_brackets(line)
     if start < 0:
         return [line]
-    inner = [item + "," for item in _split_commas(line[start + 1 : end])]
-    joined = " ".join(inner)
-    one = indent + INDENT + (joined if line[end - 1] == "," else joined.removesuffix(","))
-    body = [one] if len(one) <= width else [r for i in inner for r in wrap(indent + INDENT + i, width)]
-    return [line[: start + 1], *body, indent + line[end:]]
+    items = [item + "," for item in _split_commas(line[start + 1 : end])]
+    if line[end - 1] != "," and len(f"{indent}{INDENT}{' '.join(items)}") <= width + 1:
+        items[-1] = items[-1].removesuffix(",")
+    return [line[: start + 1], *_fill(items, indent + INDENT, width), indent + line[end:]]
+
+
+def _fill(items: Sequence[str], indent: str, width: int) -> list[str]:
+    """Items one after another, a new row where the next doesn't fit."""
+    rows: list[str] = []
+    for item in items:
+        if rows and len(rows[-1]) + 1 + len(item) <= width:
+            rows[-1] += f" {item}"
+        else:
+            rows.append(indent + item)
+    return [part for row in rows for part in (wrap(row, width) if len(row) > width else [row])]
 
 
 def _outer_brackets(line: str) -> tuple[int, int]:
