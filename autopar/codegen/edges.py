@@ -38,9 +38,9 @@ def edge(model: Model, mesh: Mesh, call_index: int, position: int) -> Edge:
     """The edge into input ``position`` of a call. Raises GraphError where no transition leads there."""
     call = model.calls[call_index]
     value = call.operands[position]
-    made = made_types(model, value)
     taken = info(model.block_of(call).inputs[position]).types()
-    differs = {a: (made[a], taken[a]) for a in taken if a in made and made[a] != taken[a]}
+    made = {axis: kind for axis, kind in made_types(model, value).items() if axis in taken}
+    differs = {axis: (kind, taken[axis]) for axis, kind in made.items() if kind != taken[axis]}
     if (
         differs
         and _from_tables(model, value)
@@ -64,13 +64,13 @@ def _order(made: Mapping[str, Type], taken: Mapping[str, Type], mesh: Mesh) -> I
     tp into another (:func:`_behind`), or can't have one at all. tp, with its fast links, changes first where
     that leads to what is taken; else after dp; else it is whole while dp changes.
     """
-    outer = Change("dp", made.get("dp", R), taken.get("dp", R))
-    before, after = made.get("tp", R), taken.get("tp", R)
-    if outer.src == outer.dst:
+    (src, dst), (before, after) = ((made.get(a, R), taken.get(a, R)) for a in ("dp", "tp"))
+    outer = Change("dp", src, dst)
+    if src == dst:
         yield from _change("tp", before, after)
         return
     size = mesh.size("dp")
-    early = _behind(after, Change("dp", outer.dst, outer.src), size)
+    early = _behind(after, Change("dp", dst, src), size)
     late = _behind(before, outer, size)
     if early is not None:
         yield from (*_change("tp", before, early), outer)
@@ -88,8 +88,8 @@ def _change(axis: str, src: Type, dst: Type) -> Iterator[Change]:
 def _behind(kind: Type, change: Change, size: int) -> Type | None:
     """The type on an inner axis once ``change`` is made on an outer one; None where no type says it.
 
-    Gathering ``[n]`` over m ranks puts their parts side by side: what was split as ``[o, n / o]`` is now split
-    as ``[m o, n / o]``. Slicing is the inverse.
+    Gathering ``[n]`` over m ranks puts their parts side by side: what was split as ``[o, n / o]`` is now
+    split as ``[m o, n / o]``. Slicing is the inverse.
     """
     moved = [k for k in (change.src, change.dst) if k.is_shard and kind.is_shard and k.dim == kind.dim]
     if not moved:
