@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from autopar import simulate
 from autopar.batch import flatten
+from autopar.codegen.text import Origin
 from autopar.graph import INPUT_CALL, Model, info, where
 from autopar.runtime.axes import Axes
 from autopar.runtime.job import Job, start
@@ -117,7 +118,7 @@ def _watched_step(
     job: Job,
     rank: int,
     tensors: Mapping[str, Tensor],
-    lines: list[dict[int, tuple[int, str, str]]],
+    lines: list[Mapping[int, Origin]],
     paths: Mapping[str, int],
 ) -> list[Seen]:
     """One step of this rank, with what every emitted line assigned."""
@@ -135,7 +136,7 @@ def _watched_step(
 
 
 def _tracer(
-    filename: str, lines: dict[int, tuple[int, str, str]], paths: Mapping[str, int], axes: Axes, seen: list[Seen]
+    filename: str, lines: Mapping[int, Origin], paths: Mapping[str, int], axes: Axes, seen: list[Seen]
 ) -> Callable[[FrameType, str, Any], Any]:
     last: dict[FrameType, int] = {}
 
@@ -143,11 +144,11 @@ def _tracer(
         number = last.get(frame)
         if number is None or number not in lines:
             return
-        call, node, variable = lines[number]
-        value = frame.f_locals.get(variable)
+        origin = lines[number]
+        value = frame.f_locals.get(origin.variable)
         scope = getattr(getattr(frame.f_locals.get("self"), "axes", None), "scope", "")
         if isinstance(value, Tensor):
-            place = (paths.get(scope, call), node)
+            place = (paths.get(scope, origin.call), origin.node)
             seen.append(Seen(place, axes.stream.microbatch, value.detach().clone()))
 
     def local(frame: FrameType, event: str, argument: Any) -> Any:

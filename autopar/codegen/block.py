@@ -21,12 +21,14 @@ _UNPACKED = 6  # tuples up to this long are unpacked where they are made
 class Writer:
     """Writes the ops of a block into ``function``.
 
-    ``bases`` are the names that values would like; ``random`` numbers the random ops of this function.
+    ``bases`` are the names that values would like; ``random`` numbers the random ops of this function; ``call`` is
+    one of those that the code serves.
     """
 
     function: Function
     bases: Mapping[fx.Node, str]
     random: Iterator[int]
+    call: int
 
     def write(self, block: Block, given: Mapping[fx.Node, Atom], needed: Collection[fx.Node]) -> list[Atom]:
         """Write the ops in ``needed``; ``given`` are the placeholders' values.
@@ -50,7 +52,7 @@ class Writer:
         else:
             value = expression(node, lambda n: atoms[n])
             targets = self._unpack(node, atoms) or self._targets(node, atoms)
-        return assign(targets, value, comment, header)
+        return assign(targets, value, comment, header, (self.call, node.name))
 
     def _targets(self, node: fx.Node, atoms: dict[fx.Node, Atom]) -> list[Var | None]:
         variable = Var(self.bases[node])

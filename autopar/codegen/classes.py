@@ -95,7 +95,7 @@ def _layer_forward(job: Job, block: int, index: int, own: Sequence[int]) -> Func
             )
             given[node] = variable
     outputs = {node: job.names[Value(index, k)] for k, node in enumerate(code.outputs)}
-    writer = Writer(function, bases(code, inputs, outputs), numbers_from(0))
+    writer = Writer(function, bases(code, inputs, outputs), numbers_from(0), index)
     function.results = tuple(writer.write(code, given, set(code.ops)))
     typed = [f"{inputs[n]}: {comments.typed(info(n).meta, info(n).types())}" for n in code.inputs]
     function.comment = ", ".join(typed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.codegen.classes import layer_class, reserved, runtime_names, stage_class
@@ -12,7 +12,7 @@ from autopar.codegen.header import header
 from autopar.codegen.interface import program_lines, program_of
 from autopar.codegen.job import Job, make_job
 from autopar.codegen.stage import forward, totals
-from autopar.codegen.text import Line, layout, wrap
+from autopar.codegen.text import Line, Origin, Row, layout, wrap
 from autopar.graph import Model
 from autopar.mesh import Mesh
 from autopar.passes.hoist import hoist_parameter_sums
@@ -21,11 +21,15 @@ from autopar.runtime.program import Program
 
 @dataclass(frozen=True)
 class EmittedStage:
-    """The program of one pipeline stage: ``text`` is a whole Python module that ends with ``PROGRAM``."""
+    """The program of one pipeline stage: ``text`` is a whole Python module that ends with ``PROGRAM``.
+
+    ``lines`` says which op of the model a line of the text computes (line number, from 1).
+    """
 
     stage: int
     text: str
     program: Program
+    lines: Mapping[int, Origin]
 
 
 def emit(
@@ -58,7 +62,14 @@ def _emit_stage(job: Job, part: Part) -> EmittedStage:
         *program_lines(job, part, program),
     ]
     text = [*header(job, part, program), *_imports(job, body), "", "aten = torch.ops.aten", *body]
-    return EmittedStage(part.index, "\n".join(text) + "\n", program)
+    lines = {number: row.origin for number, row in enumerate(_rows(text), 1) if isinstance(row, Row)}
+    return EmittedStage(part.index, "\n".join(text) + "\n", program, lines)
+
+
+def _rows(text: Sequence[str]) -> Iterator[str]:
+    """Some entries of ``text`` are several rows."""
+    for entry in text:
+        yield from [entry] if isinstance(entry, Row) else entry.split("\n")
 
 
 def _blocks(job: Job, part: Part) -> list[list[str]]:

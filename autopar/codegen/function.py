@@ -11,7 +11,7 @@ import keyword
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from autopar.codegen.text import Line
+from autopar.codegen.text import Line, Origin
 
 
 @dataclass(eq=False)
@@ -41,6 +41,7 @@ class Statement:
     targets: tuple[Var, ...]
     header: str = ""
     starts: tuple[tuple[Var, Atom], ...] = ()
+    origin: tuple[int, str] | None = None  # (call, node) of the op that it computes
 
     def uses(self) -> list[Var]:
         """The variables it reads from outside."""
@@ -49,11 +50,17 @@ class Statement:
         return read + [a for _, a in self.starts if isinstance(a, Var)]
 
 
-def assign(targets: Sequence[Var | None], value: Code, comment: str = "", header: str = "") -> Statement:
+def assign(
+    targets: Sequence[Var | None],
+    value: Code,
+    comment: str = "",
+    header: str = "",
+    origin: tuple[int, str] | None = None,
+) -> Statement:
     """``a, _, b = value``; None is a result that nobody reads."""
     made = tuple(t for t in targets if t is not None)
     names = join([(t if t is not None else "_",) for t in targets])
-    return Statement([((*names, " = ", *value), comment)], made, header)
+    return Statement([((*names, " = ", *value), comment)], made, header, origin=origin)
 
 
 def join(items: Iterable[Code], between: str = ", ") -> Code:
@@ -154,10 +161,18 @@ def _statement_lines(statement: Statement) -> list[Line]:
         for target, start in statement.starts
         if _text((start,)) != target.name
     ]
+    origin = _origin(statement)
     if not statement.header:
-        return copies + [Line(2, _text(code), comment) for code, comment in statement.rows]
-    body = [Line(3, _text(code), comment) for code, comment in statement.rows]
+        return copies + [Line(2, _text(code), comment, origin) for code, comment in statement.rows]
+    body = [Line(3, _text(code), comment, origin) for code, comment in statement.rows]
     return [*copies, Line(2, statement.header), *body]
+
+
+def _origin(statement: Statement) -> Origin | None:
+    """A statement that unpacks a tuple has none: which element is which op's is for its getitem nodes to say."""
+    if statement.origin is None or len(statement.targets) != 1:
+        return None
+    return Origin(*statement.origin, statement.targets[0].name)
 
 
 def identifier(text: str) -> str:

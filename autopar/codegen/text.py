@@ -77,17 +77,39 @@ def spans(numbers: Iterable[int]) -> str:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Which op of the model a line computes: a call of its block, the node, the variable that gets the value."""
+
+    call: int
+    node: str
+    variable: str
+
+
+@dataclass(frozen=True)
 class Line:
-    """One logical line of source before it is wrapped: its indent in levels, code, and comment."""
+    """One logical line of source before it is wrapped: its indent in levels, code, comment, and what it computes."""
 
     indent: int
     code: str
     comment: str = ""
+    origin: Origin | None = None
 
     @property
     def opens(self) -> bool:
         """Whether it opens a class or function; such comments stay beside the code."""
         return self.code.startswith(("class ", "def "))
+
+
+class Row(str):
+    """A row of the finished text that ends a line with an origin."""
+
+    __slots__ = ("origin",)
+
+    @classmethod
+    def of(cls, text: str, origin: Origin) -> Row:
+        row = cls(text)
+        row.origin = origin
+        return row
 
 
 def layout(lines: Sequence[Line]) -> list[str]:
@@ -98,8 +120,12 @@ def layout(lines: Sequence[Line]) -> list[str]:
     return [
         row
         for rows, line in wrapped
-        for row in _with_comment(rows, line.comment, 0 if line.opens else column)
+        for row in _marked(_with_comment(rows, line.comment, 0 if line.opens else column), line.origin)
     ]
+
+
+def _marked(rows: list[str], origin: Origin | None) -> list[str]:
+    return rows if origin is None else [*rows[:-1], Row.of(rows[-1], origin)]
 
 
 def _fitting(aligned: Sequence[tuple[int, str]], column: int) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from autopar.cluster import Device, Link
-from autopar.cost_models import collective, compute
+from autopar.cost_models import collective, compute, step
 from autopar.graph import Choice, Meta, is_view
 from autopar.rules.base import Op, Rule
 from autopar.spmd import P, R, Type, transition
@@ -24,6 +24,8 @@ class Prices(Protocol):
     def op(self, node: fx.Node, op: Op, rule: Rule, choice: Choice) -> float: ...
 
     def change(self, meta: Meta, src: Type, dst: Type, *, per_step: bool, from_tables: bool) -> float | None: ...
+
+    def update(self, elements: int) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -45,14 +47,18 @@ class RankPrices:
         parameters); ``from_tables``: a total over the batch, once per step. None: there is no such transition."""
         if src == dst:
             return 0.0
-        step = transition(src, dst)
-        if step is None:
+        way = transition(src, dst)
+        if way is None:
             return None
-        forward = self._one_way(step.forward, meta)
-        backward = self._one_way(step.backward, meta) if meta.needs_grad else 0.0
+        forward = self._one_way(way.forward, meta)
+        backward = self._one_way(way.backward, meta) if meta.needs_grad else 0.0
         if per_step:
             return forward + backward / self.microbatches
         return (forward + backward) / (self.microbatches if from_tables else 1)
+
+    def update(self, elements: int) -> float:
+        """Seconds of the optimizer for ``elements`` of a rank's parameters, once per step."""
+        return step.optimizer_seconds(elements, self.device) / self.microbatches
 
     def _one_way(self, kind: str | None, meta: Meta) -> float:
         if kind is None:
@@ -79,6 +85,9 @@ class MicrobatchPrices:
         if (src, dst) == (P, R) and from_tables and not meta.shape:
             return 0.0
         return FORBIDDEN_SECONDS if transition(src, dst) is not None else None
+
+    def update(self, elements: int) -> float:
+        return 0.0
 
 
 def op_seconds(node: fx.Node, op: Op, rule: Rule, choice: Choice, size: int, device: Device) -> float:

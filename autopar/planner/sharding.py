@@ -201,8 +201,10 @@ def _parameter_vertex(build: _Build, number: int, node: fx.Node, count: int) -> 
     kinds: list[Type] = [I if meta.needs_grad and build.problem.axis != "mb" else R]
     if not build.problem.splits_batch and meta.needs_grad:
         kinds += _shards(build.splits[number, node], meta.shape, size)
-    stored = [meta.bytes * _STATE_COPIES // (size if k.is_shard else 1) for k in kinds]
-    _vertex(build, (number, node), [Choice((), k) for k in kinds], [0.0] * len(kinds), stored, count, node.name)
+    parts = [size if k.is_shard else 1 for k in kinds]
+    stored = [meta.bytes * _STATE_COPIES // part for part in parts]
+    seconds = [build.problem.prices.update(meta.numel // part) if meta.needs_grad else 0.0 for part in parts]
+    _vertex(build, (number, node), [Choice((), k) for k in kinds], seconds, stored, count, node.name)
 
 
 def _shards(splits: Splits, shape: tuple[int, ...], size: int) -> list[Type]:
@@ -267,16 +269,37 @@ def _edge(
         for b in sorted(taken):
             if not can_become(a, b) or (tuple_result and a != b):
                 continue
-            if a.is_shard and a != b and _is_parameter(source):
-                continue  # parameters are used where they are stored
+            if a != b and not _may_change(build, source, (a, b), share is None, from_tables):
+                continue
             price = build.problem.prices.change(meta, a, b, per_step=per_step, from_tables=from_tables)
             if price is not None:
                 prices[a, b] = price * count
     build.edges.append(Edge(build.index[source], build.index[target], position, prices, share))
 
 
+def _may_change(build: _Build, source: Key, pair: tuple[Type, Type], between: bool, from_tables: bool) -> bool:
+    """Which changes of type are left out of the problem.
+
+    Parameters are used where they are stored (``I -> R`` costs one reduction a step and moves nothing). Between calls
+    nothing changes on an axis that others are solved after, but totals over the batch: a change of one axis has to be a
+    node of a block, where the rules of the later axes see it.
+    """
+    if _is_parameter(source):
+        return pair == (I, R)
+    if between and build.problem.splits_batch:
+        return from_tables and pair == (P, R)
+    return True
+
+
 def _is_parameter(key: Key) -> bool:
-    return key[0] != INPUT_CALL and info(key[1]).role == "parameter"  # type: ignore[arg-type]
+    """A parameter, or what an axis solved before made of it without communication in the forward."""
+    block, node = key
+    if block == INPUT_CALL:
+        return False
+    assert isinstance(node, fx.Node)
+    if op_name(node) == "convert":
+        return _is_parameter((block, operands(node)[0]))
+    return info(node).role == "parameter"
 
 
 def _ties(build: _Build) -> tuple[tuple[int, int], ...]:
