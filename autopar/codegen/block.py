@@ -21,8 +21,8 @@ _UNPACKED = 6  # tuples up to this long are unpacked where they are made
 class Writer:
     """Writes the ops of a block into ``function``.
 
-    ``bases`` are the names that values would like; ``random`` numbers the random ops of this function; ``call`` is
-    one of those that the code serves.
+    ``bases`` are the names that values would like; ``random`` numbers the random ops of this function;
+    ``call`` is one of those that the code serves.
     """
 
     function: Function

@@ -14,7 +14,7 @@ from autopar.codegen.function import PYTHON_NAMES, Atom, Function, Var, identifi
 from autopar.codegen.job import Job
 from autopar.codegen.names import bases
 from autopar.codegen.runs import Run, number, runs
-from autopar.codegen.text import Line, attribute, literal, spans
+from autopar.codegen.text import Line, attribute, is_index, literal, spans
 from autopar.graph import INPUT_CALL, Call, Meta, RuntimeOp, Value, info
 
 RUNTIME_NAMES = (
@@ -125,7 +125,7 @@ def stage_class(job: Job, part: Part, methods: list[Line]) -> list[Line]:
 def _class(
     name: str, comment: str, declared: Iterable[Declaration], declarations: list[Line], methods: list[Line]
 ) -> list[Line]:
-    numbered = any(d.path.split(".")[0].isdecimal() for d in declared)
+    numbered = any(is_index(d.path.split(".")[0]) for d in declared)
     keeps_axes = any("self.axes" in line.code for line in methods)
     head = [
         Line(0, f"class {name}({'Container' if numbered else 'nn.Module'}):", comment),

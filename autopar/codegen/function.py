@@ -169,7 +169,7 @@ def _statement_lines(statement: Statement) -> list[Line]:
 
 
 def _origin(statement: Statement) -> Origin | None:
-    """A statement that unpacks a tuple has none: which element is which op's is for its getitem nodes to say."""
+    """A statement that unpacks a tuple has none: its elements are those of getitem nodes."""
     if statement.origin is None or len(statement.targets) != 1:
         return None
     return Origin(*statement.origin, statement.targets[0].name)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from autopar.codegen.cuts import Part
 from autopar.codegen.edges import Edge
 from autopar.codegen.job import Job
+from autopar.codegen.text import is_index
 from autopar.graph import Value
 
 
@@ -35,7 +36,7 @@ def runs(job: Job, part: Part) -> list[Run]:
 def number(path: str) -> tuple[str, int] | None:
     """``("model.layers", 3)`` for ``model.layers.3``."""
     prefix, _, last = path.rpartition(".")
-    return (prefix, int(last)) if last.isdecimal() else None
+    return (prefix, int(last)) if is_index(last) else None
 
 
 def _join(job: Job, part: Part, run: Run, call: int) -> Run | None:

@@ -79,7 +79,9 @@ class Body:
         given |= {n: self.take(edges[k]) for k, n in enumerate(block.inputs) if n in needed}
         inputs = {n: self._base(call.operands[k]) for k, n in enumerate(block.inputs)}
         outputs = {n: job.names[Value(index, k)] for k, n in enumerate(block.outputs)}
-        writer = Writer(self.function, bases(block, inputs, outputs), numbers_from(job.random_offsets[index]), index)
+        writer = Writer(
+            self.function, bases(block, inputs, outputs), numbers_from(job.random_offsets[index]), index
+        )
         for k, atom in enumerate(writer.write(block, given, needed)):
             if atom:
                 self.atoms[Edge(Value(index, k))] = atom

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import keyword
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -46,13 +47,18 @@ def attribute(path: str) -> str:
     """``self.model.layers[3].weight`` for ``model.layers.3.weight``."""
     text = "self"
     for part in path.split("."):
-        if part.isdecimal():
+        if is_index(part):
             text += f"[{part}]"
-        elif part.isidentifier():
+        elif part.isidentifier() and not keyword.iskeyword(part):
             text += f".{part}"
         else:
             text = f"getattr({text}, {literal(part)})"
     return text
+
+
+def is_index(part: str) -> bool:
+    """Whether a child of this name is reached by ``container[part]``."""
+    return part.isdecimal() and part == str(int(part))
 
 
 def human_bytes(count: int) -> str:
@@ -78,7 +84,7 @@ def spans(numbers: Iterable[int]) -> str:
 
 @dataclass(frozen=True)
 class Origin:
-    """Which op of the model a line computes: a call of its block, the node, the variable that gets the value."""
+    """Which op of the model a line computes: a call of its block, the node, the variable it gives a value."""
 
     call: int
     node: str
@@ -87,7 +93,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Line:
-    """One logical line of source before it is wrapped: its indent in levels, code, comment, and what it computes."""
+    """A line of source before it is wrapped: its indent in levels, code, comment, and what it computes."""
 
     indent: int
     code: str
