@@ -20,7 +20,7 @@ from autopar.rules import (
     transitions,
 )
 from autopar.rules.base import Rule, Whole
-from autopar.rules.random import RANDOM, is_random
+from autopar.rules.random import RANDOM
 
 _FAMILIES: Final[tuple[dict[str, Rule], ...]] = (
     pointwise.RULES,
@@ -50,4 +50,4 @@ def has_rule(name: str) -> bool:
     return name in RULES
 
 
-__all__ = ["RANDOM", "RULES", "has_rule", "is_random", "lookup"]
+__all__ = ["RANDOM", "RULES", "has_rule", "lookup"]

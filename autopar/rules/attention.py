@@ -1,4 +1,4 @@
-"""Attention: batch and heads may be split, and queries where no mask depends on their position in the call."""
+"""Attention: batch and heads may be split, and queries too unless the mask depends on their position."""
 
 from __future__ import annotations
 

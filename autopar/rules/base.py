@@ -8,11 +8,11 @@ A rule answers four questions, and nothing else in autopar knows an op by name:
 * ``flops``, ``communication``: what does it cost?
 
 A choice is right if the local op's own autograd turns a gradient of the result's type into gradients of the
-operands' types (the table in :mod:`autopar.spmd`): once one operand is split or pending, whole operands are ``R``,
-since each rank has a part of their gradient.
+operands' types (the table in :mod:`autopar.spmd`): once one operand is split or pending, whole operands are
+``R``, since each rank has a part of their gradient.
 
-The choices in which every rank does all the work (all operands ``R``, or all ``I``) are legal for every op and
-added by :func:`legal_choices`, so an op without a rule runs whole on every rank.
+The choices in which every rank does all the work (all operands ``R``, or all ``I``) are legal for every op
+and added by :func:`legal_choices`, so an op without a rule runs whole on every rank.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Communication = list[tuple[str, int]]
 
 @dataclass(frozen=True)
 class Op:
-    """A node as rules see it: arguments with :class:`Meta` in place of nodes; shapes are those of this axis' whole."""
+    """A node as rules see it: :class:`Meta` in place of nodes, with the shapes before this axis is split."""
 
     name: str
     args: tuple[Any, ...]
@@ -70,8 +70,9 @@ class Op:
 class Local:
     """How one rank calls the op: replacements of arguments by position or name.
 
-    ``target`` names another function: one of ``autopar.runtime``, or an ATen overload ("aten.reshape.default");
-    "" is the op itself. With ``keep``, only so many positional arguments and no named ones of the whole call stay.
+    ``target`` names another function: one of ``autopar.runtime``, or an ATen overload
+    ("aten.reshape.default"); "" is the op itself. With ``keep``, only so many positional arguments and no
+    named ones of the whole call stay.
     """
 
     args: dict[int, Any]
@@ -97,7 +98,7 @@ class Rule(Protocol):
 
     @property
     def linear_sum(self) -> bool:
-        """Whether the op only adds or moves elements, so that its backward needs neither operands nor result."""
+        """Whether the op only adds or moves elements: its backward needs neither operands nor result."""
 
     def link(self, op: Op, inputs: Sequence[Splits], output: Splits) -> None:
         """Carry split points between operands and result, both ways, by adding to the sets."""

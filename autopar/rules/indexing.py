@@ -1,6 +1,6 @@
 """Lookups and writes by index: the indexed dim is whole, all others and those of the index may be split.
 
-An embedding may also be split by rows: each rank looks up its own, zeros elsewhere, and the result is a pending sum.
+An embedding may also be split by rows: each rank looks up its own, and the result is a pending sum.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _whole_at(letters: list[str], d: int) -> list[str]:
 
 
 def _gather(op: Op) -> str:
-    """Dims other than ``dim`` are shared with the index where they have its size (it may be smaller: then whole)."""
+    """Dims other than ``dim`` are shared with the index where they have its size; else they are whole."""
     d = dim(op.arg(1, "dim"), len(op.operands[0].shape))
     source, index = _aligned([op.operands[0], op.operands[1]], d)
     index = [f"{t.rstrip('!')}" if i == d else t for i, t in enumerate(index)]
@@ -80,7 +80,7 @@ class _Index:
 
 
 def _indexed(op: Op) -> _Index | None:
-    """Index dims stand where the indexed dims were if those are neighbours, else in front (as numpy has it)."""
+    """Index dims stand where the indexed dims were if those are neighbours, else in front, as in numpy."""
     given = list(op.args[1])
     tensors = {d: index for d, index in enumerate(given) if index is not None}
     if any(index.dtype in (torch.bool, torch.uint8) for index in tensors.values()):

@@ -57,17 +57,16 @@ def permuted(order: Callable[[Op, int], Sequence[int]]) -> Callable[[Op], str]:
 
 
 def reduced(dim_position: int | None, keep_position: int | None, *, whole_dims: bool) -> Callable[[Op], str]:
-    """The line of a reduction over the dims in an argument: they vanish (or, with ``whole_dims``, can't be split)."""
+    """The line of a reduction over the dims in an argument: they vanish, or stay whole (``whole_dims``).
+
+    Positions are those of the arguments ``dim`` and ``keepdim``; None: not positional (no ``dim``: all dims).
+    """
 
     def compute(op: Op) -> str:
         rank = len(op.operands[0].shape)
         given = None if dim_position is None else op.arg(dim_position, "dim")
         gone = dims(given, rank)
-        keep = (
-            op.kwargs.get("keepdim", False)
-            if keep_position is None
-            else op.arg(keep_position, "keepdim", False)
-        )
+        keep = op.arg(len(op.args) if keep_position is None else keep_position, "keepdim", False)
         letters = names(rank)
         operand = whole(letters, gone) if whole_dims else letters
         result = ["1" if d in gone else letter for d, letter in enumerate(letters) if keep or d not in gone]

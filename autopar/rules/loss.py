@@ -1,4 +1,4 @@
-"""Losses. Summed, they leave a pending sum where their elements are split; a mean is left to canonicalisation.
+"""Losses. A sum stays pending where elements are split; a mean runs whole (canonicalisation removes means).
 
 Cross entropy may also be split over its classes: three numbers per token are exchanged instead of the logits.
 """
@@ -17,7 +17,7 @@ _NONE, _MEAN = 0, 1
 
 
 def _by_class(op: Op) -> str | None:
-    """Logits ``[n, classes, ...]`` (or ``[classes]``), target of class indices or of the logits' shape, weight."""
+    """Logits ``[n, classes, ...]`` or ``[classes]``; a target of indices, or like the logits; a weight."""
     reduction = op.arg(3, "reduction", _MEAN)
     if reduction == _MEAN:
         return None
@@ -52,7 +52,7 @@ def _local_cross_entropy(op: Op, choice: Choice, size: int, axis: str) -> Local:
 
 
 def _statistics(op: Op, choice: Choice) -> Communication:
-    """Per token the largest logit, then the sum, the target's logit and the smoothed part; in float32 at least."""
+    """Per token the largest logit, then the sum, the target's logit and the mean: float32 at least."""
     if choice.form != "cross_entropy_sharded":
         return []
     one = op.operands[1].numel * max(4, op.operands[0].dtype.itemsize)

@@ -1,8 +1,9 @@
 """Rules of ops that move elements along a dim: where a split of the operand lies in the result, and back.
 
-A split ``S(d, outer)`` over n ranks sees the whole tensor, read in order, as ``[A, n, B]`` with ``A`` the sizes of
-the dims before ``d`` times ``outer``, and each rank holds one part of the middle. A reshape keeps the order, so the same
-``A`` names the split of the result: that is how flattening ``[batch, seq]`` keeps a split of seq as ``S(0, batch)``.
+A split ``S(d, outer)`` over n ranks sees the whole tensor, read in order, as ``[A, n, B]`` with ``A`` the
+sizes of the dims before ``d`` times ``outer``, and each rank holds one part of the middle. A reshape keeps
+the order, so the same ``A`` names the split of the result: flattening ``[batch, seq]`` keeps a split of seq
+as ``S(0, batch)``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from autopar.graph import Choice
+from autopar.graph import Choice, Meta
 from autopar.rules.base import Local, Op, Splits, Whole
 from autopar.rules.spec import Localizer, unchanged
 from autopar.spmd import P, S, Type
@@ -43,10 +44,11 @@ class Moves(Whole):
     def link(self, op: Op, inputs: Sequence[Splits], output: Splits) -> None:
         for position, splits in enumerate(inputs):
             for shard in shards(splits):
-                _add(output, self.forward(op, position, shard))
+                _add(output, op.result, self.forward(op, position, shard))
         for shard in shards(output):
-            for splits, kind in zip(inputs, self.backward(op, shard) or (), strict=False):
-                _add(splits, kind)
+            sources = self.backward(op, shard) or ()
+            for splits, meta, kind in zip(inputs, op.operands, sources, strict=False):
+                _add(splits, meta, kind)
 
     def choices(self, op: Op, size: int, inputs: Sequence[Splits], output: Splits) -> Iterator[Choice]:
         for shard in shards(output):
@@ -64,13 +66,16 @@ def shards(splits: Splits) -> list[Type]:
     return [S(d, outer) for d, outers in enumerate(splits) for outer in sorted(outers)]
 
 
-def _add(splits: Splits, kind: Type | None) -> None:
+def _add(splits: Splits, meta: Meta, kind: Type | None) -> None:
+    """Only what can be split at all, so that the fixpoint over links ends."""
     if kind is not None and kind.is_shard:
-        splits[kind.dim].add(kind.outer)
+        extent = meta.shape[kind.dim]
+        if extent % kind.outer == 0 and extent > kind.outer:
+            splits[kind.dim].add(kind.outer)
 
 
 def reshaped(before: Sequence[int], after: Sequence[int], shard: Type) -> Type | None:
-    """Where a shard of a tensor of shape ``before`` lies once it has shape ``after``; None: nowhere as one shard."""
+    """Where a shard of a tensor of shape ``before`` lies once it has shape ``after``; None: in no one dim."""
     if shard.dim >= len(before) or before[shard.dim] % shard.outer or before[shard.dim] <= shard.outer:
         return None
     first = prod(before[: shard.dim]) * shard.outer

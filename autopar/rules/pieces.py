@@ -1,7 +1,8 @@
 """Ops that cut a dim into pieces or put pieces together: slice, split, chunk, cat, stack, repeat.
 
-A dim of n seen in chunks of n / outer can be split inside each chunk; so can every piece that is made of whole chunks.
-That is how one weight that holds q, k and v is split by heads: ``S(0,3)`` before ``split``, ``S(0)`` after it.
+A dim of n seen in chunks of n / outer can be split inside each chunk, and so can every piece made of whole
+chunks. That is how one weight that holds q, k and v is split by heads: ``S(0,3)`` before ``split``, ``S(0)``
+after it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def _shard(d: int, outer: int | None) -> Type | None:
     return None if outer is None else S(d, outer)
 
 
-# --- slice, narrow ----------------------------------------------------------------------------------------------------
+# --- slice, narrow --------------------------------------------------------------------------------
 
 
 def _slice_bounds(op: Op) -> tuple[int, int, int, int]:
@@ -80,7 +81,7 @@ def _local_narrow(op: Op, size: int) -> Local:
     return Local(start.args | length.args, start.kwargs | length.kwargs)
 
 
-# --- split, chunk -----------------------------------------------------------------------------------------------------
+# --- split, chunk ---------------------------------------------------------------------------------
 
 
 def _pieces(dim_position: int, local: Callable[[Op, int], Local]) -> Moves:
@@ -122,7 +123,7 @@ def _local_chunk(op: Op, size: int) -> Local:
     return Local.same()
 
 
-# --- cat, stack -------------------------------------------------------------------------------------------------------
+# --- cat, stack -----------------------------------------------------------------------------------
 
 
 def _cat_dim(op: Op) -> int:
@@ -162,7 +163,7 @@ def _stack_backward(op: Op, shard: Type) -> tuple[Type, ...] | None:
     return (S(shard.dim - (shard.dim > made), shard.outer),) * len(op.operands)
 
 
-# --- repeat -----------------------------------------------------------------------------------------------------------
+# --- repeat ---------------------------------------------------------------------------------------
 
 
 def _repeats(op: Op, d: int) -> tuple[int, int, int]:

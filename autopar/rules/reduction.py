@@ -1,4 +1,4 @@
-"""Reductions, normalisations and scans: what they work along is whole, except where a sum can stay pending."""
+"""Reductions, normalisations and scans: what they work along is whole, except where a sum stays pending."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _mean(text: Line) -> Spec:
 
 
 def _local_mean(op: Op, choice: Choice, size: int, axis: str) -> Local:
-    """A part's share of the mean is its sum over the count of the whole, which an earlier axis may have set."""
+    """A part's share of the mean is its sum over the count of the whole (perhaps set on an earlier axis)."""
     if choice.form != "mean_of_whole" or "count" in op.kwargs:
         return Local.same()
     return Local({}, {"count": op.operands[0].numel // op.result.numel}, target="mean_of_whole")

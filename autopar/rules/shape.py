@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from autopar.graph import Choice
-from autopar.rules.base import Local, Op, Rule, Whole
+from autopar.rules.base import Local, Op, Rule
 from autopar.rules.lines import dim, dims, line, names, permuted, whole
 from autopar.rules.moves import Moves, reshaped
 from autopar.rules.spec import Line, Localizer, Spec, shape_arg, through, together, unchanged
@@ -16,7 +16,7 @@ def _moved(text: Line, local: Localizer = unchanged) -> Spec:
     return Spec(text, linear=together, local=local, linear_sum=True)
 
 
-# --- reshapes -------------------------------------------------------------------------------------------------------
+# --- reshapes -------------------------------------------------------------------------------------
 
 
 def _forward(op: Op, position: int, shard: Type) -> Type | None:
@@ -57,7 +57,7 @@ def _unflattened(op: Op, choice: Choice, size: int, axis: str) -> Local:
     return Local({2: list(local_shape(op.result.shape, choice.result, size)[first : first + count])}, {})
 
 
-# --- the order of dims ------------------------------------------------------------------------------------------------
+# --- the order of dims ----------------------------------------------------------------------------
 
 
 def _transpose(op: Op, rank: int) -> list[int]:
@@ -86,7 +86,7 @@ def _movedim(op: Op, rank: int) -> list[int]:
     return [placed[d] if d in placed else next(rest) for d in range(rank)]
 
 
-# --- one dim gone or kept whole -----------------------------------------------------------------------------------------
+# --- one dim gone or kept whole -------------------------------------------------------------------
 
 
 def _without_dim(op: Op) -> str:
@@ -106,6 +106,13 @@ def _kept_whole(marked: Callable[[Op, int], Iterable[int]]) -> Callable[[Op], st
         return line([before], after)
 
     return compute
+
+
+def _unfolded(op: Op) -> str:
+    """Windows along one dim, which may overlap: it is whole, and so is the last, inside a window."""
+    letters = names(len(op.operands[0].shape))
+    d = dim(op.arg(1, "dimension"), len(letters))
+    return line([whole(letters, [d])], [*(f"{x}'!" if i == d else x for i, x in enumerate(letters)), "w!"])
 
 
 def _flipped(op: Op, rank: int) -> list[int]:
@@ -163,5 +170,5 @@ RULES: dict[str, Rule] = {
     "aten.triu.default": _moved(_kept_whole(_last_two)),
     "aten.pad.default": Spec(_kept_whole(_padded), linear=_pad_is_linear, linear_sum=True),
     "aten.constant_pad_nd.default": Spec(_kept_whole(_padded), linear=_zero_pad_is_linear, linear_sum=True),
-    "aten.unfold.default": Whole(),  # windows overlap
+    "aten.unfold.default": _moved(_unfolded),
 }

@@ -8,10 +8,10 @@
     aten.amax.default    "a b! -> a 1"               1 : a dim that nothing is split over
     sdpa                 "b h* q d!, b h* k! d! …"   * : sizes may be multiples of one another (groups)
 
-A letter on the result is a shard. A letter that vanishes is a sum, if the rule says ``sums``. A letter that only
-the result has is made by the op (``expand``): each rank makes its part. Operands are the *tensor* arguments in
-order; trailing ones may be absent. A dim of size 1 that stands for a larger letter is broadcast. Where the line
-depends on arguments it is computed; an op that doesn't fit its line runs whole.
+A letter on the result is a shard. A letter that vanishes is a sum, if the rule says ``sums``. A letter that
+only the result has is made by the op (``expand``): each rank makes its part. Operands are the *tensor*
+arguments in order; trailing ones may be absent. A dim of size 1 that stands for a larger letter is broadcast.
+Where the line depends on arguments it is computed; an op that doesn't fit its line runs whole.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class Spec(Whole):
     """A rule from one line.
 
     ``sum_form`` names the runtime op to call where a vanishing letter is split, if it isn't the op itself;
-    ``forms`` yields choices that no letter gives; ``inside`` is what forms communicate; ``allows`` refuses choices.
+    ``forms`` yields choices that no letter gives; ``inside`` is what forms communicate; ``allows`` refuses
+    choices.
     """
 
     line: Line
@@ -158,7 +159,7 @@ class Spec(Whole):
 
 @dataclass(frozen=True)
 class Unread(Whole):
-    """A rule of an op that takes only dtype or device of operand ``position``: its value may have any type."""
+    """A rule of an op that reads only dtype or device of operand ``position``, which may have any type."""
 
     rule: Spec
     position: int
@@ -238,7 +239,7 @@ def _letter(token: str, extent: int, sizes: dict[str, set[int]]) -> str:
 
 
 def _row(spec: str, rank: int) -> list[str] | None:
-    """Tokens of one tensor; ``...`` becomes ``.1`` (last), ``.2`` …, so that it aligns right. None: no fit."""
+    """Tokens of one tensor; ``...`` becomes ``.1`` (last), ``.2`` … so that it aligns right. None: no fit."""
     row: list[str] = []
     tokens = spec.split()
     spare = rank - sum(not token.startswith("...") for token in tokens)

@@ -1,7 +1,7 @@
 """Changes of type on another axis, which are ops of the graph by then: any type of this axis goes through.
 
-Gathering a dim on one axis that is split on both makes a strided shard: ``[o, n]`` local becomes ``[o, m, n]`` with
-the other axis' m ranks between, and a split inside o stays inside o * m.
+Gathering a dim on one axis that is split on both makes a strided shard: ``[o, n]`` local becomes
+``[o, m, n]`` with the other axis' m ranks between, and a split inside o stays inside o * m.
 """
 
 from __future__ import annotations
