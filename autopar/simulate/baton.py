@@ -16,6 +16,8 @@ from autopar.simulate.generators import Generators
 
 W = TypeVar("W")
 
+_LOOK_SECONDS = 0.2
+
 
 class Ended(BaseException):
     """Unwinds a rank whose simulation is over because of another one. Not for user code to catch."""
@@ -35,6 +37,7 @@ class Baton(Generic[W]):
         self._diagnose = diagnose
         self._turns = [threading.Lock() for _ in range(world_size)]  # released: it is that rank's turn
         self._threads: list[threading.Thread] = []
+        self._begun = threading.Event()
         self._all_ended = threading.Event()
         self._generators = [Generators(seed) for _ in range(world_size)]
         self._ready: deque[int] = deque()
@@ -52,8 +55,8 @@ class Baton(Generic[W]):
                 threading.Thread(target=self._live, args=arguments, name=f"rank {rank}", daemon=True)
             )
         started = self._start()
-        self._pass_on()
-        self._wait_for_all()
+        if started:
+            self._wait_for_all()
         for rank in range(started):
             self._turns[rank].release()
             self._threads[rank].join()
@@ -69,14 +72,21 @@ class Baton(Generic[W]):
         return len(self._threads)
 
     def _wait_for_all(self) -> None:
-        while not self._all_ended.is_set():
+        self.current = self._ready.popleft()
+        while True:
             try:
-                self._all_ended.wait()
+                self._begun.set()  # rank 0 goes; from here on, an interrupt must not be lost
+                while not self._all_ended.wait(_LOOK_SECONDS):
+                    pass  # a signal that came just before the wait is seen after it
+                return
             except KeyboardInterrupt as interrupt:  # the running rank ends at its next operation
                 self.fail(interrupt)
 
     def _live(self, rank: int, body: Callable[[int], None]) -> None:
-        self._turns[rank].acquire()
+        if rank == 0:
+            self._begun.wait()
+        else:
+            self._turns[rank].acquire()
         self._generators[rank].install()
         try:
             if self.failure is None:

@@ -71,7 +71,7 @@ def stuck(waiting: Mapping[int, Waiting], world_size: int) -> RankError:
         return DeadlockError(f"no rank can run:\n{graph}")
     return MismatchError(
         f"ranks {crossed[0]} and {crossed[1]} wait for each other in different collectives:\n{graph}\n"
-        "ranks must call the collectives that they share in the same order, on the same groups"
+        "ranks must create groups in the same order, and call the collectives they share in the same order"
     )
 
 

@@ -73,7 +73,8 @@ def run(
     is shared: the environment, the default dtype, all objects that ``fn`` refers to. Ranks must not share
     parameters, nor write to tensors that they share.
 
-    Without ``track_memory``, operations cost a little less and ``peak_bytes`` stays empty.
+    Without ``track_memory``, operations cost a little less and ``peak_bytes`` stays empty. Kernels use as
+    many threads as the caller has set; for small tensors ``torch.set_num_threads(1)`` is the fastest.
 
     Raises:
         MismatchError: ranks called different operations, or the same with other shapes, dtypes or arguments;

@@ -150,6 +150,12 @@ def order_across_groups(rank: int) -> None:
         dist.all_reduce(x(), group=group)
 
 
+def groups_created_in_another_order(rank: int) -> None:
+    members = [[0, 1], [1]]
+    groups = {len(ranks): dist.new_group(ranks) for ranks in (members if rank == 0 else members[::-1])}
+    dist.barrier(groups[2])
+
+
 def receive_of_another_shape(rank: int) -> None:
     dist.send(x(2, 3), 1) if rank == 0 else dist.recv(x(3, 2), 0)
 
@@ -217,6 +223,7 @@ def write_to_a_tensor_that_is_sent(rank: int) -> None:
         (wrong_destination, ["different source or destination ranks", "dst=0", "dst=1"]),
         (wrong_group, ["wait for each other in different collectives", "on pair", "on world"]),
         (order_across_groups, ["wait for each other in different collectives", "on first", "on second"]),
+        (groups_created_in_another_order, ["different collectives", "must create groups in the same order"]),
         (receive_of_another_shape, ["rank 0 gives float32[2, 3] where rank 1 takes float32[3, 2]"]),
         (receive_of_another_dtype, ["rank 0 gives float32[4] where rank 1 takes bfloat16[4]"]),
         (uneven_split, ["rank 0 gives float32[2] where rank 1 takes float32[1]"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -89,6 +90,23 @@ def test_modes_of_the_caller_hold() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert simulate.run(program, 2).results == [["caller's", True, False, torch.bfloat16]] * 2
     assert variable.get() == "caller's"
+
+
+def test_kernels_use_the_callers_number_of_threads() -> None:
+    before = torch.get_num_threads()
+    try:
+        for number in (3, 1):
+            torch.set_num_threads(number)
+            assert simulate.run(lambda rank: torch.get_num_threads(), 2).results == [number] * 2
+            assert torch.get_num_threads() == number
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_from_a_thread() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(simulate.run, lambda rank: dist.get_world_size(), 2).result()
+    assert run.results == [2, 2]
 
 
 def test_grad_modes_of_ranks_are_apart() -> None:
