@@ -76,9 +76,7 @@ def _check_splits(function: str, x: Tensor, axis: Axis, src: Type, dst: Type) ->
             )
         extent = x.shape[kind.dim] * (axis.size if kind.dim == src.dim and parts > 1 else 1)
         if extent % (kind.outer * parts):
-            over = (
-                f"{axis.size} ranks" if kind.outer == 1 else f"{kind.outer} blocks of {axis.size} ranks each"
-            )
+            over = f"{axis.size} ranks" if kind.outer == 1 else f"{kind.outer} blocks of {axis.size} ranks each"
             raise ShardingError(
                 f"{function} {src} -> {dst} on axis {axis.name!r}: dim {kind.dim} of shape {tuple(x.shape)} "
                 f"doesn't divide over {over}; choose sizes that do, or another axis size"
@@ -89,12 +87,21 @@ class _Transition(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, src: Type, dst: Type) -> Tensor:
         ctx.axis, ctx.src, ctx.dst = axis, src, dst
-        return _WAYS[src.kind, dst.kind][0](x, axis, src, dst)
+        return fresh(_WAYS[src.kind, dst.kind][0](x, axis, src, dst))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         back = _WAYS[ctx.src.kind, ctx.dst.kind][1]
         return back(grads[0], ctx.axis, ctx.src, ctx.dst), None, None, None
+
+
+def fresh(x: Tensor) -> Tensor:
+    """``x`` as a tensor of its own, without a copy, to be returned by the forward of an autograd function.
+
+    Under torch.compile, torch 2.11 gives the gradient to only one of the names that a tensor had in
+    the forward (``x.add_(1)`` and ``x.contiguous()`` can be names of ``x``), maybe not to the returned one.
+    """
+    return x.detach()
 
 
 def _split(x: Tensor, shard: Type, parts: int) -> Tensor:

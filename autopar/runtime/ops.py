@@ -9,7 +9,7 @@ from torch import Tensor
 
 from autopar.errors import ShardingError
 from autopar.runtime.axes import Axis
-from autopar.runtime.collectives import reduce_max_, reduce_sum_
+from autopar.runtime.collectives import fresh, reduce_max_, reduce_sum_
 
 aten = torch.ops.aten
 
@@ -74,9 +74,7 @@ class _CrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, target: Tensor, axis: Axis, ignore_index: int, smoothing: float
-    ) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, axis: Axis, ignore_index: int, smoothing: float) -> Tensor:
         dim = 1 if logits.dim() > 1 else 0
         classes = logits.shape[dim]
         counts = target != ignore_index
@@ -97,7 +95,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.dim, ctx.smoothing, ctx.share = dim, smoothing, smoothing / (classes * axis.size)
         loss = total.log() - (1 - smoothing) * hit - ctx.share * smooth
         total_loss: Tensor = loss.masked_fill(~counts, 0).sum()
-        return total_loss.to(logits.dtype)
+        return fresh(total_loss.to(logits.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
