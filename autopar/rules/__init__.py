@@ -35,9 +35,7 @@ _FAMILIES: Final[tuple[dict[str, Rule], ...]] = (
     random.RULES,
     transitions.RULES,
 )
-RULES: Final[Mapping[str, Rule]] = MappingProxyType(
-    {n: rule for family in _FAMILIES for n, rule in family.items()}
-)
+RULES: Final[Mapping[str, Rule]] = MappingProxyType({n: rule for family in _FAMILIES for n, rule in family.items()})
 _WHOLE: Final = Whole()
 
 

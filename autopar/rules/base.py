@@ -84,6 +84,11 @@ class Local:
     def same(cls) -> Local:
         return cls({}, {})
 
+    @classmethod
+    def replacing(cls, op: Op, position: int, name: str, value: Any) -> Local:
+        """One argument replaced, however it was passed."""
+        return cls({}, {name: value}) if name in op.kwargs else cls({position: value}, {})
+
     def call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """One rank's arguments from those of the whole call; positions past the end are appended."""
         made = list(args[: self.keep])
@@ -151,7 +156,7 @@ def legal_choices(rule: Rule, op: Op, size: int, inputs: Sequence[Splits], outpu
     legal: dict[Choice, None] = {}
     for choice in candidates:
         normal = _without_gradient_is_replicate(choice, op)
-        if _consistent(normal, op) and _fits(normal, op, size):
+        if _fits(normal, op, size):
             legal[normal] = None
     return list(legal)
 
@@ -163,14 +168,6 @@ def _without_gradient_is_replicate(choice: Choice, op: Op) -> Choice:
     )
     result = R if choice.result == I and not op.result.needs_grad else choice.result
     return Choice(taken, result, choice.form)
-
-
-def _consistent(choice: Choice, op: Op) -> bool:
-    """An R result with gradient needs a pending sum to flow into some operand: I operands can't take it."""
-    if not op.result.needs_grad:
-        return True
-    kinds = {k.kind for k, m in zip(choice.operands, op.operands, strict=True) if m.needs_grad}
-    return not (choice.result == R and "I" in kinds)
 
 
 def _fits(choice: Choice, op: Op, size: int) -> bool:

@@ -109,8 +109,7 @@ def _keeps_groups(op: Op, choice: Choice, size: int) -> bool:
 def _local_groups(op: Op, choice: Choice, size: int, axis: str) -> Local:
     if _groups(op) == 1 or not choice.result.is_shard or choice.result.dim != _channel_dim(op):
         return Local.same()
-    groups = _groups(op) // size
-    return Local({}, {"groups": groups}) if "groups" in op.kwargs else Local({6: groups}, {})
+    return Local.replacing(op, 6, "groups", _groups(op) // size)
 
 
 _CONVOLUTION = Spec(

@@ -19,10 +19,6 @@ Bounds = Callable[[Op], tuple[int, int, int, int]]
 """dim, start, end and step of a slice, counted from the front."""
 
 
-def _replace(op: Op, position: int, name: str, value: object) -> Local:
-    return Local({}, {name: value}) if name in op.kwargs else Local({position: value}, {})
-
-
 def _shard(d: int, outer: int | None) -> Type | None:
     return None if outer is None else S(d, outer)
 
@@ -69,7 +65,7 @@ def _cut(bounds: Bounds, local: Callable[[Op, int], Local]) -> Moves:
 def _local_slice(op: Op, size: int) -> Local:
     d, low, high, _ = _slice_bounds(op)
     to_end = high == op.operands[0].shape[d]
-    start, end = (_replace(op, 2, "start", low // size), _replace(op, 3, "end", high // size))
+    start, end = (Local.replacing(op, 2, "start", low // size), Local.replacing(op, 3, "end", high // size))
     start = start if low else Local.same()
     end = Local.same() if to_end else end
     return Local(start.args | end.args, start.kwargs | end.kwargs)
@@ -77,7 +73,7 @@ def _local_slice(op: Op, size: int) -> Local:
 
 def _local_narrow(op: Op, size: int) -> Local:
     _, low, high, _ = _narrow_bounds(op)
-    start, length = _replace(op, 2, "start", low // size), _replace(op, 3, "length", (high - low) // size)
+    start, length = Local.replacing(op, 2, "start", low // size), Local.replacing(op, 3, "length", (high - low) // size)
     return Local(start.args | length.args, start.kwargs | length.kwargs)
 
 
@@ -112,11 +108,11 @@ def _pieces(dim_position: int, local: Callable[[Op, int], Local]) -> Moves:
 
 
 def _local_split(op: Op, size: int) -> Local:
-    return _replace(op, 1, "split_size", op.arg(1, "split_size") // size)
+    return Local.replacing(op, 1, "split_size", op.arg(1, "split_size") // size)
 
 
 def _local_sizes(op: Op, size: int) -> Local:
-    return _replace(op, 1, "split_sizes", [piece // size for piece in op.arg(1, "split_sizes")])
+    return Local.replacing(op, 1, "split_sizes", [piece // size for piece in op.arg(1, "split_sizes")])
 
 
 def _local_chunk(op: Op, size: int) -> Local:
@@ -191,7 +187,7 @@ def _local_repeat(op: Op, choice: Choice, size: int, axis: str) -> Local:
         return Local.same()
     given = list(op.arg(1, "repeats"))
     given[choice.result.dim] //= size
-    return _replace(op, 1, "repeats", given)
+    return Local.replacing(op, 1, "repeats", given)
 
 
 def _interleaved_dim(op: Op) -> int | None:

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
-from autopar.graph import Choice
+from autopar.graph import Choice, Meta
 from autopar.rules.base import Communication, Local, Op, Splits, Whole
 from autopar.spmd import I, P, R, S, Type, local_shape
 
@@ -62,7 +63,7 @@ def shape_arg(position: int, name: str) -> Localizer:
         if not choice.result.is_shard:
             return Local.same()
         shape = list(local_shape(op.result.shape, choice.result, size))
-        return Local({}, {name: shape}) if name in op.kwargs else Local({position: shape}, {})
+        return Local.replacing(op, position, name, shape)
 
     return localizer
 
@@ -120,8 +121,10 @@ class Spec(Whole):
 
     def link(self, op: Op, inputs: Sequence[Splits], output: Splits) -> None:
         letters = self.match(op)
-        for letter in letters.splittable() if letters else ():
-            sets = letters.splits(letter, inputs, output) if letters else []
+        if letters is None:
+            return
+        for letter in letters.splittable():
+            sets = letters.splits(letter, inputs, output)
             union = set().union(*sets)
             for one in sets:
                 one |= union
@@ -132,9 +135,7 @@ class Spec(Whole):
             candidates = self._candidates(op, letters, inputs, output)
             yield from (choice for choice in candidates if self.allows(op, choice, size))
 
-    def _candidates(
-        self, op: Op, letters: Letters, inputs: Sequence[Splits], output: Splits
-    ) -> Iterator[Choice]:
+    def _candidates(self, op: Op, letters: Letters, inputs: Sequence[Splits], output: Splits) -> Iterator[Choice]:
         for letter in letters.splittable():
             for outer in sorted(set().union(*letters.splits(letter, inputs, output))):
                 operands, result = letters.split(letter, outer)
@@ -192,10 +193,7 @@ class Unread(Whole):
 
 def product_flops(op: Op, letters: Letters) -> int:
     """Two operations for every point of the product of all letters: a matrix product."""
-    count = 2
-    for extent in extents(op, letters).values():
-        count *= extent
-    return count
+    return 2 * prod(extents(op, letters).values())
 
 
 def extents(op: Op, letters: Letters) -> dict[str, int]:
@@ -216,36 +214,56 @@ def match(line: str, op: Op) -> Letters | None:
     if len(specs) < len(op.operands):
         return None
     metas = [*op.operands, op.result]
-    rows = [
-        _row(spec, len(m.shape)) for spec, m in zip([*specs[: len(op.operands)], right], metas, strict=True)
-    ]
-    if any(row is None for row in rows):
+    specs = [*specs[: len(op.operands)], right]
+    rows = [_row(spec, meta) for spec, meta in zip(specs, metas, strict=True)]
+    tokens = [token for row in rows if row is not None for token in row]
+    sizes = _sizes(tokens)
+    if any(row is None for row in rows) or sizes is None:
         return None
-    marked = [list(zip(row or [], meta.shape, strict=True)) for row, meta in zip(rows, metas, strict=True)]
+    *dims, result = (tuple(token.dim(sizes) for token in row or ()) for row in rows)
+    return Letters(tuple(dims), result, frozenset(token.letter for token in tokens if token.whole))
+
+
+@dataclass(frozen=True)
+class _Token:
+    """One dim of one tensor: the token that stands for it, and its size."""
+
+    text: str
+    extent: int
+
+    @property
+    def letter(self) -> str:
+        return self.text.rstrip("!*")
+
+    @property
+    def whole(self) -> bool:
+        return "!" in self.text
+
+    def dim(self, sizes: dict[str, set[int]]) -> str:
+        """The letter, or "" where the dim is broadcast or can't be split by notation."""
+        return "" if self.letter == "1" or (self.extent == 1 and sizes[self.letter]) else self.letter
+
+
+def _sizes(tokens: Sequence[_Token]) -> dict[str, set[int]] | None:
+    """The sizes of every letter other than 1; None where a letter that isn't grouped has two."""
     sizes: dict[str, set[int]] = {}
-    for token, extent in (pair for row in marked for pair in row):
-        sizes.setdefault(token.rstrip("!*"), set()).update({extent} - {1})
-    grouped = {token.rstrip("!*") for row in marked for token, _ in row if "*" in token}
-    if any(len(found) > 1 and letter not in grouped | {"1"} for letter, found in sizes.items()):
-        return None
-    dims = [tuple(_letter(token, extent, sizes) for token, extent in row) for row in marked]
-    whole = {token.rstrip("!*") for row in marked for token, _ in row if "!" in token}
-    return Letters(tuple(dims[:-1]), dims[-1], frozenset(whole))
-
-
-def _letter(token: str, extent: int, sizes: dict[str, set[int]]) -> str:
-    letter = token.rstrip("!*")
-    return "" if letter == "1" or (extent == 1 and sizes[letter]) else letter
-
-
-def _row(spec: str, rank: int) -> list[str] | None:
-    """Tokens of one tensor; ``...`` becomes ``.1`` (last), ``.2`` … so that it aligns right. None: no fit."""
-    row: list[str] = []
-    tokens = spec.split()
-    spare = rank - sum(not token.startswith("...") for token in tokens)
     for token in tokens:
-        if token.startswith("..."):
-            row += [f".{spare - i}{token[3:]}" for i in range(spare)]
+        sizes.setdefault(token.letter, set()).update({token.extent} - {1})
+    grouped = {token.letter for token in tokens if "*" in token.text} | {"1"}
+    fits = all(len(found) < 2 or letter in grouped for letter, found in sizes.items())
+    return sizes if fits else None
+
+
+def _row(spec: str, meta: Meta) -> list[_Token] | None:
+    """Tokens of one tensor; ``...`` becomes ``.1`` (last), ``.2`` … so that it aligns right. None: no fit."""
+    texts: list[str] = []
+    words = spec.split()
+    spare = len(meta.shape) - sum(not word.startswith("...") for word in words)
+    for word in words:
+        if word.startswith("..."):
+            texts += [f".{spare - i}{word[3:]}" for i in range(spare)]
         else:
-            row.append(token)
-    return row if len(row) == rank else None
+            texts.append(word)
+    if len(texts) != len(meta.shape):
+        return None
+    return [_Token(text, extent) for text, extent in zip(texts, meta.shape, strict=True)]
