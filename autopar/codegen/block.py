@@ -76,9 +76,7 @@ class Writer:
 
 def _own_axes(node: fx.Node) -> tuple[str, ...]:
     """The axes on which ranks hold different parts of the result, and so draw different numbers."""
-    return tuple(
-        axis for axis, kind in info(node).types().items() if axis != comments.MICROBATCHES and kind.is_shard
-    )
+    return tuple(axis for axis, kind in info(node).types().items() if axis != comments.MICROBATCHES and kind.is_shard)
 
 
 def backward_slice(outputs: Collection[fx.Node]) -> set[fx.Node]:

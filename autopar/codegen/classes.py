@@ -10,7 +10,7 @@ from torch import fx
 from autopar.codegen import comments
 from autopar.codegen.block import Writer, numbers_from
 from autopar.codegen.cuts import Part
-from autopar.codegen.function import PYTHON_NAMES, Atom, Function, Var, identifier
+from autopar.codegen.function import PYTHON_NAMES, Atom, Function, identifier
 from autopar.codegen.job import Job
 from autopar.codegen.names import bases
 from autopar.codegen.runs import Run, number, runs
@@ -84,21 +84,15 @@ def _layer_forward(job: Job, block: int, index: int, own: Sequence[int]) -> Func
     given: dict[fx.Node, Atom] = {}
     inputs = {node: _input_name(job, value) for node, value in zip(code.inputs, call.operands, strict=True)}
     for node, base in inputs.items():
-        function.arguments.append(variable := Var(base))
-        given[node] = variable
+        given[node] = function.argument(base, comments.typed(info(node).meta, info(node).types()))
     for k, node in enumerate(code.parameters):
         if k in own:
             given[node] = attribute(call.parameters[k].removeprefix(f"{call.path}."))
         else:
-            function.arguments.append(
-                variable := Var(identifier("_".join(call.parameters[k].split(".")[-2:])))
-            )
-            given[node] = variable
+            given[node] = function.argument(identifier("_".join(call.parameters[k].split(".")[-2:])))
     outputs = {node: job.names[Value(index, k)] for k, node in enumerate(code.outputs)}
     writer = Writer(function, bases(code, inputs, outputs), numbers_from(0), index)
     function.results = tuple(writer.write(code, given, set(code.ops)))
-    typed = [f"{inputs[n]}: {comments.typed(info(n).meta, info(n).types())}" for n in code.inputs]
-    function.comment = ", ".join(typed)
     return function
 
 
@@ -138,9 +132,7 @@ def _class(
 
 def _layers(job: Job, run: Run) -> list[Declaration]:
     name = class_names(job)
-    return [
-        Declaration(job.model.calls[c].path, f"{name[job.model.calls[c].block]}(axes)") for c in run.calls
-    ]
+    return [Declaration(job.model.calls[c].path, f"{name[job.model.calls[c].block]}(axes)") for c in run.calls]
 
 
 def _layer_lines(run: Run, layers: Sequence[Declaration]) -> list[Line]:
@@ -155,12 +147,15 @@ def _layer_lines(run: Run, layers: Sequence[Declaration]) -> list[Line]:
 def _held(job: Job, part: Part) -> list[tuple[int, Declaration]]:
     """What the stage itself holds: parameters and buffers of inlined calls and tables, borrowed ones."""
     found: dict[str, tuple[int, Declaration]] = {}
+    in_layers: set[str] = set()
     for index, position in stage_parameters(job, part):
         call = job.model.calls[index]
+        name = call.parameters[position]
         if index in job.inlined or position in job.borrowed[call.block]:
-            name = call.parameters[position]
             found.setdefault(name, (index, Declaration(name, _tensor(job, call, position))))
-    return list(found.values())
+        else:
+            in_layers.add(name)
+    return [item for name, item in found.items() if name not in in_layers]
 
 
 def stage_parameters(job: Job, part: Part) -> list[tuple[int, int]]:
@@ -194,6 +189,4 @@ def paths_text(paths: Sequence[str]) -> str:
             found[-1][1].append(position)
         else:
             found.append((prefix, [position], path))
-    return ", ".join(
-        path if prefix is None else f"{prefix}.{spans(n)}".lstrip(".") for prefix, n, path in found
-    )
+    return ", ".join(path if prefix is None else f"{prefix}.{spans(n)}".lstrip(".") for prefix, n, path in found)

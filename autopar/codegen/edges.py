@@ -51,9 +51,7 @@ def edge(model: Model, mesh: Mesh, call_index: int, position: int) -> Edge:
     changes = tuple(_order(made, taken, mesh))
     for axis, (src, dst) in differs.items():
         if axis == MICROBATCHES or transition(src, dst) is None:
-            raise GraphError(
-                f"call {call_index} ({call.path or 'glue'}): a value made {src} is taken {dst} on {axis}"
-            )
+            raise GraphError(f"call {call_index} ({call.path or 'glue'}): a value made {src} is taken {dst} on {axis}")
     return Edge(value, changes)
 
 

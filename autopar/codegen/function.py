@@ -80,8 +80,15 @@ class Function:
     reserved: frozenset[str]
     statements: list[Statement] = field(default_factory=list)
     results: tuple[Atom, ...] = ()
-    always_tuple: bool = False  # ``return h,`` also for one result
-    comment: str = ""
+    always_tuple: bool = False  # ``return (h,)`` also for one result
+    notes: dict[Var, str] = field(default_factory=dict)  # what a comment says of an argument
+
+    def argument(self, base: str, note: str = "") -> Var:
+        """One more argument."""
+        variable = Var(base)
+        self.arguments.append(variable)
+        self.notes[variable] = note
+        return variable
 
     def add(self, statement: Statement) -> None:
         self.statements.append(statement)
@@ -91,13 +98,12 @@ class Function:
         self._name_variables(axes)
         body = [line for s in self.statements for line in _statement_lines(s)]
         results = [_text((r,)) for r in self.results]
-        closing = (
-            f"({results[0]},)" if len(results) == 1 and self.always_tuple else ", ".join(results) or "()"
-        )
+        closing = f"({results[0]},)" if len(results) == 1 and self.always_tuple else ", ".join(results) or "()"
         used = [a for a in axes if any(_mentions(s, a) for s in self.statements)]
         signature = ", ".join(["self", *(a.name for a in self.arguments)])
+        comment = ", ".join(f"{variable.name}: {note}" for variable, note in self.notes.items() if note)
         return [
-            Line(1, f"def {self.name}({signature}):", self.comment),
+            Line(1, f"def {self.name}({signature}):", comment),
             *(Line(2, f'{axis} = self.axes["{axis}"]') for axis in used),
             *body,
             Line(2, f"return {closing}"),

@@ -31,8 +31,7 @@ def program_of(job: Job, part: Part, forward: Function) -> Program:
         receives=tuple(_tensor(name, wire) for name, wire in arguments),
         inputs=tuple(_input(job, n, i) for n, i in zip(names[received:], part.inputs, strict=False)),
         totals=tuple(
-            Total(n, total.total_axes or ())
-            for n, total in zip(names[received + read :], part.totals, strict=True)
+            Total(n, total.total_axes or ()) for n, total in zip(names[received + read :], part.totals, strict=True)
         ),
         sends=tuple(_tensor(name, wire) for name, wire in zip(returned, part.sends, strict=False)),
         parameters=tuple(_parameters(job, part)),
@@ -91,9 +90,7 @@ def _parameter(job: Job, call: Call, position: int, holders: tuple[int, ...]) ->
 
 def _holders(job: Job, name: str) -> tuple[int, ...]:
     """The stages that read a parameter."""
-    return tuple(
-        sorted({stage for call, stage in job.stage_of.items() if name in job.model.calls[call].parameters})
-    )
+    return tuple(sorted({stage for call, stage in job.stage_of.items() if name in job.model.calls[call].parameters}))
 
 
 def program_lines(job: Job, part: Part, program: Program) -> list[str]:

@@ -55,9 +55,7 @@ class Job:
         found: dict[int, set[int]] = {}
         for index, call in enumerate(self.model.calls):
             if index not in self.inlined:
-                outside = {
-                    k for k, name in enumerate(call.parameters) if not name.startswith(f"{call.path}.")
-                }
+                outside = {k for k, name in enumerate(call.parameters) if not name.startswith(f"{call.path}.")}
                 found.setdefault(call.block, set()).update(outside)
         return {block: frozenset(positions) for block, positions in found.items()}
 
@@ -101,9 +99,7 @@ def make_job(
     calls = [call for stage in cut for call in stage]
     expected = [call for call in range(len(model.calls)) if call not in tables]
     if calls != expected or not all(cut):
-        raise StageError(
-            f"stages {cut} are not the calls {expected} in order, cut into parts that are not empty"
-        )
+        raise StageError(f"stages {cut} are not the calls {expected} in order, cut into parts that are not empty")
     if len(cut) != mesh.pp:
         raise StageError(f"{len(cut)} stages can't run on {mesh.pp} pipeline ranks; give one stage for each")
     return Job(model, cut, mesh, microbatches, digest, reduce)

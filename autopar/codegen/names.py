@@ -36,6 +36,12 @@ _SHORT: Final = {
     "bmm": "y",
     "pow": "square",
     "sum": "total",
+    "max": "top",
+    "min": "low",
+    "split": "part",
+    "split_with_sizes": "part",
+    "chunk": "part",
+    "unbind": "part",
     "slice": "part",
     "select": "part",
     "cross_entropy_loss": "loss",
@@ -76,9 +82,7 @@ def carried(node: fx.Node) -> fx.Node | None:
 
 
 def _without_bias(bias: fx.Node, other: fx.Node) -> fx.Node | None:
-    return (
-        other if info(source(bias)).role == "parameter" and info(source(other)).role != "parameter" else None
-    )
+    return other if info(source(bias)).role == "parameter" and info(source(other)).role != "parameter" else None
 
 
 def source(node: fx.Node) -> fx.Node:
@@ -109,6 +113,8 @@ def _forward(node: fx.Node, found: Mapping[fx.Node, str]) -> str:
     before = carried(node)
     if before is not None:
         return found.get(before) or short(info(source(before)).name or "value")
+    if is_getitem(node):
+        return found[operands(node)[0]]
     if packet(node) in ("add", "sub"):
         shape = info(node).meta.shape
         if any(found.get(o) == STREAM and info(o).meta.shape == shape for o in operands(node)):
@@ -170,9 +176,7 @@ def value_names(model: Model) -> dict[Value, str]:
         block = model.block_of(call)
         given = tables.setdefault(call.block, {})
         if not given:
-            fixed = {
-                n: names[Value(index, k)] for k, n in enumerate(block.outputs) if Value(index, k) in names
-            }
+            fixed = {n: names[Value(index, k)] for k, n in enumerate(block.outputs) if Value(index, k) in names}
             given.update(bases(block, {}, fixed))
         for k, node in enumerate(block.outputs):
             plain = STREAM if info(node).meta.needs_grad else given.get(node, "x")

@@ -29,11 +29,8 @@ class Body:
     function: Function
     atoms: dict[Edge, Atom] = field(default_factory=dict)
 
-    def argument(self, value: Edge, base: str) -> Var:
-        variable = Var(base)
-        self.function.arguments.append(variable)
-        self.atoms[value] = variable
-        return variable
+    def argument(self, value: Edge, base: str, note: str = "") -> None:
+        self.atoms[value] = self.function.argument(base, note)
 
     def take(self, into: Edge) -> Atom:
         """What stands for the value behind an edge; writes the transitions that aren't there yet."""
@@ -45,9 +42,7 @@ class Body:
             self.atoms[into] = variable
         return self.atoms[into]
 
-    def change(
-        self, value: Value, before: tuple[Change, ...], change: Change, given: Atom
-    ) -> tuple[Code, str]:
+    def change(self, value: Value, before: tuple[Change, ...], change: Change, given: Atom) -> tuple[Code, str]:
         """Code and comment of one transition."""
         way = transition(change.src, change.dst)
         assert way is not None, change
@@ -73,15 +68,11 @@ class Body:
         job = self.job
         call = job.model.calls[index]
         block = job.model.block_of(call)
-        given: dict[fx.Node, Atom] = {
-            n: attribute(call.parameters[k]) for k, n in enumerate(block.parameters)
-        }
+        given: dict[fx.Node, Atom] = {n: attribute(call.parameters[k]) for k, n in enumerate(block.parameters)}
         given |= {n: self.take(edges[k]) for k, n in enumerate(block.inputs) if n in needed}
         inputs = {n: self._base(call.operands[k]) for k, n in enumerate(block.inputs)}
         outputs = {n: job.names[Value(index, k)] for k, n in enumerate(block.outputs)}
-        writer = Writer(
-            self.function, bases(block, inputs, outputs), numbers_from(job.random_offsets[index]), index
-        )
+        writer = Writer(self.function, bases(block, inputs, outputs), numbers_from(job.random_offsets[index]), index)
         for k, atom in enumerate(writer.write(block, given, needed)):
             if atom:
                 self.atoms[Edge(Value(index, k))] = atom
@@ -89,9 +80,7 @@ class Body:
     def tables(self, needed: Mapping[int, Collection[fx.Node]]) -> None:
         for index, nodes in needed.items():
             count = len(self.job.model.calls[index].operands)
-            self.inline(
-                index, {k: edge(self.job.model, self.job.mesh, index, k) for k in range(count)}, nodes
-            )
+            self.inline(index, {k: edge(self.job.model, self.job.mesh, index, k) for k in range(count)}, nodes)
 
     def run(self, run: Run) -> None:
         """Write one call of a layer, or a loop over several."""
@@ -100,9 +89,7 @@ class Body:
         outputs = job.model.block_of(call).outputs
         read = {value for c in job.model.calls for value in c.operands} | {job.model.loss}
         targets = [
-            Var(job.names[Value(last, k)])
-            if Value(last, k) in read or k in dict(run.carried).values()
-            else None
+            Var(job.names[Value(last, k)]) if Value(last, k) in read or k in dict(run.carried).values() else None
             for k in range(len(outputs))
         ]
         arguments, starts, rows = self._arguments(run, targets)
@@ -154,7 +141,8 @@ def forward(job: Job, part: Part, reserved: frozenset[str]) -> Function:
     """``forward(*receives, *inputs, *totals)``: returns what it sends as a tuple, or the loss."""
     body = Body(job, part, Function("forward", [], reserved))
     for wire in part.receives:
-        body.argument(Edge(wire.value, wire.changes), job.names[wire.value])
+        types = changed_types(made_types(job.model, wire.value), wire.changes)
+        body.argument(Edge(wire.value, wire.changes), job.names[wire.value], comments.typed(wire.meta, types))
     _input_arguments(body)
     for total in part.totals:
         body.argument(total, job.names[total.value])
@@ -172,7 +160,6 @@ def forward(job: Job, part: Part, reserved: frozenset[str]) -> Function:
     else:
         body.function.results = tuple(body.take(Edge(wire.value, wire.changes)) for wire in part.sends)
         body.function.always_tuple = True
-    body.function.comment = _arguments_comment(job, part)
     return body.function
 
 
@@ -190,11 +177,3 @@ def totals(job: Job, part: Part, reserved: frozenset[str]) -> Function | None:
 def _input_arguments(body: Body) -> None:
     for position in body.part.inputs:
         body.argument(Edge(Value(INPUT_CALL, position)), identifier(body.job.model.inputs[position].name))
-
-
-def _arguments_comment(job: Job, part: Part) -> str:
-    texts = []
-    for wire in part.receives:
-        types = changed_types(made_types(job.model, wire.value), wire.changes)
-        texts.append(f"{job.names[wire.value]}: {comments.typed(wire.meta, types)}")
-    return ", ".join(texts)

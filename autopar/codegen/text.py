@@ -44,9 +44,9 @@ def literal(value: Any) -> str:
 
 
 def attribute(path: str) -> str:
-    """``self.model.layers[3].weight`` for ``model.layers.3.weight``."""
+    """``self.model.layers[3].weight`` for ``model.layers.3.weight``, ``self`` for ""."""
     text = "self"
-    for part in path.split("."):
+    for part in filter(None, path.split(".")):
         if is_index(part):
             text += f"[{part}]"
         elif part.isidentifier() and not keyword.iskeyword(part):
@@ -110,6 +110,7 @@ class Row(str):
     """A row of the finished text that ends a line with an origin."""
 
     __slots__ = ("origin",)
+    origin: Origin
 
     @classmethod
     def of(cls, text: str, origin: Origin) -> Row:

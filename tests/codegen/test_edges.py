@@ -54,9 +54,7 @@ def apply(parts: Parts, change: Change) -> Parts:
     return made
 
 
-def two_calls(
-    made: dict[str, Type], taken: dict[str, Type], meta: Meta | None = None, kind: str = "glue"
-) -> Model:
+def two_calls(made: dict[str, Type], taken: dict[str, Type], meta: Meta | None = None, kind: str = "glue") -> Model:
     """A call that makes a value, and one that takes it."""
     meta = meta or Meta((EXTENT, EXTENT), torch.float32, True)
 

@@ -40,9 +40,7 @@ def test_stages_compute_loss_and_gradients_of_the_model(name: str, stages: int) 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_compiled_stage_computes_the_same(name: str) -> None:
     case, _ = prepared(name)
-    compiled = run(
-        case, programs(name), lambda stage: torch.compile(stage, backend="aot_eager", fullgraph=True)
-    )
+    compiled = run(case, programs(name), lambda stage: torch.compile(stage, backend="aot_eager", fullgraph=True))
     assert_equal(compiled, expected(case), 1e-12)
 
 

@@ -65,6 +65,7 @@ def test_an_argument_without_source_form_is_refused() -> None:
         ("model.norm.weight", "self.model.norm.weight"),
         ("h.3.ln_1.bias", "self.h[3].ln_1.bias"),
         ("0.weight", "self[0].weight"),
+        ("", "self"),
         ("heads.a-b.w", 'getattr(self.heads, "a-b").w'),
         ("m.class", 'getattr(self.m, "class")'),
         ("m.07", 'getattr(self.m, "07")'),
