@@ -26,6 +26,7 @@ from autopar.passes.functionalize import functionalize
 from autopar.passes.normalize_losses import normalize_losses
 from autopar.plan import Plan
 from autopar.planner.build import Built, Request, build
+from autopar.runtime import Input, batches
 from autopar.runtime.job import (
     Job,
     Optimizer,
@@ -247,7 +248,11 @@ class ParallelModel:
         return self._loss
 
     def _tensors(self, batch: Any) -> dict[str, torch.Tensor]:
-        return flatten(batch)[0]
+        """The batch's tensors by path. Raises BatchError where they are not what the plan was made for."""
+        tensors = flatten(batch)[0]
+        items = self.plan.inputs
+        batches.check(tensors, [Input(i.name, i.path, tuple(i.shape), i.dtype, i.batch_dim) for i in items])
+        return tensors
 
 
 def _check_gpus(gpus: int) -> None:
@@ -330,5 +335,3 @@ def _source(model: nn.Module, constants: Mapping[str, torch.Tensor], seed: int) 
     state |= {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
     state |= dict(model.named_buffers(remove_duplicate=False))
     return StateSource(state)
-
-

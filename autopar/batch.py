@@ -43,7 +43,8 @@ def flatten(batch: Any) -> tuple[dict[str, torch.Tensor], Structure]:
     tensors: dict[str, torch.Tensor] = {}
     tree = _strip(batch, "", tensors)
     if not tensors:
-        raise BatchError(f"the batch holds no tensor (it is a {type(batch).__name__}); give what the model is called with")
+        kind = type(batch).__name__
+        raise BatchError(f"the batch holds no tensor (it is a {kind}); give what the model is called with")
     return tensors, Structure(tree)
 
 

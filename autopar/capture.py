@@ -60,6 +60,7 @@ class _WithLoss(nn.Module):
 
 def loss_of(output: Any, batch: Any, loss: Loss | None) -> torch.Tensor:
     """The scalar loss of a model's output. Raises CaptureError where there is none."""
+    found: Any
     if loss is not None:
         found = loss(output, batch)
     elif isinstance(output, torch.Tensor):
@@ -153,7 +154,8 @@ def _training_path(wrapper: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _no_cache(wrapper: nn.Module) -> Iterator[None]:
     """Generation caches play no part in the loss; transformers' configs turn them on by default."""
-    configs = [m.config for m in wrapper.modules() if getattr(getattr(m, "config", None), "use_cache", None) is True]
+    found = [getattr(m, "config", None) for m in wrapper.modules()]
+    configs: list[Any] = [config for config in found if getattr(config, "use_cache", None) is True]
     try:
         for config in configs:
             config.use_cache = False
@@ -187,16 +189,16 @@ def _flat(
     parameters, constants = _name_placeholders(model, exported)
     inputs = _name_inputs(exported, tensors, batch_dim)
     output = next(n for n in reversed(graph.nodes) if n.op == "output")
-    loss = output.args[0][0]  # type: ignore[index]
-    nodes = _live(graph, loss)  # type: ignore[arg-type]
+    loss = output.args[0][0]
+    nodes = _live(graph, loss)
     classes: dict[str, str] = {"": type(model).__name__}
     for node in nodes:
         _describe(node, classes)
-    if not info(loss).meta.needs_grad:  # type: ignore[arg-type]
+    if not info(loss).meta.needs_grad:
         raise CaptureError("the loss doesn't depend on any trainable parameter")
     size = batch_size(tensors, batch_dim)
     name = type(model).__name__
-    return Flat(name, graph, nodes, loss, parameters, inputs, classes, constants, size)  # type: ignore[arg-type]
+    return Flat(name, graph, nodes, loss, parameters, inputs, classes, constants, size)
 
 
 def _name_placeholders(

@@ -19,7 +19,8 @@ from autopar.model_names import Named, resolve
 from autopar.plan import Plan, bytes_text
 from autopar.schedules import render
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="Compile PyTorch models into parallel training programs.")
+_HELP = "Compile PyTorch models into parallel training programs."
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=_HELP)
 
 Model = Annotated[str, typer.Argument(help="hf:path/to/config.json or package.module:factory")]
 Gpus = Annotated[int, typer.Option(help="ranks of the job")]
@@ -64,9 +65,7 @@ def _sizes(text: str) -> dict[str, int] | None:
 
 def _job(named: Named, gpus: int, mesh: str, plan: Path | None, **options: Any) -> ParallelModel:
     loaded = Plan.load(plan) if plan is not None else None
-    return compile(
-        named.model, gpus, sample=named.sample, loss=named.loss, mesh=_sizes(mesh), plan=loaded, **options
-    )
+    return compile(named.model, gpus, sample=named.sample, loss=named.loss, mesh=_sizes(mesh), plan=loaded, **options)
 
 
 @app.command("plan")
@@ -229,5 +228,3 @@ def train_command(
     if int(os.environ.get("RANK", "0")) == 0:
         text = ", ".join(f"{loss:.6f}" for loss in losses)
         print(json.dumps({"losses": losses}) if json_ else f"loss per step: {text}")
-
-

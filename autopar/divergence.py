@@ -58,7 +58,8 @@ def first_divergence(job: ParallelModel, batch: Any, tolerance: float) -> str:
     call, name = list(order)[position]
     node = _node(model, call, name)
     path = model.calls[call].path
-    return f"first different value: {where(node)}{f' of {path}' if path else ''}, on rank {rank}, relative error {error:.1e}"
+    place = f"{where(node)} of {path}" if path else where(node)
+    return f"first different value: {place}, on rank {rank}, relative error {error:.1e}"
 
 
 def _places(model: Model) -> Iterator[Place]:
@@ -69,7 +70,8 @@ def _places(model: Model) -> Iterator[Place]:
 
 
 def _node(model: Model, call: int, name: str) -> fx.Node:
-    return next(n for n in model.block_of(model.calls[call]).graph.nodes if n.name == name)
+    block = model.block_of(model.calls[call])
+    return next(n for n in block.ops if n.name == name)
 
 
 def one_device_values(job: ParallelModel, batch: Any) -> dict[Place, Tensor]:
@@ -80,9 +82,7 @@ def one_device_values(job: ParallelModel, batch: Any) -> dict[Place, Tensor]:
     state = {**dict(twin.named_parameters(remove_duplicate=False)), **dict(twin.named_buffers(remove_duplicate=False))}
     state |= job.constants
     values: dict[Place, Tensor] = {}
-    outputs: dict[tuple[int, int], Any] = {
-        (INPUT_CALL, i): tensors[item.path] for i, item in enumerate(model.inputs)
-    }
+    outputs: dict[tuple[int, int], Any] = {(INPUT_CALL, i): tensors[item.path] for i, item in enumerate(model.inputs)}
     with torch.no_grad():
         for index, call in enumerate(model.calls):
             block = model.block_of(call)

@@ -243,7 +243,7 @@ class Block:
     @property
     def outputs(self) -> list[fx.Node]:
         node = next(n for n in reversed(self.graph.nodes) if n.op == "output")
-        return list(node.args[0])  # type: ignore[arg-type]
+        return list(node.args[0])
 
 
 @dataclass(frozen=True)

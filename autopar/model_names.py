@@ -27,8 +27,9 @@ class Named:
 def resolve(name: str, *, batch: int, sequence: int, dtype: str, meta: bool, seed: int = 0) -> Named:
     """Build the model that ``name`` names, with random weights, and a random sample.
 
-    ``hf:config.json`` is a causal language model of ``transformers``, called with ``batch`` x ``sequence`` random tokens.
-    ``package.module:factory`` is called without arguments and returns ``(model, sample)`` or ``(model, sample, loss)``.
+    ``hf:config.json`` is a causal language model of ``transformers``, called with ``batch`` x ``sequence`` random
+    tokens. ``package.module:factory`` is called without arguments and returns ``(model, sample)`` or
+    ``(model, sample, loss)``.
     Raises ArgumentError where there is no such model.
     """
     torch.manual_seed(seed)

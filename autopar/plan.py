@@ -35,7 +35,7 @@ class InputPlan(_Value):
 
 
 class NodePlan(_Value):
-    """Types of one op, parameter or input of a block per axis: ``"S(2), S(0) -> P"``; a parameter's is how it is stored."""
+    """Types of one op, parameter or input of a block per axis: ``"S(2), S(0) -> P"``; a parameter's is its storage."""
 
     name: str
     op: str
@@ -101,7 +101,7 @@ class Plan(_Value):
     def _check(self) -> Plan:
         Mesh(**self.mesh_sizes)
         if self.digest and self.digest != _digest(self):
-            raise ValueError(f"its digest is {self.digest}, its content's is {_digest(self)}: it was changed by hand or damaged")
+            raise ValueError(f"its digest is {self.digest}, its content's {_digest(self)}: it was changed or damaged")
         return self
 
     @property
@@ -205,9 +205,11 @@ def _explain(plan: Plan) -> Iterator[str]:
     cost = plan.cost
     yield f"{plan.model_name} on {plan.mesh.world} x {plan.cluster}: {plan.mesh}   (plan {plan.digest})"
     per_rank = plan.batch_size // plan.microbatches // plan.mesh.dp
-    yield f"batch {plan.batch_size} = {plan.microbatches} microbatches x dp {plan.mesh.dp} x {per_rank}, schedule {plan.schedule}"
+    batch = f"{plan.batch_size} = {plan.microbatches} microbatches x dp {plan.mesh.dp} x {per_rank}"
+    yield f"batch {batch}, schedule {plan.schedule}"
     gap = 100 * (1 - cost.bound_seconds / cost.step_seconds) if cost.step_seconds else 0.0
-    yield f"step {seconds_text(cost.step_seconds)}; nothing on this mesh is below {seconds_text(cost.bound_seconds)} ({gap:.1f} % gap)"
+    bound = f"nothing on this mesh is below {seconds_text(cost.bound_seconds)} ({gap:.1f} % gap)"
+    yield f"step {seconds_text(cost.step_seconds)}; {bound}"
     parts = [("compute and tp", cost.compute_seconds), ("bubble", cost.bubble_seconds)]
     parts += [("gradient reduction", cost.reduce_seconds), ("optimizer", cost.optimizer_seconds)]
     yield "  " + ", ".join(f"{name} {seconds_text(value)}" for name, value in parts)

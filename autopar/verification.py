@@ -86,9 +86,7 @@ def verify_job(job: ParallelModel, batch: Any, steps: int) -> Verification:
     """Train both for ``steps`` steps on ``batch`` and compare losses, gradients and parameters."""
     reference = job.reference()
     dtype = narrowest_dtype(job.lowered)
-    expected = train_one_device(
-        reference, batch, steps, job.loss, job.job.optimizer, job.job.clip_norm
-    )
+    expected = train_one_device(reference, batch, steps, job.loss, job.job.optimizer, job.job.clip_norm)
     found = job.simulate(batch, steps)
     tolerance = TOLERANCES.get(dtype, torch.finfo(dtype).eps ** 0.5)
     loss_error = max(abs(a - b) / max(abs(b), 1e-30) for a, b in zip(found.losses, expected.losses, strict=True))
@@ -102,7 +100,8 @@ def verify_job(job: ParallelModel, batch: Any, steps: int) -> Verification:
 
 def narrowest_dtype(model: Model) -> torch.dtype:
     """The floating dtype with the coarsest rounding that the model computes in (many cast to float32 inside)."""
-    metas = [m for block in model.blocks for node in block.graph.nodes if node.op != "output" for m in info(node).outputs]
+    nodes = [node for block in model.blocks for node in block.graph.nodes if node.op != "output"]
+    metas = [meta for node in nodes for meta in info(node).outputs]
     return max((m.dtype for m in metas if m.needs_grad), key=lambda dtype: torch.finfo(dtype).eps)
 
 

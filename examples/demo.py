@@ -71,7 +71,7 @@ def train_one_device(model: GPT2LMHeadModel, data: list[dict[str, Tensor]]) -> I
         loss = model(**batch).loss
         loss.backward()
         optimizer.step()
-        yield float(loss)
+        yield float(loss.detach())
 
 
 def train_ranks(directory: Path, steps: int) -> Iterator[float]:
@@ -79,7 +79,8 @@ def train_ranks(directory: Path, steps: int) -> Iterator[float]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     command += [str(directory / "train.py"), "--steps", str(steps), "--batches", str(directory / "batches.safetensors")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
         for line in process.stdout:
             if line.startswith("step "):
                 yield float(line.rsplit(" ", 1)[1])

@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 def canonicalize(model: Model) -> Model:
     for block in model.blocks:
-        for rewrite in (_spell_broadcasts, _drop_no_ops, _name_reshapes, _merge_reshapes, _unflatten_rows, _merge_reshapes, _split_bias):
+        for rewrite in _REWRITES:
             rewrite(block)
         block.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
     return model
@@ -59,7 +59,7 @@ def _spell_broadcasts(block: Block) -> None:
     for node in block.ops:
         if not is_getitem(node) or op_name(node.args[0]) != "aten.broadcast_tensors.default":  # type: ignore[arg-type]
             continue
-        operand = node.args[0].args[0][node.args[1]]  # type: ignore[union-attr,index,call-overload]
+        operand = node.args[0].args[0][node.args[1]]  # type: ignore[union-attr,index]
         node.target = aten.expand.default
         node.args = (operand, list(info(node).meta.shape))
 
@@ -78,14 +78,18 @@ def _is_no_op(node: fx.Node) -> bool:
     if name in _ALWAYS_NO_OP or (name in _CASTS and same):
         return True
     if name in _ADDITIONS:
-        return same and node.args[1] == 0 and not isinstance(node.args[1], fx.Node) and len(node.args) == 2
+        return same and _is_number(node.args[1], 0) and len(node.args) == 2
     if name in _PRODUCTS_BY_ONE:
-        return same and not isinstance(node.args[1], fx.Node) and node.args[1] == 1
+        return same and _is_number(node.args[1], 1)
     if name in _DROPOUTS:
         return not info(node).random
     if name in _STOPS:
         return not before.needs_grad
     return name in _RESHAPES and same
+
+
+def _is_number(argument: object, value: int) -> bool:
+    return isinstance(argument, int | float) and argument == value
 
 
 def _name_reshapes(block: Block) -> None:
@@ -148,7 +152,7 @@ def _lift(graph: fx.Graph, node: fx.Node, position: int, lead: tuple[int, ...], 
         arguments[position] = lifted
         result = info(users[0]).outputs
         if op_name(node) == "aten.linear.default":
-            made = derive(graph.call_function(node.target, tuple(arguments), node.kwargs), node, outputs=result)
+            made = derive(graph.call_function(aten.linear.default, tuple(arguments), node.kwargs), node, outputs=result)
         else:
             factors = tuple(arguments[position : position + 2])
             made = derive(graph.call_function(aten.matmul.default, factors), node, outputs=result)
@@ -189,3 +193,13 @@ _BIASED: dict[str, Callable[[fx.Graph, fx.Node], None]] = {
     "aten.linear.default": _split_linear,
     "aten.addmm.default": _split_addmm,
 }
+
+_REWRITES: tuple[Callable[[Block], None], ...] = (
+    _spell_broadcasts,
+    _drop_no_ops,
+    _name_reshapes,
+    _merge_reshapes,
+    _unflatten_rows,
+    _merge_reshapes,
+    _split_bias,
+)

@@ -143,9 +143,7 @@ class _Folder:
             self.values[node] = Value(len(self.calls), k)
         self.calls.append(call)
 
-    def _build(
-        self, unit: _Unit, parameters: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]
-    ) -> Block:
+    def _build(self, unit: _Unit, parameters: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) -> Block:
         graph = fx.Graph()
         env: dict[fx.Node, fx.Node] = {}
         for node in [*parameters, *inputs]:
@@ -209,7 +207,13 @@ def _key(unit: _Unit, parameters: Sequence[fx.Node], inputs: Sequence[fx.Node], 
     for i, node in enumerate(unit.nodes):
         number[node] = ("n", i)
     rows = tuple(
-        (op_name(n), _freeze(n.args, number), _freeze(n.kwargs, number), info(n).outputs, _relative(info(n).module, unit.path))
+        (
+            op_name(n),
+            _freeze(n.args, number),
+            _freeze(n.kwargs, number),
+            info(n).outputs,
+            _relative(info(n).module, unit.path),
+        )
         for n in unit.nodes
     )
     stored = tuple((_relative(info(p).name, unit.path), info(p).outputs) for p in parameters)

@@ -49,7 +49,9 @@ def _transition(graph: fx.Graph, operand: fx.Node, given: Type, kind: Type, axis
     change = transition(given, kind)
     if change is None:
         raise GraphError(f"{where(operand)}: no transition from {given} to {kind} on {axis}")
-    node = graph.call_function(RuntimeOp(change.function), (operand, AxisRef(axis)), {"src": given, "dst": kind})
+    arguments: Any = (operand, AxisRef(axis))
+    types: Any = {"src": given, "dst": kind}
+    node = graph.call_function(RuntimeOp(change.function), arguments, types)
     data = info(operand)
     choices = {a: Choice((c.result,), c.result) for a, c in data.choices.items() if a != axis}
     choices[axis] = Choice((given,), kind)

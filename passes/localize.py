@@ -1,7 +1,7 @@
 """localize: once an axis is solved, the graph becomes what one rank of it runs.
 
-Guarantees: shapes in metadata and sizes in arguments are those of one rank; ops whose sharded form needs code of its own
-call that. Example, two ranks: ``reshape(q S(2), [4, 16, 8, 8])`` becomes ``reshape(q, [4, 16, 4, 8])``.
+Guarantees: shapes in metadata and sizes in arguments are those of one rank; ops whose sharded form needs code of
+its own call that. Example, two ranks: ``reshape(q S(2), [4, 16, 8, 8])`` becomes ``reshape(q, [4, 16, 4, 8])``.
 """
 
 from __future__ import annotations

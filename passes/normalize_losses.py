@@ -8,6 +8,7 @@ mean of parts can't. Example: ``cross_entropy(x, t)`` -> ``cross_entropy(x, t, r
 from __future__ import annotations
 
 from collections.abc import Callable
+
 import torch
 from torch import fx
 
@@ -36,14 +37,15 @@ def normalize_losses(flat: Flat) -> Flat:
 
 def _class_loss(graph: fx.Graph, node: fx.Node) -> list[fx.Node] | None:
     """cross_entropy and nll_loss with class indices: the count is of targets that aren't ignored."""
-    given = arguments(node)
+    given, target_op = arguments(node), node.target
+    assert callable(target_op)
     target = given["target"]
     if given["reduction"] != _MEAN or given["weight"] is not None or info(target).meta.dtype.is_floating_point:
         return None
     values = [_SUM if name == "reduction" else value for name, value in given.items()]
     scalar = (Meta((), torch.int64),)
     with graph.inserting_before(node):
-        total = derive(graph.call_function(node.target, tuple(values)), node)
+        total = derive(graph.call_function(target_op, tuple(values)), node)
         valid = graph.call_function(aten.ne.Scalar, (target, given["ignore_index"]))
         derive(valid, node, outputs=(Meta(info(target).meta.shape, torch.bool),))
         count = derive(graph.call_function(aten.sum.default, (valid,)), node, outputs=scalar)
@@ -53,13 +55,14 @@ def _class_loss(graph: fx.Graph, node: fx.Node) -> list[fx.Node] | None:
 
 def _pointwise_loss(graph: fx.Graph, node: fx.Node) -> list[fx.Node] | None:
     """mse_loss and its like: the count is the number of elements."""
-    given = arguments(node)
+    given, target_op = arguments(node), node.target
+    assert callable(target_op)
     if given["reduction"] != _MEAN:
         return None
     values = [_SUM if name == "reduction" else value for name, value in given.items()]
     count = info(node.all_input_nodes[0]).meta.numel
     with graph.inserting_before(node):
-        total = derive(graph.call_function(node.target, tuple(values)), node)
+        total = derive(graph.call_function(target_op, tuple(values)), node)
         loss = derive(graph.call_function(aten.div.Tensor, (total, count)), node)
     return [total, loss]
 
@@ -75,5 +78,3 @@ _REWRITES: dict[str, _Rewrite] = {
     "aten.huber_loss.default": _pointwise_loss,
     "aten.binary_cross_entropy_with_logits.default": _pointwise_loss,
 }
-
-

@@ -74,7 +74,9 @@ def _whole(node: fx.Node) -> Choice:
 def _transition_seconds(node: fx.Node, machine: Machine) -> tuple[float, float]:
     axis_ref = node.args[1]
     src, dst = node.kwargs["src"], node.kwargs["dst"]
-    assert isinstance(axis_ref, AxisRef) and isinstance(src, Type) and isinstance(dst, Type)
+    assert isinstance(axis_ref, AxisRef)
+    assert isinstance(src, Type)
+    assert isinstance(dst, Type)
     step = transition(src, dst)
     assert step is not None
     operand = node.args[0]

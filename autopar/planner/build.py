@@ -21,7 +21,8 @@ from autopar.planner.onehot import Solution
 from autopar.planner.prices import MicrobatchPrices, RankPrices
 from autopar.planner.sharding import AxisProblem, apply_choices, solve_axis
 from autopar.planner.stages import Partition, Unit, partition
-from autopar.rules import has_rule, lookup
+from autopar.rules import has_rule
+from autopar.rules.attention import heads
 from autopar.rules.base import Op
 from autopar.schedules import Costs, Schedule, Timeline, generate, lower, simulate_timeline
 
@@ -66,7 +67,7 @@ def build(model: Model, request: Request, pinned: Plan | None = None) -> Built:
     cut = _cut(units, inflight, request, pinned)
     stages = _stages(calls, cut)
     timeline = simulate_timeline(schedule, _schedule_costs(model, stages, costs, units, calls, machine))
-    plan = _plan(model, request, solutions, stages, cut, costs, timeline, inflight)
+    plan = pinned or _plan(model, request, solutions, stages, cut, costs, timeline, inflight)
     return Built(plan, model, stages, schedule, timeline)
 
 
@@ -114,13 +115,8 @@ def _check_heads(model: Model, request: Request) -> None:
     """Attention that tp can't split by heads would be computed whole on every rank: refuse instead."""
     tp = request.mesh.tp
     for node in (n for block in model.blocks for n in block.ops if tp > 1):
-        rule = lookup(op_name(node))
-        heads = getattr(rule, "heads", None)
-        choice = info(node).choices["tp"]
-        if heads is None or choice.result.is_shard:
-            continue
         counts = heads(Op.of(node))
-        if any(count % tp for count in counts):
+        if counts and not info(node).choices["tp"].result.is_shard and any(count % tp for count in counts):
             fits = [t for t in range(1, max(counts) + 1) if all(c % t == 0 for c in counts)]
             raise ShardingError(
                 f"{where(node)} has {' and '.join(map(str, dict.fromkeys(counts)))} heads, which tp={tp} doesn't "
@@ -200,10 +196,7 @@ def _schedule_costs(
     state = [sum(c.parameter_bytes for c in stage) for stage in per_stage]
     cut = {i: unit.cut_seconds / 2 for i, unit in zip(calls, units, strict=True)}
     send_backward = tuple(0.0 if k == 0 else cut[stage[0]] for k, stage in enumerate(stages))
-    reduce = tuple(
-        sum(collective.seconds("all_reduce", b, machine.sizes[a], machine.links[a]) for a in ("dp",) if machine.sizes[a] > 1)
-        for b in state
-    )
+    reduce = tuple(collective.seconds("all_reduce", b, machine.sizes["dp"], machine.links["dp"]) for b in state)
     return Costs(
         forward_seconds=tuple(sum(c.forward_seconds for c in s) for s in per_stage),
         backward_seconds=tuple(sum(c.backward_seconds for c in s) for s in per_stage),
@@ -311,5 +304,3 @@ def _cost_plan(
         reduce_seconds=reduce,
         optimizer_seconds=optimizer,
     )
-
-

@@ -73,14 +73,18 @@ class Solution:
 
 
 Variables = list[list[milp.Variable]]
-Flows = list[dict[tuple[Type, Type], milp.Variable]]
+Flow = dict[tuple[Type, Type], milp.Variable]
+Flows = list[Flow]
+Shares = dict[tuple[int, Hashable], Flow]
 
 
 def solve(problem: Problem, *, time_limit_seconds: float = 60.0) -> Solution:
     """The cheapest assignment. Raises ShardingError where none satisfies the constraints."""
-    model = milp.Model()
-    x: Variables = [[model.new_bool_var(f"x{v}_{c}") for c in range(len(vertex.results))]
-                    for v, vertex in enumerate(problem.vertices)]
+    model = milp.Model()  # type: ignore[no-untyped-call]
+    x: Variables = [
+        [model.new_bool_var(f"x{v}_{c}") for c in range(len(vertex.results))]
+        for v, vertex in enumerate(problem.vertices)
+    ]
     _one_choice(model, x)
     e = _marginals(model, problem, x)
     z = _shares(model, problem, e)
@@ -131,12 +135,12 @@ def _by_type(types: Sequence[Type], row: list[milp.Variable]) -> dict[Type, list
     return found
 
 
-def _shares(model: milp.Model, problem: Problem, e: Flows) -> dict[tuple[int, Hashable], dict[tuple[Type, Type], milp.Variable]]:
+def _shares(model: milp.Model, problem: Problem, e: Flows) -> Shares:
     groups: dict[tuple[int, Hashable], list[int]] = defaultdict(list)
     for number, edge in enumerate(problem.edges):
         if edge.share is not None:
             groups[edge.source, edge.share].append(number)
-    shared: dict[tuple[int, Hashable], dict[tuple[Type, Type], milp.Variable]] = {}
+    shared: Shares = {}
     for key, numbers in groups.items():
         if len(numbers) < 2:
             continue
@@ -176,7 +180,7 @@ def _objective(
     problem: Problem,
     x: Variables,
     e: Flows,
-    z: dict[tuple[int, Hashable], dict[tuple[Type, Type], milp.Variable]],
+    z: Shares,
 ) -> None:
     terms = []
     for vertex, row in zip(problem.vertices, x, strict=True):

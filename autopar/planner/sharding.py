@@ -186,7 +186,13 @@ def _add_vertices(build: _Build) -> None:
 
 
 def _vertex(
-    build: _Build, key: Key, choices: list[Choice], seconds: Sequence[float], bytes_: Sequence[int], count: int, name: str
+    build: _Build,
+    key: Key,
+    choices: list[Choice],
+    seconds: Sequence[float],
+    bytes_: Sequence[int],
+    count: int,
+    name: str,
 ) -> None:
     build.index[key] = len(build.vertices)
     build.choices[key] = choices
@@ -258,7 +264,14 @@ def _add_edges(build: _Build) -> None:
 
 
 def _edge(
-    build: _Build, source: Key, target: Key, position: int, count: int, share: int | None, per_step: bool, from_tables: bool
+    build: _Build,
+    source: Key,
+    target: Key,
+    position: int,
+    count: int,
+    share: int | None,
+    per_step: bool,
+    from_tables: bool,
 ) -> None:
     meta = build.model.inputs[source[1]].meta if source[0] == INPUT_CALL else info(source[1]).meta  # type: ignore[index,arg-type]
     made = {c.result for c in build.choices[source]}

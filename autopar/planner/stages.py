@@ -76,7 +76,7 @@ def partition(units: Sequence[Unit], inflight: Sequence[int], budget_bytes: int 
     return Partition(starts, even.value(slowest) * _NANOSECOND, bound)
 
 
-def _maximum(model: cp_model.CpModel, terms: list[cp_model.LinearExprT], name: str) -> cp_model.IntVar:
+def _maximum(model: cp_model.CpModel, terms: Sequence[cp_model.LinearExprT], name: str) -> cp_model.IntVar:
     bound = model.new_int_var(0, 1 << 60, name)
     for term in terms:
         model.add(bound >= term)
@@ -95,7 +95,7 @@ def _solve(
         need = min(u.state_bytes for u in units)
         raise StageError(
             f"no cut into {len(inflight)} stages fits {(budget_bytes or 0) / 2**30:.1f} GiB per rank "
-            f"(the smallest unit alone needs {need / 2**30:.1f} GiB); use more stages, tp, or fewer microbatches in flight"
+            f"(the smallest unit alone needs {need / 2**30:.1f} GiB); use more stages, tp, or smaller microbatches"
         )
     return solver
 
@@ -109,7 +109,9 @@ def _cuts(model: cp_model.CpModel, units: int, stages: int) -> list[cp_model.Int
     return cuts
 
 
-def _stage_seconds(model: cp_model.CpModel, units: Sequence[Unit], cuts: list[cp_model.IntVar]) -> list[cp_model.LinearExprT]:
+def _stage_seconds(
+    model: cp_model.CpModel, units: Sequence[Unit], cuts: list[cp_model.IntVar]
+) -> Sequence[cp_model.LinearExprT]:
     time = _prefix([_nanoseconds(u.seconds) for u in units])
     send = [0] + [_nanoseconds(u.cut_seconds) for u in units[1:]] + [0]
     at = [_element(model, time, cut, "time") for cut in cuts]
@@ -123,7 +125,7 @@ def _stage_bytes(
     cuts: list[cp_model.IntVar],
     inflight: Sequence[int],
     budget_bytes: int | None,
-) -> list[cp_model.LinearExprT]:
+) -> Sequence[cp_model.LinearExprT]:
     state = _prefix([_kib(u.state_bytes) for u in units])
     saved = _prefix([_kib(u.saved_bytes) for u in units])
     held = [_element(model, state, cut, "state") for cut in cuts]

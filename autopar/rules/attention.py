@@ -14,6 +14,13 @@ def _attention(op: Op) -> str:
     return f"{lead} {q} d!, {lead} k! d!, {lead} k! e!, {mask} -> {lead} {q} e!"
 
 
+def heads(op: Op) -> tuple[int, int] | None:
+    """Heads of queries and of keys, which a split by heads has to divide; None for an op that is no attention."""
+    if op.name not in RULES or len(op.operands[0].shape) < 4:
+        return None
+    return op.operands[0].shape[1], op.operands[1].shape[1]
+
+
 def _rank(op: Op, operand: int) -> int:
     return len(op.operands[operand].shape) if operand < len(op.operands) else 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,7 +56,8 @@ def main(script: str) -> None:
     for step, batch in enumerate(_batches(inputs, arguments.steps, arguments.batches)):
         loss = float(executor.step(batch))
         if executor.axes.rank == 0:
-            print(f"step {step}: loss {loss:.6f}", flush=True)
+            sys.stdout.write(f"step {step}: loss {loss:.6f}\n")
+            sys.stdout.flush()
 
 
 def _all_inputs(directory: Path) -> list[Input]:

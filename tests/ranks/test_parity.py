@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from typing import Any
 
 import pytest
 import torch
 
 import autopar
-from tests.models import CASES, make
+from tests.fast_cluster import FAST
+from tests.models import CASES, Case, Float64, make
 
 MESHES = [
     {"dp": 2},
@@ -33,19 +36,21 @@ def optimizer(parameters: Any) -> torch.optim.Optimizer:
 def verification(
     name: str, mesh: dict[str, int], microbatches: int, *, dtype: torch.dtype = torch.float64, **options: Any
 ) -> autopar.Verification:
-    case = make(name, batch=8, dtype=dtype)
-    world = 1
-    for size in mesh.values():
-        world *= size
+    with Float64() if dtype == torch.float64 else contextlib.nullcontext():
+        return _verification(make(name, 8, dtype), mesh, microbatches, options)
+
+
+def _verification(case: Case, mesh: dict[str, int], microbatches: int, options: dict[str, Any]) -> autopar.Verification:
     job = autopar.compile(
         case.model,
-        world,
+        math.prod(mesh.values()),
         sample=case.batch,
         loss=case.loss,
         mesh=mesh,
         microbatches=microbatches,
         optimizer=optimizer,
         clip_norm=0.5,
+        cluster=FAST,
         **options,
     )
     return job.verify(case.batch, steps=3)
@@ -53,6 +58,7 @@ def verification(
 
 @pytest.mark.parametrize("mesh", MESHES, ids=name_of)
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
 def test_float64(name: str, mesh: dict[str, int]) -> None:
     result = verification(name, mesh, microbatches=4)
     assert result.ok, str(result)
@@ -62,4 +68,37 @@ def test_float64(name: str, mesh: dict[str, int]) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "nano_gpt", "mlp"])
 def test_microbatches_alone(name: str, microbatches: int) -> None:
     result = verification(name, {"dp": 1}, microbatches)
+    assert result.ok, str(result)
+
+
+FAST_TIER = [("gpt2", {"pp": 2, "dp": 2, "tp": 2}), ("llama", {"tp": 2}), ("encoder", {"dp": 2, "tp": 2})]
+
+
+@pytest.mark.parametrize(("name", "mesh"), FAST_TIER, ids=name_of)
+def test_float64_sample(name: str, mesh: dict[str, int]) -> None:
+    """A few of the meshes below, for the fast tier."""
+    result = verification(name, mesh, microbatches=2)
+    assert result.tolerance == 1e-9
+    assert result.ok, str(result)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_sixteen_ranks(schedule: str) -> None:
+    result = verification("llama", {"pp": 4, "dp": 2, "tp": 2}, microbatches=4, schedule=schedule)
+    assert result.ok, str(result)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("microbatches", [1, 8])
+def test_other_microbatches(microbatches: int) -> None:
+    result = verification("nano_gpt", {"pp": 2, "tp": 2}, microbatches)
+    assert result.ok, str(result)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_float32(name: str) -> None:
+    result = verification(name, {"pp": 2, "dp": 2, "tp": 2}, microbatches=2, dtype=torch.float32)
+    assert result.tolerance == 2e-5
     assert result.ok, str(result)

@@ -1,0 +1,230 @@
+"""The public surface, and what bad input gets: one clear error each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.errors import ArgumentError, BatchError, CaptureError, PlanError, ShardingError, StageError
+from tests.models import MLP, gpt2, llama, make
+
+
+def compiled(name: str = "mlp", gpus: int = 2, batch: int = 8, **options: Any) -> autopar.ParallelModel:
+    case = make(name, batch)
+    return autopar.compile(case.model, gpus, sample=case.batch, loss=case.loss, **options)
+
+
+@pytest.fixture(scope="module")
+def job() -> autopar.ParallelModel:
+    return compiled(gpus=4, mesh={"pp": 2, "dp": 2}, microbatches=2)
+
+
+def test_the_model_is_never_modified() -> None:
+    case = make("gpt2", 4)
+    before = {name: value.clone() for name, value in case.model.state_dict().items()}
+    kind, cache = type(case.model), case.model.config.use_cache
+    job = autopar.compile(case.model, 2, sample=case.batch, mesh={"tp": 2})
+    job.simulate(case.batch, steps=1)
+    assert type(case.model) is kind
+    assert case.model.config.use_cache == cache
+    assert all(torch.equal(value, case.model.state_dict()[name]) for name, value in before.items())
+
+
+def test_simulation_reports_every_rank(job: autopar.ParallelModel) -> None:
+    result = job.simulate(make("mlp", 8).batch, steps=2)
+    assert len(result.losses) == 2
+    assert len(result.peak_bytes) == len(result.sent_bytes) == 4
+    assert all(sent["dp"] > 0 and sent["pp"] > 0 for sent in result.sent_bytes)
+    assert set(result.gradients) == set(result.parameters) == {n for n, _ in make("mlp", 8).model.named_parameters()}
+
+
+def test_simulation_is_deterministic_with_dropout() -> None:
+    torch.manual_seed(0)
+    case = gpt2(4, layers=2, dropout=0.1)
+    job = autopar.compile(case.model, 4, sample=case.batch, mesh={"dp": 2, "tp": 2}, microbatches=2)
+    first, second = job.simulate(case.batch, 2), job.simulate(case.batch, 2)
+    assert first.losses == second.losses
+    assert all(torch.equal(first.parameters[n], second.parameters[n]) for n in first.parameters)
+
+
+def test_a_plan_is_the_same_bytes_again_and_reads_back(job: autopar.ParallelModel, tmp_path: Path) -> None:
+    again = compiled(gpus=4, mesh={"pp": 2, "dp": 2}, microbatches=2).plan
+    assert again.to_json() == job.plan.to_json()
+    (tmp_path / "plan.json").write_text(again.to_json())
+    assert autopar.load(tmp_path / "plan.json") == again
+    assert job.plan.diff(again) == ""
+
+
+def test_a_loaded_plan_gives_the_same_programs(job: autopar.ParallelModel) -> None:
+    pinned = compiled(gpus=4, plan=job.plan)
+    assert [pinned.source(rank) for rank in range(4)] == [job.source(rank) for rank in range(4)]
+    assert pinned.plan == job.plan
+
+
+def test_diff_names_what_differs(job: autopar.ParallelModel) -> None:
+    other = compiled(gpus=4, mesh={"pp": 2, "dp": 2}, microbatches=4).plan
+    assert "microbatches: 2 -> 4" in job.plan.diff(other).splitlines()
+
+
+def test_explain_has_what_a_user_asks_for(job: autopar.ParallelModel) -> None:
+    text = job.plan.explain()
+    for words in ("pp 2 x dp 2 x tp 1", "step ", "bubble", "stage 0", "stage 1", "peak", "layers.0"):
+        assert words in text
+    assert 0 < job.plan.bound_seconds <= job.plan.step_seconds
+    assert len(job.plan.peak_bytes) == 4
+
+
+def test_emitted_module_compiles() -> None:
+    case = make("nano_gpt", 4)
+    job = autopar.compile(case.model, 1, sample=case.batch)
+    module, batch = job.module(0), case.batch
+    expected = module(*batch)
+    found = torch.compile(module, backend="aot_eager")(*batch)
+    torch.testing.assert_close(found, expected)
+
+
+def test_meta_model_starts_from_its_own_initialisation() -> None:
+    with torch.device("meta"):
+        case = llama(4, layers=2)
+    sample = {"input_ids": torch.ones(4, 16).long(), "labels": torch.ones(4, 16).long()}
+    job = autopar.compile(case.model, 2, sample=sample, mesh={"tp": 2})
+    batch = {"input_ids": torch.arange(64).view(4, 16) % 48, "labels": torch.arange(64).view(4, 16) % 48}
+    result = job.verify(batch, steps=1)
+    assert result.ok, str(result)
+    assert next(case.model.parameters()).is_meta
+
+
+def test_written_directory_is_complete_or_absent(job: autopar.ParallelModel, tmp_path: Path) -> None:
+    directory = job.write(tmp_path / "plan")
+    names = {p.name for p in directory.iterdir()}
+    programs = {"stage_0.py", "stage_1.py", "train.py", "actions.txt"}
+    assert names == programs | {"README.md", "job.json", "plan.json", "weights.safetensors"}
+    assert autopar.load(directory) == job.plan
+    assert job.write(tmp_path / "plan") == directory
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("precious")
+    with pytest.raises(ArgumentError, match="holds something else"):
+        job.write(tmp_path / "other")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["other", "plan"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"gpus": 0}, ArgumentError, "at least 1"),
+        ({"gpus": 4, "mesh": {"dp": 2}}, ArgumentError, "2 ranks, but gpus=4"),
+        ({"gpus": 4, "mesh": {"dp": 2, "xp": 2}}, ArgumentError, "unknown axes"),
+        ({"gpus": 2, "mesh": {"dp": 2}, "microbatches": 3}, ShardingError, r"microbatches may be one of \[1, 2, 4\]"),
+        ({"gpus": 8, "mesh": {"pp": 8}}, StageError, "use pp <= 6"),
+        ({"gpus": 2, "schedule": "2f1b"}, autopar.AutoparError, "known schedules are gpipe, 1f1b"),
+        ({"gpus": 2, "cluster": "abacus"}, autopar.AutoparError, "abacus"),
+        ({"gpus": 2, "microbatches": 0}, ArgumentError, "at least 1"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        compiled(**options)
+
+
+def test_heads_that_tp_does_not_divide() -> None:
+    case = llama(8, layers=1)
+    words = r"(?s)modeling_llama.py:\d+ has 8 and 4 heads.*tp may be one of \[1, 2, 4\]"
+    with pytest.raises(ShardingError, match=words):
+        autopar.compile(case.model, 8, sample=case.batch, mesh={"tp": 8})
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:  # depends on data
+            return self.linear(x).sum()
+        return self.linear(-x).sum()
+
+
+def test_data_dependent_control_flow_is_refused_by_line() -> None:
+    with pytest.raises(CaptureError, match=r"test_api.py:\d+: if x.sum\(\) > 0"):
+        autopar.compile(Branches(), 2, sample=torch.ones(2, 4))
+
+
+class Unknown(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.matrix_exp(self.linear(x)).sum()
+
+
+def test_an_unknown_op_runs_whole_and_is_named() -> None:
+    job = autopar.compile(Unknown(), 2, sample=torch.ones(4, 4, 4))
+    assert any("matrix_exp" in op and "test_api.py" in op for op in job.plan.replicated_ops)
+    assert job.verify(torch.randn(4, 4, 4), steps=1).ok
+
+
+def test_an_unknown_op_cannot_be_split_into_microbatches() -> None:
+    with pytest.raises(ShardingError, match=r"(?s)matrix_exp.*test_api.py:\d+.*no rule.*microbatches=1"):
+        autopar.compile(Unknown(), 2, sample=torch.ones(4, 4, 4), microbatches=2)
+
+
+def test_a_loss_that_is_no_scalar() -> None:
+    with pytest.raises(CaptureError, match=r"shape \[2, 4\].*floating-point scalar"):
+        autopar.compile(nn.Linear(4, 4), 2, sample=torch.ones(2, 4))
+
+
+def test_a_model_without_loss() -> None:
+    case = gpt2(2, layers=1)
+    with pytest.raises(CaptureError, match="no loss"):
+        autopar.compile(case.model, 2, sample={"input_ids": case.batch["input_ids"]}, loss=lambda output, batch: None)
+
+
+def test_a_sample_on_another_device() -> None:
+    with pytest.raises(BatchError, match="is on meta, the model on cpu"):
+        autopar.compile(MLP(), 2, sample=(torch.ones(4, 8, device="meta"), torch.ones(4, 4)))
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        ((torch.ones(8, 8).double(),), "has no '1'"),
+        ((torch.ones(4, 8).double(), torch.ones(4, 4).double()), r"shape \(4, 8\)"),
+        ((torch.ones(8, 8), torch.ones(8, 4)), "float32"),
+        ([], "no tensor"),
+    ],
+)
+def test_a_batch_of_another_structure(job: autopar.ParallelModel, batch: Any, words: str) -> None:
+    with pytest.raises(BatchError, match=words):
+        job.simulate(batch)
+
+
+def test_a_plan_for_another_model(job: autopar.ParallelModel) -> None:
+    with pytest.raises(PlanError, match="was made for MLP"):
+        compiled("nano_gpt", gpus=4, plan=job.plan)
+    with pytest.raises(PlanError, match="is for 4 ranks"):
+        compiled(gpus=2, plan=job.plan)
+    with pytest.raises(PlanError, match="differ; leave one out"):
+        compiled(gpus=4, mesh={"dp": 4}, plan=job.plan)
+
+
+def test_damaged_plans(job: autopar.ParallelModel, tmp_path: Path) -> None:
+    text = job.plan.to_json()
+    path = tmp_path / "plan.json"
+    path.write_text(text[: len(text) // 2])
+    with pytest.raises(PlanError, match="cut short or damaged"):
+        autopar.load(path)
+    path.write_text(json.dumps(json.loads(text) | {"version": 99}))
+    with pytest.raises(PlanError, match="version 99"):
+        autopar.load(path)
+    path.write_text(json.dumps(json.loads(text) | {"microbatches": 4}))
+    with pytest.raises(PlanError, match="changed or damaged"):
+        autopar.load(path)
+    with pytest.raises(PlanError, match="can't read"):
+        autopar.load(tmp_path / "absent.json")

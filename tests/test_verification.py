@@ -1,0 +1,62 @@
+"""Verification must be able to fail, and then names the op."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import autopar
+from autopar.runtime.job import Job
+from tests.fast_cluster import FAST
+from tests.models import Float64, make
+
+GATHER = "all_gather(ln_2, tp, src=S(1), dst=R)"
+
+
+@pytest.fixture(scope="module")
+def job() -> autopar.ParallelModel:
+    with Float64():
+        case = make("gpt2", 8)
+        mesh = {"pp": 2, "tp": 2}
+        return autopar.compile(case.model, 4, sample=case.batch, mesh=mesh, microbatches=2, cluster=FAST)
+
+
+def sabotaged(job: autopar.ParallelModel, monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> autopar.Verification:
+    """Verify with ``old`` replaced in the emitted text of the stage that has it."""
+    texts = tuple(text.replace(old, new, 1) for text in job.job.texts)
+    assert texts != job.job.texts
+    broken: Job = replace(job.job, texts=texts)
+    monkeypatch.setattr(job, "_job", broken)
+    with Float64():
+        return job.verify(make("gpt2", 8).batch, steps=1)
+
+
+def test_equal(job: autopar.ParallelModel) -> None:
+    with Float64():
+        result = job.verify(make("gpt2", 8).batch, steps=1)
+    assert result.ok
+    assert result.divergence == ""
+    assert "are equal" in str(result)
+
+
+def test_a_wrong_op_is_named_with_its_line(job: autopar.ParallelModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = sabotaged(job, monkeypatch, "aten.tanh(", "aten.sigmoid(")
+    assert not result.ok
+    assert "aten.tanh.default" in result.divergence
+    assert "activations.py" in result.divergence
+    assert "NOT equal" in str(result)
+
+
+def test_a_dropped_collective_is_caught(job: autopar.ParallelModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = sabotaged(job, monkeypatch, GATHER, "torch.cat([ln_2, ln_2], 1)")
+    assert not result.ok
+    assert "first different value" in result.divergence
+
+
+def test_a_dropped_backward_reduction_shows_in_gradients(
+    job: autopar.ParallelModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = sabotaged(job, monkeypatch, GATHER, f"{GATHER}.detach()")
+    assert not result.ok
+    assert "all forward values agree" in result.divergence
