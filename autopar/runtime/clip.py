@@ -21,9 +21,7 @@ def global_norm(reducers: Mapping[int, Reducer], axes: Axes) -> Tensor:
     their axis, tied copies on the first stage. One all-reduce of one number. All ranks must call it.
     """
     squares = [norm.double().square() for norm in _counted_norms(reducers, axes)]
-    total = (
-        torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=axes.device)
-    )
+    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=axes.device)
     reduce_sum_(total, axes.world)
     return total.sqrt()
 
@@ -54,7 +52,5 @@ def _counts(parameter: Parameter, stage: int, axes: Axes) -> bool:
         return False
     kinds = {name: parse(text) for name, text in parameter.types.items()}
     return all(
-        axis.index == 0 or (name in kinds and kinds[name].is_shard)
-        for name, axis in axes.items()
-        if name != "pp"
+        axis.index == 0 or (name in kinds and kinds[name].is_shard) for name, axis in axes.items() if name != "pp"
     )

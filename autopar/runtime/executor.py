@@ -93,9 +93,7 @@ class Executor:
         """
         for program in self.programs.values():
             batches.check(batch, program.inputs)
-        step = _Step(
-            batch, self._totals(batch), torch.zeros((), dtype=torch.float64, device=self.axes.device)
-        )
+        step = _Step(batch, self._totals(batch), torch.zeros((), dtype=torch.float64, device=self.axes.device))
         for action in self.actions:
             self._handlers[action.kind](step, action)
         self._pipe.flush()
@@ -211,9 +209,7 @@ def _root(tensor: Tensor) -> GradientEdge | None:
     return get_gradient_edge(tensor) if tensor.requires_grad else None
 
 
-def _check_actions(
-    stages: Mapping[int, nn.Module], programs: Mapping[int, Program], actions: Sequence[Action]
-) -> None:
+def _check_actions(stages: Mapping[int, nn.Module], programs: Mapping[int, Program], actions: Sequence[Action]) -> None:
     used = {action.stage for action in actions if action.kind != "STEP"}
     if not used or used != set(stages) or used != set(programs):
         raise ScheduleError(

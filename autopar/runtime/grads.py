@@ -28,6 +28,8 @@ from autopar.runtime.modules import dtype_of
 from autopar.runtime.program import Parameter, Program
 
 BUCKET_BYTES = 25 * 2**20
+_SMALL_BYTES = 2**20
+_BUCKETS = 8
 
 
 def reduce_ranks(parameter: Parameter, axes: Axes, placement: Sequence[int]) -> tuple[int, ...]:
@@ -41,14 +43,10 @@ def reduce_ranks(parameter: Parameter, axes: Axes, placement: Sequence[int]) -> 
             f"parameter {parameter.name!r} is shared by stages {list(parameter.shared_stages)}, two of them "
             "on one pipeline rank; put them into one stage, or on different ranks"
         )
-    return tuple(
-        sorted(axes.mesh.rank(**dict(zip(AXES, at, strict=True))) for at in product(*places.values()))
-    )
+    return tuple(sorted(axes.mesh.rank(**dict(zip(AXES, at, strict=True))) for at in product(*places.values())))
 
 
-def reduce_groups(
-    programs: Mapping[int, Program], axes: Axes, placement: Sequence[int]
-) -> dict[tuple[int, ...], Axis]:
+def reduce_groups(programs: Mapping[int, Program], axes: Axes, placement: Sequence[int]) -> dict[tuple[int, ...], Axis]:
     """The groups of all sums of this rank's stages, by their ranks. All ranks of the world must call it."""
     along = {axis.ranks: axis for name, axis in axes.items() if name != "pp"}
     wanted: dict[tuple[int, ...], str] = {}
@@ -186,20 +184,19 @@ def _fill_buckets(
 
     A program lists its parameters in the order of their use; the backward goes the other way. Copies of tied
     weights lie at different places of their stages: they go in the order of their names, equal on all ranks.
+    Where everything would fit into a few buckets, they are smaller, or no sum could begin before the end.
     """
+    size = {p.name: math.prod(p.shape) * dtype_of(p.dtype).itemsize for p in parameters}
+    limit = min(bucket_bytes, max(sum(size.values()) // _BUCKETS, _SMALL_BYTES))
     backward = [p for p in reversed(parameters) if not p.shared_stages]
     tied = sorted((p for p in parameters if p.shared_stages), key=lambda p: p.name)
     open_buckets: dict[tuple[tuple[int, ...], str], list[str]] = {}
-    sizes: dict[tuple[tuple[int, ...], str], int] = {}
     for parameter in [*backward, *tied]:
         key = (summed[parameter.name], parameter.dtype)
         if len(key[0]) == 1:
             continue
         open_buckets.setdefault(key, []).append(parameter.name)
-        itemsize = dtype_of(parameter.dtype).itemsize
-        sizes[key] = sizes.get(key, 0) + math.prod(parameter.shape) * itemsize
-        if sizes[key] >= bucket_bytes:
+        if sum(size[name] for name in open_buckets[key]) >= limit:
             yield key[0], open_buckets.pop(key)
-            del sizes[key]
     for key, names in open_buckets.items():
         yield key[0], names

@@ -67,7 +67,5 @@ def _child(module: nn.Module, name: str, path: str) -> nn.Module:
         module.add_module(name, Container())
     child = getattr(module, name)
     if not isinstance(child, nn.Module):
-        raise PlanError(
-            f"{path!r} can't be declared: {name!r} on the way is a {type(child).__name__}, not a module"
-        )
+        raise PlanError(f"{path!r} can't be declared: {name!r} on the way is a {type(child).__name__}, not a module")
     return child

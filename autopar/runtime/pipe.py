@@ -51,9 +51,7 @@ class Pipe:
 
     def receive(self, specs: Sequence[program.Tensor], axis: Axis, source: int) -> Message:
         """Start to receive tensors of the shapes and dtypes in ``specs``."""
-        tensors = tuple(
-            torch.empty(spec.shape, dtype=dtype_of(spec.dtype), device=self._device) for spec in specs
-        )
+        tensors = tuple(torch.empty(spec.shape, dtype=dtype_of(spec.dtype), device=self._device) for spec in specs)
         return Message(tensors, tuple(receive_(tensor, axis, source) for tensor in tensors))
 
     def flush(self) -> None:

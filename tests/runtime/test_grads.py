@@ -33,9 +33,7 @@ class Chain(nn.Module):
         return x.sum()
 
 
-def reducer_of(
-    axes: Axes, module: Chain, *, bucket_bytes: int = 64, reduce: tuple[str, ...] = ("dp",)
-) -> Reducer:
+def reducer_of(axes: Axes, module: Chain, *, bucket_bytes: int = 64, reduce: tuple[str, ...] = ("dp",)) -> Reducer:
     dtype = str(module.a.dtype).removeprefix("torch.")
     specs = tuple(Parameter(name, (4,), (4,), dtype, {}, reduce) for name, _ in module.named_parameters())
     program = Program(0, 1, axes.mesh.to_json(), 1, (), (), (), (), specs)
@@ -57,6 +55,21 @@ def test_gradients_are_views_of_buckets_filled_from_the_last_parameter() -> None
     assert on_ranks(Mesh(dp=2), program)[0] == [0, 1, 1, 1]
 
 
+def test_a_small_model_still_has_buckets_to_overlap() -> None:
+    def program(axes: Axes) -> int:
+        module = nn.Module()
+        for i in range(16):
+            module.register_parameter(f"w{i}", nn.Parameter(torch.ones(2**18)))  # 1 MiB each
+        names = [name for name, _ in module.named_parameters()]
+        specs = tuple(Parameter(name, (2**18,), (2**18,), "float32", {}, ("dp",)) for name in names)
+        program = Program(0, 1, axes.mesh.to_json(), 1, (), (), (), (), specs)
+        Reducer(module, program, reduce_groups({0: program}, axes, (0,)), axes, (0,))
+        torch.stack([p.sum() for p in module.parameters()]).sum().backward()
+        return len(set(storages(module)))
+
+    assert on_ranks(Mesh(dp=2), program) == [8, 8]
+
+
 def test_buckets_of_the_last_backward_are_summed_while_it_runs(sums: list[list[str]]) -> None:
     def program(axes: Axes) -> None:
         module, events = Chain(), sums[axes.rank]
@@ -72,6 +85,38 @@ def test_buckets_of_the_last_backward_are_summed_while_it_runs(sums: list[list[s
 
     on_ranks(Mesh(dp=2), program)
     assert sums[:2] == [["d", "c", "b", "a", "d", "c", "sum", "b", "a", "sum", "end"]] * 2
+
+
+def test_sums_start_in_the_order_of_the_buckets_whichever_is_complete_first(sums: list[list[str]]) -> None:
+    def program(axes: Axes) -> None:
+        module = Chain()
+        reducer = reducer_of(axes, module)
+        module.used = NAMES[::-1]  # the backward completes a and b first, in the second bucket
+        for name, parameter in module.named_parameters():
+            parameter.register_hook(lambda _, name=name: sums[axes.rank].append(name))  # type: ignore[misc]
+        reducer.expect_last()
+        module(torch.ones(4, dtype=torch.float64)).backward()
+
+    on_ranks(Mesh(dp=2), program)
+    assert sums[0] == ["a", "b", "c", "d", "sum", "sum"]
+
+
+def test_a_rank_that_did_not_use_a_parameter_adds_nothing_to_its_sum() -> None:
+    def program(axes: Axes) -> dict[str, list[float]]:
+        module = Chain()
+        reducer = reducer_of(axes, module)
+        for used in (NAMES, ("a", "c", "d") if axes.rank == 0 else NAMES):
+            module.used = used
+            reducer.zero()
+            reducer.expect_last()
+            module(torch.ones(4, dtype=torch.float64)).backward()
+            reducer.launch()
+            reducer.wait()
+        return {name: grad.tolist() for name, grad in reducer.gradients().items()}
+
+    first, second = on_ranks(Mesh(dp=2), program)
+    assert second == {"a": [12.0] * 4, "b": [8.0] * 4, "c": [12.0] * 4, "d": [12.0] * 4}
+    assert first == {name: grad for name, grad in second.items() if name != "b"}
 
 
 @pytest.fixture
@@ -164,9 +209,7 @@ def test_placement_says_where_tied_stages_are() -> None:
     axes = Axes.alone(MESH, 5, "cpu")
     parameter = Parameter("w", (4,), (4,), "float32", shared_stages=(0, 7))
     assert reduce_ranks(parameter, axes, (0, 1, 2, 3, 3, 2, 1, 1)) == (1, 5)
-    with pytest.raises(
-        PlanError, match=r"'w' is shared by stages \[0, 7\], two of them on one pipeline rank"
-    ):
+    with pytest.raises(PlanError, match=r"'w' is shared by stages \[0, 7\], two of them on one pipeline rank"):
         reduce_ranks(parameter, axes, (1, 0, 2, 3, 3, 2, 0, 1))
 
 

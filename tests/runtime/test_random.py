@@ -25,9 +25,7 @@ def draw(axes: Axes, op: int = 7, own: tuple[str, ...] = ("dp", "tp")) -> Tensor
     ("own", "groups"),
     [((), [0, 0, 0, 0]), (("dp",), [0, 0, 1, 1]), (("tp",), [0, 1, 0, 1]), (("dp", "tp"), [0, 1, 2, 3])],
 )
-def test_ranks_draw_alike_exactly_where_the_value_is_replicated(
-    own: tuple[str, ...], groups: list[int]
-) -> None:
+def test_ranks_draw_alike_exactly_where_the_value_is_replicated(own: tuple[str, ...], groups: list[int]) -> None:
     drawn = on_ranks(MESH, lambda axes: draw(axes, own=own))
     for a, b in product(range(4), repeat=2):
         assert torch.equal(drawn[a], drawn[b]) == (groups[a] == groups[b])
