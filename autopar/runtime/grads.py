@@ -183,11 +183,11 @@ def _fill_buckets(
     """``(ranks, names)`` of each bucket, in the order in which a backward completes them.
 
     A program lists its parameters in the order of their use; the backward goes the other way. Copies of tied
-    weights lie at different places of their stages: they go in the order of their names, equal on all ranks.
+    weights lie at different places of stages that differ otherwise: they go in the order of their names.
     Where everything would fit into a few buckets, they are smaller, or no sum could begin before the end.
     """
     size = {p.name: math.prod(p.shape) * dtype_of(p.dtype).itemsize for p in parameters}
-    limit = min(bucket_bytes, max(sum(size.values()) // _BUCKETS, _SMALL_BYTES))
+    small = min(bucket_bytes, max(sum(size.values()) // _BUCKETS, _SMALL_BYTES))
     backward = [p for p in reversed(parameters) if not p.shared_stages]
     tied = sorted((p for p in parameters if p.shared_stages), key=lambda p: p.name)
     open_buckets: dict[tuple[tuple[int, ...], str], list[str]] = {}
@@ -196,7 +196,7 @@ def _fill_buckets(
         if len(key[0]) == 1:
             continue
         open_buckets.setdefault(key, []).append(parameter.name)
-        if sum(size[name] for name in open_buckets[key]) >= limit:
+        if sum(size[name] for name in open_buckets[key]) >= (bucket_bytes if parameter.shared_stages else small):
             yield key[0], open_buckets.pop(key)
     for key, names in open_buckets.items():
         yield key[0], names

@@ -83,7 +83,7 @@ class _CrossEntropy(torch.autograd.Function):
 
         top = logits.amax(dim).to(wide)
         reduce_max_(top, axis)
-        x = logits.to(wide) - top.unsqueeze(dim)
+        x = logits - top.unsqueeze(dim)
         hit = x.gather(dim, rows.unsqueeze(dim)).squeeze(dim).masked_fill(~here, 0)
         smooth = x.sum(dim) if smoothing else torch.zeros_like(top)
         exp = x.exp_()  # x is ours: the one large buffer, kept for the gradient

@@ -173,6 +173,26 @@ def test_a_parameter_without_gradient_does_not_hold_up_its_bucket() -> None:
     assert on_ranks(Mesh(dp=2), program)[1] == {name: [8.0] * 4 for name in "acd"}
 
 
+def test_copies_of_tied_weights_share_buckets_however_large_their_stages_are() -> None:
+    def program(axes: Axes) -> list[float]:
+        stage, module, large = axes["pp"].index, nn.Module(), 2**18  # 1 MiB each
+        for name in ("x", "y", *(f"w{i}" for i in range(16 * (1 - stage)))):
+            module.register_parameter(name, nn.Parameter(torch.ones(large)))
+        specs = tuple(
+            Parameter(name, (large,), (large,), "float32", shared_stages=(0, 1) if name in "xy" else ())
+            for name, _ in module.named_parameters()
+        )
+        program = Program(stage, 2, axes.mesh.to_json(), 1, (), (), (), (), specs)
+        reducer = Reducer(module, program, reduce_groups({stage: program}, axes, (0, 1)), axes, (0, 1))
+        reducer.expect_last()
+        torch.stack([p.sum() * (stage + 1) for p in module.parameters()]).sum().backward()
+        reducer.launch()
+        reducer.wait()
+        return [reducer.gradients()[name][-1].item() for name in "xy"]
+
+    assert on_ranks(Mesh(pp=2), program) == [[3.0, 3.0], [3.0, 3.0]]
+
+
 def test_nothing_is_summed_where_nothing_is_pending(sums: list[list[str]]) -> None:
     axes = Axes.build(Mesh(), 0, "cpu")
     module = Chain()
