@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import keyword
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from autopar.spmd import Type
 WIDTH = 120
 INDENT = "    "
 _MARK = "  # "
+_STRING = re.compile(r'"(?:\\.|[^"\\])*"')  # literals are written with double quotes only
 
 
 def literal(value: Any) -> str:
@@ -180,13 +182,9 @@ def _fill(items: Sequence[str], indent: str, width: int) -> list[str]:
 
 def _outer_brackets(line: str) -> tuple[int, int]:
     """Where the last bracket that is opened at depth 0 begins and ends; (-1, -1) where there is none."""
-    depth, start, found, quoted = 0, -1, (-1, -1), ""
-    for i, c in enumerate(line):
-        if quoted:
-            quoted = "" if c == quoted and line[i - 1] != "\\" else quoted
-        elif c in "\"'":
-            quoted = c
-        elif c in "([{":
+    depth, start, found = 0, -1, (-1, -1)
+    for i, c in enumerate(_without_strings(line)):
+        if c in "([{":
             start = i if depth == 0 else start
             depth += 1
         elif c in ")]}":
@@ -197,13 +195,9 @@ def _outer_brackets(line: str) -> tuple[int, int]:
 
 
 def _split_commas(text: str) -> list[str]:
-    items, depth, begin, quoted = [], 0, 0, ""
-    for i, c in enumerate(text):
-        if quoted:
-            quoted = "" if c == quoted and text[i - 1] != "\\" else quoted
-        elif c in "\"'":
-            quoted = c
-        elif c in "([{":
+    items, depth, begin = [], 0, 0
+    for i, c in enumerate(_without_strings(text)):
+        if c in "([{":
             depth += 1
         elif c in ")]}":
             depth -= 1
@@ -212,3 +206,8 @@ def _split_commas(text: str) -> list[str]:
             begin = i + 1
     last = text[begin:].strip()
     return [*items, last] if last else items
+
+
+def _without_strings(text: str) -> str:
+    """The same length, with nothing in it that a string says."""
+    return _STRING.sub(lambda match: "_" * len(match[0]), text)

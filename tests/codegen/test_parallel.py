@@ -14,7 +14,7 @@ PLACES = [
     ("nano_gpt", Mesh(pp=2, tp=2), 1, 1),
     ("mlp", Mesh(pp=2, dp=2, tp=2), 2, 0),
     ("mlp", Mesh(tp=2), 4, 1),
-    ("encoder", Mesh(dp=2, tp=2), 1, 0),
+    pytest.param("encoder", Mesh(dp=2, tp=2), 1, 0, marks=pytest.mark.slow),
     ("encoder", Mesh(pp=3, dp=2), 2, 1),
 ]
 
@@ -28,6 +28,7 @@ def test_random_placements(name: str, mesh: Mesh, microbatches: int, seed: int) 
     assert_equal(simulated(case, programs, mesh, microbatches), expected(case), 1e-11)
 
 
+@pytest.mark.slow
 def test_llama_on_all_axes() -> None:
     """Its loss is computed in float32, whatever its weights are."""
     case, mesh = make("llama_tied", batch=8), Mesh(pp=2, dp=2, tp=2)
