@@ -5,8 +5,8 @@ checker axis of its own: on it, such tensors are plain shards; on the axis itsel
 refuses to mix two orders of one dim, and :class:`OneOrder` that a tensor is split over one axis in two.
 
 The ways from one order to another are declared, all of them here: ``relabel``, ``innermost`` and
-``outermost`` around collectives; ``flatten``, ``unflatten`` and ``split`` where dims are joined or divided;
-and ``settle`` for pending sums, which have no order.
+``outermost`` around collectives; ``flatten``, ``unflatten``, ``split`` and ``cat`` where dims are joined or
+divided; and ``settle`` for pending sums, which have no order.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Strides:
             if own in entry[:-1]:
                 at = entry.index(own)
                 later = [self.axis(n, outer * axis.size) for n, outer in map(self.named, entry[at + 1 :])]
-                return self._respecified(x, dim, [*entry[:at], *later, own])
+                return self.resplit(x, dim, [*entry[:at], *later, own])
         return x
 
     def outermost(self, x: Tensor, axis: Axis) -> Tensor:
@@ -113,12 +113,8 @@ class Strides:
                 while before and not (found := self.named(before[-1]))[1] % axis.size:
                     later.insert(0, self.axis(found[0], found[1] // axis.size))
                     before.pop()
-                return self._respecified(x, dim, [*before, own, *later])
+                return self.resplit(x, dim, [*before, own, *later])
         return x
-
-    def _respecified(self, x: Tensor, dim: int, axes: Sequence[spmd.MeshAxis]) -> Tensor:
-        entries = _entries(x)
-        return stamped(_alias(x), x, [*entries[:dim], axes, *entries[dim + 1 :]])
 
     def relabel(self, x: Tensor, name: str, kind: Type, *, outer: int) -> Tensor:
         """``x``, which must be of type ``kind``, with the same shard under another order."""
@@ -129,7 +125,11 @@ class Strides:
         if _places(x)[before] != kind.dim:
             raise spmd.SpmdTypeError(f"{name}: expected {kind}, but dim {_places(x)[before]} is split")
         entry = _entries(x)[kind.dim]
-        return self._respecified(x, kind.dim, [after if a == before else a for a in entry])
+        return self.resplit(x, kind.dim, [after if a == before else a for a in entry])
+
+    def resplit(self, x: Tensor, dim: int, axes: Sequence[spmd.MeshAxis]) -> Tensor:
+        entries = _entries(x)
+        return stamped(_alias(x), x, [*entries[:dim], axes, *entries[dim + 1 :]])
 
     def settle(self, x: Tensor) -> Tensor:
         """A sum pending on another order is pending on the axis itself."""
@@ -161,9 +161,7 @@ class Strides:
         """Raises SpmdTypeError for a tensor that is other than R in two orders of one axis."""
         used = [self.named(a)[0] for a, kind in spmd.get_local_type(x).items() if kind is not spmd.R]
         if len(used) != len(set(used)):
-            raise spmd.SpmdTypeError(
-                f"{spmd.get_local_type(x)} are several types on one of {sorted(set(used))}"
-            )
+            raise spmd.SpmdTypeError(f"{spmd.get_local_type(x)} are several types on one of {sorted(set(used))}")
 
 
 @dataclass
@@ -175,9 +173,7 @@ class OneOrder(TorchFunctionMode):
     def __post_init__(self) -> None:
         super().__init__()
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
             if isinstance(x, Tensor) and spmd.has_local_type(x):
@@ -212,9 +208,7 @@ def stamped(y: Tensor, x: Tensor, entries: Sequence[Sequence[spmd.MeshAxis]]) ->
     """``y`` with the types of ``x``, but split as ``entries`` say."""
     split = {axis for entry in entries for axis in entry}
     was = _places(x)
-    local = {
-        a: spmd.V if a in split else spmd.R if a in was else k for a, k in spmd.get_local_type(x).items()
-    }
+    local = {a: spmd.V if a in split else spmd.R if a in was else k for a, k in spmd.get_local_type(x).items()}
     spmd.assert_type(y, local, _spec(entries))
     return y
 
@@ -305,3 +299,26 @@ def _cut(strides: Strides, x: Tensor, part: Tensor, dim: int) -> list[spmd.MeshA
             raise ShardingError(f"a part of {part.shape[dim]} of {x.shape[dim]} cuts through {outer} blocks")
         axes.append(strides.axis(name, blocks))
     return axes
+
+
+def cat(strides: Strides, tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """The inverse of :func:`split`: the parts' blocks, which are of one size, one after another."""
+    dim %= tensors[0].dim()
+    split_over = [[strides.named(axis) for axis in _entries(x)[dim]] for x in tensors]
+    if not any(split_over):
+        return torch.cat(list(tensors), dim)
+    if len({tuple(name for name, _ in parts) for parts in split_over}) > 1:
+        raise spmd.SpmdTypeError(f"cat of parts that are split over {split_over}")
+    joined = []
+    for parts in zip(*split_over, strict=True):
+        sizes = {x.shape[dim] // outer for x, (_, outer) in zip(tensors, parts, strict=True)}
+        if len(sizes) > 1:
+            raise ShardingError(f"parts in blocks of {sizes} don't join to one dim that is split")
+        joined.append(strides.axis(parts[0][0], sum(outer for _, outer in parts)))
+    alike = [strides.resplit(x, dim, joined) for x in tensors]
+    types = [(spmd.get_local_type(x), _entries(x)) for x in alike]
+    if any(other != types[0] for other in types):
+        raise spmd.SpmdTypeError(f"cat of {types}")
+    with spmd.no_typecheck():
+        y = torch.cat(list(tensors), dim)
+    return stamped(y, alike[0], _entries(alike[0]))

@@ -193,9 +193,7 @@ def mistake(function: str, x: str, axis: str, src: str, dst: str) -> str:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_every_forgotten_communication_is_caught(name: str) -> None:
-    text = emitted(name).replace(
-        "import torch\n", "import torch\nfrom autopar.runtime import I, R, convert\n", 1
-    )
+    text = emitted(name).replace("import torch\n", "import torch\nfrom autopar.runtime import I, R, convert\n", 1)
     kinds, missed = set(), []
     for call in COLLECTIVE.finditer(text):
         wrong = mistake(*call.groups())
