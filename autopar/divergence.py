@@ -11,24 +11,52 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from autopar import simulate
 from autopar.batch import flatten
+from autopar.capture import Loss
+from autopar.codegen import EmittedStage
 from autopar.codegen.text import Origin
 from autopar.graph import INPUT_CALL, Model, info, where
+from autopar.plan import Plan
 from autopar.runtime.axes import Axes
 from autopar.runtime.job import Job, start
 from autopar.spmd import Type
 
-if TYPE_CHECKING:
-    from autopar.api import ParallelModel
-
 Place = tuple[int, str]
 """(call, node): one op of the model."""
+
+
+class Compiled(Protocol):
+    """What is looked at of a compiled model; :class:`autopar.ParallelModel` is one."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+    @property
+    def job(self) -> Job: ...
+
+    @property
+    def programs(self) -> tuple[EmittedStage, ...]: ...
+
+    @property
+    def lowered(self) -> Model: ...
+
+    @property
+    def constants(self) -> Mapping[str, Tensor]: ...
+
+    @property
+    def loss(self) -> Loss | None: ...
+
+    def reference(self) -> nn.Module: ...
+
+    def whole_graph(self, batch: Any) -> Model: ...
+
+    def simulate(self, batch: Any, steps: int = 1) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -40,7 +68,7 @@ class Seen:
     value: Tensor
 
 
-def first_divergence(job: ParallelModel, batch: Any, tolerance: float) -> str:
+def first_divergence(job: Compiled, batch: Any, tolerance: float) -> str:
     """A sentence naming the first op that differs, or saying that only gradients do."""
     tensors = flatten(batch)[0]
     expected = one_device_values(job, batch)
@@ -74,7 +102,7 @@ def _node(model: Model, call: int, name: str) -> fx.Node:
     return next(n for n in block.ops if n.name == name)
 
 
-def one_device_values(job: ParallelModel, batch: Any) -> dict[Place, Tensor]:
+def one_device_values(job: Compiled, batch: Any) -> dict[Place, Tensor]:
     """Every value of the captured graph on the whole batch, from the model's weights."""
     tensors = flatten(batch)[0]
     model = job.whole_graph(batch)
@@ -104,7 +132,7 @@ def _run(node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
     return node.target(*args, **kwargs)
 
 
-def _rank_values(job: ParallelModel, tensors: Mapping[str, Tensor]) -> list[list[Seen]]:
+def _rank_values(job: Compiled, tensors: Mapping[str, Tensor]) -> list[list[Seen]]:
     lines = [program.lines for program in job.programs]
     paths = {call.path: i for i, call in enumerate(job.lowered.calls) if call.path}
 
@@ -167,7 +195,7 @@ def _tracer(
     return outer
 
 
-def _error(job: ParallelModel, model: Model, rank: int, seen: Seen, expected: Mapping[Place, Tensor]) -> float | None:
+def _error(job: Compiled, model: Model, rank: int, seen: Seen, expected: Mapping[Place, Tensor]) -> float | None:
     """Relative error of a rank's value; None where it can't be compared (a pending sum, a collective)."""
     whole = expected.get(seen.place)
     if whole is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from rich.console import Console
@@ -13,11 +13,8 @@ from torch import nn
 
 from autopar.batch import flatten
 from autopar.capture import loss_of
-from autopar.divergence import first_divergence
+from autopar.divergence import Compiled, first_divergence
 from autopar.graph import Model, info
-
-if TYPE_CHECKING:
-    from autopar.api import ParallelModel
 
 TOLERANCES: Final = {torch.float64: 1e-9, torch.float32: 2e-5}
 """Largest relative error that is rounding, by the narrowest dtype of the model; others: the root of their epsilon."""
@@ -82,7 +79,7 @@ class Verification:
         return capture.get()
 
 
-def verify_job(job: ParallelModel, batch: Any, steps: int) -> Verification:
+def verify_job(job: Compiled, batch: Any, steps: int) -> Verification:
     """Train both for ``steps`` steps on ``batch`` and compare losses, gradients and parameters."""
     reference = job.reference()
     dtype = narrowest_dtype(job.lowered)

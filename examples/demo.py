@@ -7,6 +7,7 @@ Run it with ``make demo``; it takes about a minute on two cores.
 from __future__ import annotations
 
 import argparse
+import os
 import pydoc_data.topics
 import subprocess
 import sys
@@ -27,7 +28,7 @@ import autopar
 from autopar.runtime.job import adamw
 from autopar.schedules import render
 
-BATCH, SEQUENCE, BYTES = 16, 128, 256
+BATCH, SEQUENCE, BYTES = 8, 64, 256
 MESH = {"pp": 2, "tp": 2}
 
 
@@ -78,7 +79,9 @@ def train_ranks(directory: Path, steps: int) -> Iterator[float]:
     """Launch the written job with torchrun and read the losses that its rank 0 prints."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     command += [str(directory / "train.py"), "--steps", str(steps), "--batches", str(directory / "batches.safetensors")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+    pipes: dict[str, int] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=one_thread, text=True, **pipes) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         for line in process.stdout:
@@ -106,6 +109,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=Path("demo-output/plan"))
     arguments = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 110)
+    torch.set_num_threads(1)  # as each rank has
     began = time.perf_counter()
 
     model, data = build_model(), batches(arguments.steps)

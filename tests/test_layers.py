@@ -18,7 +18,7 @@ ALL = (*SHIPPED, "tests", "examples", "benchmarks")
 VALUES = {"errors", "spmd", "mesh", "cluster", "graph", "plan", "batch"}
 PLANNING = VALUES | {"rules", "cost_models", "passes", "schedules", "planner"}
 RUNNING = {"errors", "spmd", "mesh", "plan", "batch", "schedules"}
-BELOW_API = PLANNING | {"capture", "codegen", "runtime", "simulate", "report"}
+BELOW_API = PLANNING | {"capture", "codegen", "recipe", "runtime", "simulate", "report"}
 
 # Each module or package directly under autopar, and what it may import of the others.
 ARROWS: dict[str, set[str]] = {
@@ -35,19 +35,26 @@ ARROWS: dict[str, set[str]] = {
     "passes": VALUES | {"capture", "rules", "cost_models"},  # of capture, the graph that the first pass takes
     "schedules": VALUES | {"cost_models"},
     "planner": PLANNING - {"planner"},
-    "codegen": PLANNING,
-    "runtime": RUNNING,
+    "codegen": PLANNING | {"runtime"},  # the values that an emitted program ends with
+    "recipe": {"errors"},
+    "runtime": RUNNING | {"recipe"},
     "simulate": RUNNING | {"runtime"},
+    "divergence": BELOW_API,
+    "verification": BELOW_API | {"divergence"},
+    "write": BELOW_API,
+    "model_names": BELOW_API,
     "report": VALUES | {"cost_models", "schedules", "runtime", "simulate"},
-    "api": BELOW_API,
-    "autopar": BELOW_API | {"api"},  # autopar/__init__.py, the public names
-    "cli": BELOW_API | {"api", "autopar"},
+    "api": BELOW_API | {"verification", "write"},
+    "autopar": BELOW_API | {"api", "verification"},  # autopar/__init__.py, the public names
+    "cli": BELOW_API | {"api", "autopar", "model_names"},
+    "__main__": {"cli"},
 }
 
 # The only files that may use names of torch that begin with an underscore, and which of them.
 PRIVATE_TORCH = {
     "autopar/graph.py": "torch._ops.OpOverload",  # the type of an ATen op has no public name
     "autopar/simulate/torch_private.py": "torch.",
+    "autopar/recipe/trace.py": "torch.utils._python_dispatch.TorchDispatchMode",  # sees in-place ops on meta tensors
 }
 
 # The only places that may call collectives of torch.distributed.
