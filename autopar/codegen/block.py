@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import count
 
 from torch import fx
 
@@ -89,11 +88,3 @@ def backward_slice(outputs: Collection[fx.Node]) -> set[fx.Node]:
                 needed.add(operand)
                 waiting.append(operand)
     return needed
-
-
-def random_ops(block: Block) -> int:
-    return sum(info(node).random for node in block.ops)
-
-
-def numbers_from(first: int) -> Iterator[int]:
-    return count(first)

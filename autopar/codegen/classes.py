@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 from torch import fx
 
 from autopar.codegen import comments
-from autopar.codegen.block import Writer, numbers_from
+from autopar.codegen.block import Writer
 from autopar.codegen.cuts import Part
 from autopar.codegen.function import PYTHON_NAMES, Atom, Function, identifier
 from autopar.codegen.job import Job
@@ -91,7 +92,7 @@ def _layer_forward(job: Job, block: int, index: int, own: Sequence[int]) -> Func
         else:
             given[node] = function.argument(identifier("_".join(call.parameters[k].split(".")[-2:])))
     outputs = {node: job.names[Value(index, k)] for k, node in enumerate(code.outputs)}
-    writer = Writer(function, bases(code, inputs, outputs), numbers_from(0), index)
+    writer = Writer(function, bases(code, inputs, outputs), count(), index)
     function.results = tuple(writer.write(code, given, set(code.ops)))
     return function
 

@@ -36,7 +36,6 @@ class Part:
     edges: dict[tuple[int, int], Edge]  # (call, input position)
     receives: tuple[Wire, ...]
     sends: tuple[Wire, ...]
-    made_here: tuple[Wire, ...]  # the wires that begin in this stage
     totals: tuple[Edge, ...]
     tables: dict[int, frozenset[fx.Node]]  # tables call -> the ops that forward needs
     total_tables: dict[int, frozenset[fx.Node]]  # … that totals needs
@@ -88,7 +87,6 @@ def _part(job: Job, stage: int, all_edges: dict[tuple[int, int], Edge], wires: l
         edges,
         receives=tuple(w for w in wires if w.first < stage <= w.last),
         sends=tuple(w for w in wires if w.first <= stage < w.last),
-        made_here=tuple(w for w in wires if w.first == stage),
         totals=tuple(totals),
         tables=tables,
         total_tables=total_tables,

@@ -45,7 +45,7 @@ def edge(model: Model, mesh: Mesh, call_index: int, position: int) -> Edge:
         differs
         and _from_tables(model, value)
         and set(differs.values()) == {(P, R)}
-        and meta_of(model, value).numel == 1
+        and not info(model.block_of(call).inputs[position]).meta.shape
     ):
         return Edge(value, total_axes=tuple(a for a in reversed(_INNERMOST_FIRST) if a in differs))
     changes = tuple(_order(made, taken, mesh))
@@ -112,13 +112,6 @@ def made_types(model: Model, value: Value) -> dict[str, Type]:
     split = model.inputs[value.output].batch_dim
     batch = R if split is None else S(split)
     return {MICROBATCHES: batch, "dp": batch, "tp": R}
-
-
-def meta_of(model: Model, value: Value) -> Meta:
-    """Local shape and dtype of a value that a call makes."""
-    if value.call == INPUT_CALL:
-        return model.inputs[value.output].meta
-    return info(model.block_of(model.calls[value.call]).outputs[value.output]).meta
 
 
 def changed_types(types: Mapping[str, Type], changes: tuple[Change, ...]) -> dict[str, Type]:

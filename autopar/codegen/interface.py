@@ -66,7 +66,7 @@ def _parameters(job: Job, part: Part) -> list[Parameter]:
         call = job.model.calls[index]
         name = call.parameters[position]
         if name not in found:
-            found[name] = _parameter(job, call, position, _holders(job, name))
+            found[name] = _parameter(job, call, position, job.holders.get(name, ()))
     return list(found.values())
 
 
@@ -86,11 +86,6 @@ def _parameter(job: Job, call: Call, position: int, holders: tuple[int, ...]) ->
         shared_stages=holders if trains and len(holders) > 1 else (),
         aliases=known.aliases,
     )
-
-
-def _holders(job: Job, name: str) -> tuple[int, ...]:
-    """The stages that read a parameter."""
-    return tuple(sorted({stage for call, stage in job.stage_of.items() if name in job.model.calls[call].parameters}))
 
 
 def program_lines(job: Job, part: Part, program: Program) -> list[str]:

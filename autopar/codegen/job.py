@@ -60,6 +60,27 @@ class Job:
         return {block: frozenset(positions) for block, positions in found.items()}
 
     @cached_property
+    def readers(self) -> dict[Value, list[tuple[int, int]]]:
+        """Value -> the (call, input position) that read it."""
+        found: dict[Value, list[tuple[int, int]]] = {}
+        for index, call in enumerate(self.model.calls):
+            for position, value in enumerate(call.operands):
+                found.setdefault(value, []).append((index, position))
+        return found
+
+    def is_read(self, value: Value) -> bool:
+        return value in self.readers or value == self.model.loss
+
+    @cached_property
+    def holders(self) -> dict[str, tuple[int, ...]]:
+        """Parameter -> the stages that read it."""
+        found: dict[str, set[int]] = {}
+        for index, stage in self.stage_of.items():
+            for name in self.model.calls[index].parameters:
+                found.setdefault(name, set()).add(stage)
+        return {name: tuple(sorted(stages)) for name, stages in found.items()}
+
+    @cached_property
     def random_offsets(self) -> dict[int, int]:
         """Inlined call -> the number of its first random op, counted over the whole model."""
         offsets, number = {}, 0

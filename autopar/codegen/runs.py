@@ -79,14 +79,9 @@ def _edges(part: Part, call: int) -> Sequence[tuple[int, Edge]]:
 
 def _only_passed_on(job: Job, before: int, call: int, carried: tuple[tuple[int, int], ...]) -> bool:
     """Nobody but the next call reads what the call before made, and that only where it is carried."""
-    block = job.model.block_of(job.model.calls[before])
-    made = {Value(before, output) for output in range(len(block.outputs))}
-    readers = {
-        (index, position)
-        for index, other in enumerate(job.model.calls)
-        for position, value in enumerate(other.operands)
-        if value in made
-    }
+    outputs = job.model.block_of(job.model.calls[before]).outputs
+    made = [Value(before, output) for output in range(len(outputs))]
+    readers = {reader for value in made for reader in job.readers.get(value, ())}
     return readers == {(call, position) for position, _ in carried} and job.model.loss not in made
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 
 from torch import fx
 
 from autopar.codegen import comments
-from autopar.codegen.block import Writer, numbers_from
+from autopar.codegen.block import Writer
 from autopar.codegen.cuts import Part
 from autopar.codegen.edges import Change, Edge, changed_meta, changed_types, edge, made_types
 from autopar.codegen.function import Atom, Code, Function, Statement, Var, assign, identifier, join
@@ -72,41 +73,32 @@ class Body:
         given |= {n: self.take(edges[k]) for k, n in enumerate(block.inputs) if n in needed}
         inputs = {n: self._base(call.operands[k]) for k, n in enumerate(block.inputs)}
         outputs = {n: job.names[Value(index, k)] for k, n in enumerate(block.outputs)}
-        writer = Writer(self.function, bases(block, inputs, outputs), numbers_from(job.random_offsets[index]), index)
+        writer = Writer(self.function, bases(block, inputs, outputs), count(job.random_offsets[index]), index)
         for k, atom in enumerate(writer.write(block, given, needed)):
             if atom:
                 self.atoms[Edge(Value(index, k))] = atom
 
     def tables(self, needed: Mapping[int, Collection[fx.Node]]) -> None:
         for index, nodes in needed.items():
-            count = len(self.job.model.calls[index].operands)
-            self.inline(index, {k: edge(self.job.model, self.job.mesh, index, k) for k in range(count)}, nodes)
+            positions = range(len(self.job.model.calls[index].operands))
+            self.inline(index, {k: edge(self.job.model, self.job.mesh, index, k) for k in positions}, nodes)
 
     def run(self, run: Run) -> None:
         """Write one call of a layer, or a loop over several."""
-        job, first, last = self.job, run.calls[0], run.calls[-1]
-        call = job.model.calls[first]
+        job, last = self.job, run.calls[-1]
+        call = job.model.calls[run.calls[0]]
         outputs = job.model.block_of(call).outputs
-        read = {value for c in job.model.calls for value in c.operands} | {job.model.loss}
-        targets = [
-            Var(job.names[Value(last, k)]) if Value(last, k) in read or k in dict(run.carried).values() else None
-            for k in range(len(outputs))
-        ]
+        carried = {output for _, output in run.carried}
+        values = [Value(last, k) for k in range(len(outputs))]
+        targets = [Var(job.names[v]) if v.output in carried or job.is_read(v) else None for v in values]
         arguments, starts, rows = self._arguments(run, targets)
         borrowed = [attribute(call.parameters[k]) for k in sorted(job.borrowed[call.block])]
-        layer = f"{attribute(number(call.path)[0])}[i]" if run.is_loop else attribute(call.path)  # type: ignore[index]
-        code: Code = (f"{layer}(", *join([*((a,) for a in arguments), *((b,) for b in borrowed)]), ")")
+        layer, header = _layer(call.path, len(run.calls))
+        code: Code = (f"{layer}(", *join([(a,) for a in (*arguments, *borrowed)]), ")")
         note = ", ".join(comments.typed(info(n).meta, info(n).types()) for n in outputs)
-        step = assign(targets, code, note, f"for i in range({self._range(run)}):" if run.is_loop else "")
+        step = assign(targets, code, note, header)
         self.function.add(Statement([*rows, *step.rows], step.targets, step.header, starts))
-        for k, target in enumerate(targets):
-            if target is not None:
-                self.atoms[Edge(Value(last, k))] = target
-
-    def _range(self, run: Run) -> str:
-        first = number(self.job.model.calls[run.calls[0]].path)
-        assert first is not None
-        return f"{first[1]}, {first[1] + len(run.calls)}"
+        self.atoms |= {Edge(v): target for v, target in zip(values, targets, strict=True) if target is not None}
 
     def _arguments(
         self, run: Run, targets: list[Var | None]
@@ -137,6 +129,15 @@ class Body:
         return rows
 
 
+def _layer(path: str, times: int) -> tuple[str, str]:
+    """The layer as an expression, and the header of the loop over several of them."""
+    place = number(path)
+    if times == 1 or place is None:
+        return attribute(path), ""
+    prefix, first = place
+    return f"{attribute(prefix)}[i]", f"for i in range({first}, {first + times}):"
+
+
 def forward(job: Job, part: Part, reserved: frozenset[str]) -> Function:
     """``forward(*receives, *inputs, *totals)``: returns what it sends as a tuple, or the loss."""
     body = Body(job, part, Function("forward", [], reserved))
@@ -151,8 +152,8 @@ def forward(job: Job, part: Part, reserved: frozenset[str]) -> Function:
         index = run.calls[0]
         if index in job.inlined:
             ops = job.model.block_of(job.model.calls[index]).graph.nodes
-            count = len(job.model.calls[index].operands)
-            body.inline(index, {k: part.edges[index, k] for k in range(count)}, set(ops))
+            positions = range(len(job.model.calls[index].operands))
+            body.inline(index, {k: part.edges[index, k] for k in positions}, set(ops))
         else:
             body.run(run)
     if part.index == len(job.stages) - 1:
