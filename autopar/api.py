@@ -27,6 +27,7 @@ from autopar.passes.normalize_losses import normalize_losses
 from autopar.plan import Plan
 from autopar.planner.build import Built, Request, build
 from autopar.runtime import Input, batches
+from autopar.runtime.executor import Executor
 from autopar.runtime.job import (
     Job,
     Optimizer,
@@ -98,12 +99,12 @@ def compile(
     _check_gpus(gpus)
     sizes = _mesh(mesh, plan, gpus)
     captured, constants, structure = prepare(model, sample, loss, batch_dim)
-    if plan is None and _launched():
-        plan = _plan_of_rank_zero(captured, sizes, microbatches, cluster, schedule)
-    request = _request(captured, sizes, microbatches, cluster, plan, schedule)
     _check_plan(captured, plan)
-    built = build(captured, request, plan)
-    programs = emit(built.model, built.stages, sizes, microbatches=request.microbatches, digest=built.plan.digest)
+    if plan is None and _launched():
+        built = _built_together(captured, sizes, microbatches, cluster, schedule)
+    else:
+        built = build(captured, _request(captured, sizes, microbatches, cluster, plan, schedule), plan)
+    programs = emit(built.model, built.stages, sizes, microbatches=built.plan.microbatches, digest=built.plan.digest)
     return ParallelModel(
         model=model,
         built=built,
@@ -158,7 +159,7 @@ class ParallelModel:
         self._loss = loss
         self._batch_dim = batch_dim
         self._constants = constants
-        self._rank: Any = None
+        self._rank: Executor | None = None
 
     @property
     def plan(self) -> Plan:
@@ -186,11 +187,14 @@ class ParallelModel:
 
     def step(self, batch: Any) -> torch.Tensor:
         """One optimizer step of this rank under ``torchrun``; the global batch in, the global loss out."""
-        tensors = self._tensors(batch)
+        return self.running.step(self._tensors(batch))
+
+    @property
+    def running(self) -> Executor:
+        """This rank of the real job, started at first use; all ranks must start theirs."""
         if self._rank is None:
-            axes = connect(self._job.mesh, self._job.seed)
-            self._rank = start(self._job, axes)
-        return self._rank.step(tensors)  # type: ignore[no-any-return]
+            self._rank = start(self._job, connect(self._job.mesh, self._job.seed))
+        return self._rank
 
     def simulate(self, batch: Any, steps: int = 1) -> SimulationResult:
         """Train ``steps`` steps on ``batch`` on simulated ranks in this process, from the model's weights."""
@@ -312,20 +316,21 @@ def _check_plan(model: Model, plan: Plan | None) -> None:
         )
 
 
-def _plan_of_rank_zero(
+def _built_together(
     model: Model,
     mesh: Mesh,
     microbatches: int | None,
     cluster: str | Path | Cluster | None,
     schedule: str,
-) -> Plan | None:
-    """Rank 0 plans, on a copy of the graph; the others wait for its plan, so that all run the same one."""
+) -> Built:
+    """Rank 0 plans; the others wait for its plan and take its decisions, so that all run the same program."""
     rank, _, _ = join_world()
-    text = ""
     if rank == 0:
-        request = _request(model, mesh, microbatches, cluster, None, schedule)
-        text = build(copy.deepcopy(model), request).plan.to_json()
-    return Plan.from_json(text_of_rank_zero(text))
+        built = build(model, _request(model, mesh, microbatches, cluster, None, schedule))
+        text_of_rank_zero(built.plan.to_json())
+        return built
+    plan = Plan.from_json(text_of_rank_zero(""))
+    return build(model, _request(model, mesh, None, None, plan, plan.schedule), plan)
 
 
 def _source(model: nn.Module, constants: Mapping[str, torch.Tensor], seed: int) -> Source:

@@ -70,9 +70,7 @@ SECONDS: Final = {
     name: kind.formula(f"{name}_seconds", "s", kind.messages * _latency + kind.sent_bytes / _bandwidth)
     for name, kind in _KINDS.items()
 }
-SENT_BYTES: Final = {
-    name: kind.formula(f"{name}_sent_bytes", "B", kind.sent_bytes) for name, kind in _KINDS.items()
-}
+SENT_BYTES: Final = {name: kind.formula(f"{name}_sent_bytes", "B", kind.sent_bytes) for name, kind in _KINDS.items()}
 FORMULAS: Final = (*SECONDS.values(), *SENT_BYTES.values())
 
 

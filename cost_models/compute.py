@@ -34,9 +34,7 @@ EFFICIENCY: Final = Formula(
         **_WORK,
         **_RATE,
         "achievable_fraction": Quantity("1", "share of the peak rate that the largest products reach"),
-        "ramp_seconds": Quantity(
-            "s", "what the peak rate would take for a product that reaches half of that share"
-        ),
+        "ramp_seconds": Quantity("s", "what the peak rate would take for a product that reaches half of that share"),
     },
     "r_infinity and n_1/2 of R. W. Hockney, The Science of Computer Benchmarking, SIAM, 1996",
 )
@@ -74,7 +72,5 @@ def seconds(flops: float, bytes_: float, dtype: str, device: Device) -> float:
     if not flops:
         return POINTWISE_SECONDS(**memory)
     work = {"flops": flops, "flops_per_second": device.rate(dtype)}
-    efficiency = EFFICIENCY(
-        **work, achievable_fraction=device.achievable_fraction, ramp_seconds=device.ramp_seconds
-    )
+    efficiency = EFFICIENCY(**work, achievable_fraction=device.achievable_fraction, ramp_seconds=device.ramp_seconds)
     return MATMUL_SECONDS(**work, efficiency=efficiency, **memory)

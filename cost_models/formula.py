@@ -43,9 +43,7 @@ class Formula:
         used = {symbol.name for symbol in self.expression.free_symbols}
         if used != set(self.symbols):
             different = ", ".join(sorted(used ^ set(self.symbols)))
-            raise ArgumentError(
-                f"formula {self.name}: its expression and its list of symbols differ in {different}"
-            )
+            raise ArgumentError(f"formula {self.name}: its expression and its list of symbols differ in {different}")
 
     def __str__(self) -> str:
         names = max(map(len, self.symbols))

@@ -24,12 +24,8 @@ _SAVED: Final = {
 _WORKING: Final = {"working_bytes": Quantity("B", "largest temporary values of one op, buffers included")}
 _STATES = "S. Rajbhandari et al., ZeRO, arXiv 1910.02054, section 3.1"
 
-PARAMETER_BYTES: Final = Formula(
-    "parameter_bytes", "B", _parameters * _parameter, {**_COUNT, **_PARAMETER}, _STATES
-)
-GRADIENT_BYTES: Final = Formula(
-    "gradient_bytes", "B", _parameters * _gradient, {**_COUNT, **_GRADIENT}, _STATES
-)
+PARAMETER_BYTES: Final = Formula("parameter_bytes", "B", _parameters * _parameter, {**_COUNT, **_PARAMETER}, _STATES)
+GRADIENT_BYTES: Final = Formula("gradient_bytes", "B", _parameters * _gradient, {**_COUNT, **_GRADIENT}, _STATES)
 ADAMW_BYTES: Final = Formula("adamw_bytes", "B", 2 * _parameters * _moment, {**_COUNT, **_MOMENT}, _STATES)
 ACTIVATION_BYTES: Final = Formula(
     "activation_bytes",

@@ -30,6 +30,7 @@ from autopar.schedules import render
 
 BATCH, SEQUENCE, BYTES = 8, 64, 256
 MESH = {"pp": 2, "tp": 2}
+CLIP_NORM = 1.0
 
 
 def build_model() -> GPT2LMHeadModel:
@@ -71,6 +72,7 @@ def train_one_device(model: GPT2LMHeadModel, data: list[dict[str, Tensor]]) -> I
         optimizer.zero_grad()
         loss = model(**batch).loss
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
         optimizer.step()
         yield float(loss.detach())
 
@@ -115,7 +117,7 @@ def main() -> None:
     model, data = build_model(), batches(arguments.steps)
     size = sum(p.numel() for p in model.parameters()) / 1e6
     console.rule(f"an unmodified {type(model).__name__}, {size:.1f} M parameters, on pp 2 x tp 2")
-    job = autopar.compile(model, gpus=4, sample=data[0], mesh=MESH, microbatches=4)
+    job = autopar.compile(model, gpus=4, sample=data[0], mesh=MESH, microbatches=4, clip_norm=CLIP_NORM)
     directory = job.write(arguments.directory)
     save_file({f"{i}.{k}": v for i, b in enumerate(data) for k, v in b.items()}, directory / "batches.safetensors")
     console.print(f"planned and written in {time.perf_counter() - began:.1f} s\n")
@@ -130,6 +132,7 @@ def main() -> None:
         for loss in train_ranks(directory, arguments.steps):
             ranks.append(loss)
             live.update(curve(one, ranks, every))
+    console.print()
     worst = max(abs(a - b) for a, b in zip(one, ranks, strict=True))
     console.print(f"largest difference of a loss over {arguments.steps} steps: {worst:.1e} (float32)\n")
 

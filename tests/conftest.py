@@ -18,9 +18,7 @@ hypothesis.settings.load_profile("autopar")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--update-golden", action="store_true", help="rewrite tests/golden with what the tests produce"
-    )
+    parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden with what the tests produce")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -169,9 +169,7 @@ def test_a_missing_or_misshapen_part_is_refused(key: str) -> None:
 
 
 def test_values_built_in_code_are_checked_too() -> None:
-    with pytest.raises(
-        ClusterError, match=r"^bytes_per_second is 0, but must be a number of bytes/s from 1 "
-    ):
+    with pytest.raises(ClusterError, match=r"^bytes_per_second is 0, but must be a number of bytes/s from 1 "):
         Link("broken", 0, 0)
     with pytest.raises(ClusterError, match=r"^flops_per_second.float32 is 0, but must be a number of FLOP/s"):
         dataclasses.replace(Cluster.load("cpu").device, flops_per_second={"float32": 0})
@@ -191,9 +189,7 @@ def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_dtype_without_a_figure_is_refused() -> None:
-    with pytest.raises(
-        ClusterError, match="device 'A' has no flops_per_second for bfloat16, only for float32"
-    ):
+    with pytest.raises(ClusterError, match="device 'A' has no flops_per_second for bfloat16, only for float32"):
         Cluster.parse(TOML).device.rate("bfloat16")
 
 

@@ -19,9 +19,7 @@ SIGMAS = 5
 
 
 def gpt2() -> nn.Module:
-    config = GPT2Config(
-        n_layer=2, n_embd=32, n_head=4, vocab_size=96, n_positions=32, bos_token_id=0, eos_token_id=0
-    )
+    config = GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=96, n_positions=32, bos_token_id=0, eos_token_id=0)
     return GPT2LMHeadModel(config)
 
 
@@ -113,9 +111,7 @@ class Odd(nn.Module):
             self.limits.copy_(torch.tensor([1.0, float("inf"), float("nan")]))
             self.mask.copy_(torch.tril(torch.ones(4, 4)).bool())
             self.steps.zero_()
-        self.decay.data = torch.log(torch.arange(1, 5, dtype=torch.float32).repeat(3, 1)).to(
-            self.decay.device
-        )
+        self.decay.data = torch.log(torch.arange(1, 5, dtype=torch.float32).repeat(3, 1)).to(self.decay.device)
 
 
 def on_meta(factory: Callable[[], nn.Module]) -> nn.Module:
@@ -140,9 +136,7 @@ def is_random(made: Recipe) -> bool:
 def assert_alike(played: torch.Tensor, real: torch.Tensor, name: str) -> None:
     """Mean and standard deviation agree as two samples of one distribution do."""
     count, spread = real.numel(), float(real.std())
-    assert float(played.mean() - real.mean()) == pytest.approx(
-        0, abs=SIGMAS * spread * math.sqrt(2 / count)
-    ), name
+    assert float(played.mean() - real.mean()) == pytest.approx(0, abs=SIGMAS * spread * math.sqrt(2 / count)), name
     assert float(played.std()) == pytest.approx(spread, rel=SIGMAS / math.sqrt(count)), name
 
 
@@ -197,9 +191,7 @@ def test_a_model_that_was_marked_as_initialised_is_recorded_all_the_same() -> No
 
 
 def test_constructor_only_values_need_construct() -> None:
-    with pytest.raises(
-        CaptureError, match=r"nothing initialises blocks\.0\.norm\.weight \(PlainNorm\)"
-    ) as info:
+    with pytest.raises(CaptureError, match=r"nothing initialises blocks\.0\.norm\.weight \(PlainNorm\)") as info:
         recorded(Nano)
     assert "blocks.0.mask (NanoBlock)" in str(info.value)
     assert "construct" in str(info.value)
@@ -426,9 +418,7 @@ def test_json_as_documented_plays() -> None:
         {
             "w": {
                 **FILL,
-                "steps": [
-                    {"op": "constant", "args": [{"tensor": {"shape": [2], "dtype": "int8", "packed": "?"}}]}
-                ],
+                "steps": [{"op": "constant", "args": [{"tensor": {"shape": [2], "dtype": "int8", "packed": "?"}}]}],
             }
         },
         {
@@ -467,9 +457,7 @@ def test_an_initialiser_that_needs_values_is_named() -> None:
             self.weight.data.fill_(float(self.weight.sum()))
 
     model = nn.Sequential(nn.Linear(2, 2), on_meta(Curious))
-    with pytest.raises(
-        CaptureError, match=r"reset_parameters of '1' \(Curious\) can't run on the meta device"
-    ):
+    with pytest.raises(CaptureError, match=r"reset_parameters of '1' \(Curious\) can't run on the meta device"):
         recipe.record(model)
 
 

@@ -120,9 +120,7 @@ def _recipe_from_json(name: str, entry: Any) -> Recipe:
         steps = tuple(_step_from_json(step) for step in entry["steps"])
         return Recipe(tuple(entry["shape"]), _torch(entry["dtype"]), steps, _decode(entry["result"]))
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, zlib.error) as error:
-        raise PlanError(
-            f"the init recipe of {name!r} can't be read: {error!r}; write the job again"
-        ) from error
+        raise PlanError(f"the init recipe of {name!r} can't be read: {error!r}; write the job again") from error
 
 
 def _step_from_json(entry: Any) -> Step:

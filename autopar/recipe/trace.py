@@ -119,18 +119,14 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         replaces = {self._key(t) for t in written if fills and t.numel() == _capacity(t)}
         self._append(step, reads, covers, replaces)
 
-    def _make(
-        self, step: Step, reads: list[torch.Tensor], made: list[torch.Tensor], *, blank: bool = False
-    ) -> None:
+    def _make(self, step: Step, reads: list[torch.Tensor], made: list[torch.Tensor], *, blank: bool = False) -> None:
         """A step that returns tensors: on new storages, or further views of known ones."""
         new = {self._key(t): 0 if blank else _capacity(t) for t in made if self._key(t) not in self._owners}
         call = self._append(step, reads, new, set(new))
         for output, tensor in enumerate(made):
             self._name(tensor, Value(call, output))
 
-    def _append(
-        self, step: Step, reads: list[torch.Tensor], covers: Mapping[int, int], replaces: set[int]
-    ) -> int:
+    def _append(self, step: Step, reads: list[torch.Tensor], covers: Mapping[int, int], replaces: set[int]) -> int:
         index = len(self._calls)
         self._calls.append(_Call(step, frozenset(map(self._key, reads)), covers, frozenset(replaces)))
         for storage in covers:

@@ -226,3 +226,9 @@ def broadcast_object(item: object) -> object:
     box = [item]
     dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def lost_peer(error: RuntimeError) -> bool:
+    """Whether ``error`` comes from a communication whose other end has died or doesn't answer."""
+    backend = isinstance(error, getattr(dist, "DistError", ()))
+    return backend or "gloo" in str(error).lower() or "connection closed" in str(error).lower()

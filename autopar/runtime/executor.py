@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from autopar.errors import MismatchError, ScheduleError
+from autopar.errors import DeadRankError, MismatchError, ScheduleError
 from autopar.runtime import batches
 from autopar.runtime.axes import Axes
 from autopar.runtime.clip import clip_
-from autopar.runtime.collectives import broadcast_, reduce_sum_
+from autopar.runtime.collectives import broadcast_, lost_peer, reduce_sum_
 from autopar.runtime.grads import BUCKET_BYTES, Reducer, reduce_groups
 from autopar.runtime.modules import dtype_of
 from autopar.runtime.pipe import Message, Pipe
@@ -95,10 +95,22 @@ class Executor:
             batches.check(batch, program.inputs)
         step = _Step(batch, self._totals(batch), torch.zeros((), dtype=torch.float64, device=self.axes.device))
         for action in self.actions:
-            self._handlers[action.kind](step, action)
+            self._run(step, action)
         self._pipe.flush()
         self.axes.stream.step += 1
         return self._loss(step)
+
+    def _run(self, step: _Step, action: Action) -> None:
+        """One action. Raises DeadRankError where a peer is gone, naming the action that needed it."""
+        try:
+            self._handlers[action.kind](step, action)
+        except RuntimeError as error:
+            if not lost_peer(error):
+                raise
+            raise DeadRankError(
+                f"rank {self.axes.rank}: a rank that {action} needs is gone ({str(error).splitlines()[0]}); "
+                "the first error of another rank says why. Start the job again from the last checkpoint"
+            ) from error
 
     def _totals(self, batch: Mapping[str, Tensor]) -> dict[int, tuple[Tensor, ...]]:
         """Per stage, its scalars of the whole batch: summed over microbatches, then over their axes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -63,9 +64,7 @@ class Job:
                     full[parameter.name] = self._whole(parameter, by_rank, ranks)
         return full
 
-    def _whole(
-        self, parameter: Parameter, by_rank: Sequence[Mapping[str, Tensor]], ranks: list[int]
-    ) -> Tensor:
+    def _whole(self, parameter: Parameter, by_rank: Sequence[Mapping[str, Tensor]], ranks: list[int]) -> Tensor:
         return unshard(parameter, [(self.mesh.coordinates(r), by_rank[r][parameter.name]) for r in ranks])
 
 
@@ -86,9 +85,7 @@ def build_module(job: Job, axes: Axes) -> nn.Module:
     return module
 
 
-def start(
-    job: Job, axes: Axes, *, on_gradients: Callable[[dict[str, Tensor]], None] | None = None
-) -> Executor:
+def start(job: Job, axes: Axes, *, on_gradients: Callable[[dict[str, Tensor]], None] | None = None) -> Executor:
     """Build this rank's stage and optimizer; all ranks of the world must call it."""
     stage = axes["pp"].index
     module = build_module(job, axes)
@@ -145,7 +142,13 @@ def join_world(*, timeout_seconds: float = 600.0) -> tuple[int, int, torch.devic
     if world > 1 and not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+        atexit.register(_leave_world)  # threads of a backend that is still there abort the interpreter's exit
     return rank, world, device
+
+
+def _leave_world() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def text_of_rank_zero(text: str) -> str:

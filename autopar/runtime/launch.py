@@ -62,9 +62,7 @@ def main(script: str) -> None:
 
 def _all_inputs(directory: Path) -> list[Input]:
     plan = json.loads((directory / "plan.json").read_text())
-    return [
-        Input(i["name"], i["path"], tuple(i["shape"]), i["dtype"], i["batch_dim"]) for i in plan["inputs"]
-    ]
+    return [Input(i["name"], i["path"], tuple(i["shape"]), i["dtype"], i["batch_dim"]) for i in plan["inputs"]]
 
 
 def _batches(inputs: list[Input], steps: int, file: Path | None) -> Iterator[dict[str, Tensor]]:
@@ -78,9 +76,7 @@ def _batches(inputs: list[Input], steps: int, file: Path | None) -> Iterator[dic
         for step in range(steps):
             missing = [f"{step}.{i.path}" for i in inputs if f"{step}.{i.path}" not in names]
             if missing:
-                raise ArgumentError(
-                    f"{file} has no tensors {missing}; give {len(inputs)} per step, or fewer --steps"
-                )
+                raise ArgumentError(f"{file} has no tensors {missing}; give {len(inputs)} per step, or fewer --steps")
             yield {item.path: tensors.get_tensor(f"{step}.{item.path}") for item in inputs}
 
 

@@ -100,9 +100,7 @@ def unshard(parameter: Parameter, shards: Sequence[tuple[Mapping[str, int], torc
     has not the shape that the types give it.
     """
     if not shards:
-        raise ShardingError(
-            f"no shard of {parameter.name!r} is given; give those of every rank that holds it"
-        )
+        raise ShardingError(f"no shard of {parameter.name!r} is given; give those of every rank that holds it")
     sizes = {axis: 1 + max(at[axis] for at, _ in shards) for axis in parameter.types}
     first = shards[0][1]
     full = torch.empty(parameter.full_shape, dtype=first.dtype, device=first.device)
@@ -121,9 +119,7 @@ def unshard(parameter: Parameter, shards: Sequence[tuple[Mapping[str, int], torc
             for part in parts:
                 full[part.full].copy_(local[part.local])
     if len(placed) * first.numel() != full.numel():
-        raise ShardingError(
-            f"parts of {parameter.name!r} are missing; give the shards of every rank that holds it"
-        )
+        raise ShardingError(f"parts of {parameter.name!r} are missing; give the shards of every rank that holds it")
     return full
 
 

@@ -66,9 +66,7 @@ class StateSource:
     def local(self, parameter: Parameter, axes: Positions) -> torch.Tensor:
         full = self.state[_find(parameter, self.state, "the state")]
         if full.is_meta:
-            raise PlanError(
-                f"{parameter.name!r} is on the meta device and has no values; use its init recipe"
-            )
+            raise PlanError(f"{parameter.name!r} is on the meta device and has no values; use its init recipe")
         _check(parameter, full.shape, full.dtype, "the state")
         return slice_shard(full, parameter.types, axes)
 
@@ -90,9 +88,7 @@ class FileSource:
         except FileNotFoundError as error:
             raise PlanError(f"there is no weights file {self.path}; write the job again") from error
         except (SafetensorError, OSError) as error:
-            raise PlanError(
-                f"{self.path} is not a whole safetensors file ({error}); write it again"
-            ) from error
+            raise PlanError(f"{self.path} is not a whole safetensors file ({error}); write it again") from error
 
     @cached_property
     def _names(self) -> frozenset[str]:
@@ -153,9 +149,7 @@ def materialize(
     }
     known = {name for parameter in program.parameters for name in _names(parameter)}
     if unknown := sorted(set(declared) - known):
-        raise PlanError(
-            f"stage {program.stage} declares {unknown}, which its program doesn't list; emit it again"
-        )
+        raise PlanError(f"stage {program.stage} declares {unknown}, which its program doesn't list; emit it again")
     for parameter in program.parameters:
         places = [name for name in _names(parameter) if name in declared]
         _check_declared(program, parameter, declared, places)
@@ -216,9 +210,7 @@ def _find(parameter: Parameter, names: Collection[str], where: str) -> str:
             return name
     close = difflib.get_close_matches(parameter.name, names, n=1)
     hint = f" (it has {close[0]!r})" if close else ""
-    raise PlanError(
-        f"{where} holds no {parameter.name!r}{hint}; give the weights of the model that was planned"
-    )
+    raise PlanError(f"{where} holds no {parameter.name!r}{hint}; give the weights of the model that was planned")
 
 
 def _check(parameter: Parameter, shape: Sequence[int], dtype: torch.dtype, where: str) -> None:

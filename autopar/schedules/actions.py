@@ -138,9 +138,7 @@ class Schedule:
             raise ScheduleError(f"{self.name!r} can't name a schedule; use letters, digits, _ . + and -")
         for what, count in (("stages", self.stages), ("microbatches", self.microbatches)):
             if not _is_whole(count) or count < 1:
-                raise ScheduleError(
-                    f"schedule {self.name!r} has {count!r} {what}; it needs at least 1, whole"
-                )
+                raise ScheduleError(f"schedule {self.name!r} has {count!r} {what}; it needs at least 1, whole")
         if len(self.placement) != self.stages:
             raise ScheduleError(
                 f"schedule {self.name!r} places {len(self.placement)} stages, but has {self.stages}; "
@@ -173,8 +171,7 @@ class Schedule:
         match = _HEADER.fullmatch(header.strip())
         if match is None:
             raise ScheduleError(
-                f"line 1 is {header!r}; a schedule begins like "
-                "'schedule 1f1b stages=2 microbatches=4 placement=0,1'"
+                f"line 1 is {header!r}; a schedule begins like 'schedule 1f1b stages=2 microbatches=4 placement=0,1'"
             )
         placement = tuple(map(int, match[4].split(",")))
         lists = tuple(_parse_row(rank, row) for rank, row in enumerate(rows))

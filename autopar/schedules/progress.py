@@ -62,7 +62,6 @@ def _stuck(schedule: Schedule, position: list[int], waiting: dict[Channel, int])
         path.append(peer)
     ranks = path[path.index(peer) :] if peer in path else path
     waits = (
-        f"rank {rank} waits for rank {waits_for[rank]} in {schedule.lists[rank][position[rank]]}"
-        for rank in ranks
+        f"rank {rank} waits for rank {waits_for[rank]} in {schedule.lists[rank][position[rank]]}" for rank in ranks
     )
     return f"schedule {schedule.name!r} can't go on: {', '.join(waits)}"

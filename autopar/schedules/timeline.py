@@ -157,8 +157,7 @@ def _check_costs(schedule: Schedule, costs: Costs) -> None:
         per, count = ("rank", schedule.ranks) if field.name == "step_seconds" else ("stage", schedule.stages)
         if len(values) != count:
             raise ArgumentError(
-                f"costs have {len(values)} {field.name}, but schedule {schedule.name!r} needs {count}, "
-                f"one per {per}"
+                f"costs have {len(values)} {field.name}, but schedule {schedule.name!r} needs {count}, one per {per}"
             )
         for index, value in enumerate(values):
             if not (math.isfinite(value) and value >= 0):

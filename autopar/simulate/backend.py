@@ -147,9 +147,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         parts = [Part([i], self._one_each(o)) for i, o in zip(inputs, outputs, strict=True)]
         return self._collective("all_gather", parts, inputs, opts)
 
-    def allgather_coalesced(
-        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any
-    ) -> SimulatedWork:
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> SimulatedWork:
         by_input = [list(of_ranks) for of_ranks in zip(*outputs, strict=True)]
         return self.allgather(by_input, inputs, opts)
 
@@ -158,9 +156,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     _allgather_base = all_gather_single
 
-    def all_gather_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
-    ) -> SimulatedWork:
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> SimulatedWork:
         parts = [Part([i], self._equal_parts(o)) for i, o in zip(inputs, outputs, strict=True)]
         return self._collective("all_gather", parts, inputs, opts, same_shapes=True)
 
@@ -175,9 +171,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     _reduce_scatter_base = reduce_scatter_single
 
-    def reduce_scatter_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
-    ) -> SimulatedWork:
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> SimulatedWork:
         parts = [Part(self._equal_parts(i), [o]) for i, o in zip(inputs, outputs, strict=True)]
         return self._collective("reduce_scatter", parts, inputs, opts, same_shapes=True)
 
@@ -294,9 +288,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def _equal_parts(self, tensor: Tensor) -> list[Tensor]:
         """In memory order, each flat."""
         if tensor.numel() % self.size() or not tensor.is_contiguous():
-            what = (
-                f"{'' if tensor.is_contiguous() else 'non-contiguous '}tensor of shape {list(tensor.shape)}"
-            )
+            what = f"{'' if tensor.is_contiguous() else 'non-contiguous '}tensor of shape {list(tensor.shape)}"
             raise self._unusable(f"a {what} can't be {self.size()} equal parts in memory")
         with unobserved():
             return list(tensor.detach().view(self.size(), tensor.numel() // self.size()).unbind())

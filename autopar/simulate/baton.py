@@ -51,9 +51,7 @@ class Baton(Generic[W]):
         for rank, turn in enumerate(self._turns):
             turn.acquire()
             arguments = (rank, body)
-            self._threads.append(
-                threading.Thread(target=self._live, args=arguments, name=f"rank {rank}", daemon=True)
-            )
+            self._threads.append(threading.Thread(target=self._live, args=arguments, name=f"rank {rank}", daemon=True))
         started = self._start()
         if started:
             self._wait_for_all()
@@ -159,7 +157,5 @@ class Baton(Generic[W]):
     def _stuck(self) -> BaseException:
         try:
             return self._diagnose(self._waiting)
-        except (
-            Exception
-        ) as error:  # the __str__ of a user's object may raise; the ranks must end all the same
+        except Exception as error:  # a user's __str__ may raise; the ranks must end all the same
             return error

@@ -35,9 +35,7 @@ def disagreement(first: Call, second: Call, meeting: Meeting) -> MismatchError:
 
 def unfit(sender: Call, sent: Tensor, receiver: Call, expected: Tensor) -> MismatchError:
     """A tensor that arrives where another shape or dtype is expected."""
-    ranks = (
-        f"rank {sender.rank} gives {described(sent)} where rank {receiver.rank} takes {described(expected)}"
-    )
+    ranks = f"rank {sender.rank} gives {described(sent)} where rank {receiver.rank} takes {described(expected)}"
     return MismatchError(f"{ranks}:\n{_calls([sender, receiver])}")
 
 

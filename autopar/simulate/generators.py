@@ -14,7 +14,7 @@ _numpy: Any = numpy.random  # its stubs leave out get_bit_generator and set_bit_
 
 
 class Generators:
-    """The state after ``torch.manual_seed(seed)``, ``random.seed(seed)`` and ``numpy.random.seed(seed)``.
+    """The state after ``torch.manual_seed(seed)``, ``random.seed(seed)``, ``numpy.random.seed(seed % 2**32)``.
 
     numpy's global generator is exchanged as an object, which costs a hundredth of copying its state. The one
     number that its legacy normal distribution holds back for the next call is lost at that.
@@ -24,7 +24,7 @@ class Generators:
         self._torch = torch.Generator().manual_seed(seed).get_state()
         self._python = random.Random(seed).getstate()
         self._numpy = _numpy.MT19937()
-        self._numpy.state = _numpy.RandomState(seed).get_state(legacy=False)
+        self._numpy.state = _numpy.RandomState(seed % 2**32).get_state(legacy=False)
 
     def install(self) -> None:
         """Make this rank's generators those of the process."""

@@ -70,8 +70,7 @@ class MemoryTracker(DispatchMode):  # type: ignore[misc]
 
 def _given(key: int, arguments: Any) -> bool:
     return any(
-        tensor.layout is torch.strided and address(tensor.untyped_storage()) == key
-        for tensor in _tensors(arguments)
+        tensor.layout is torch.strided and address(tensor.untyped_storage()) == key for tensor in _tensors(arguments)
     )
 
 

@@ -62,9 +62,7 @@ class Simulation(Generic[T]):
         return totals
 
 
-def run(
-    fn: Callable[[int], T], world_size: int, *, seed: int = 0, track_memory: bool = True
-) -> Simulation[T]:
+def run(fn: Callable[[int], T], world_size: int, *, seed: int = 0, track_memory: bool = True) -> Simulation[T]:
     """Call ``fn(rank)`` on ``world_size`` simulated ranks, in which torch.distributed is initialised.
 
     Ranks are threads. One runs at a time, until it has to wait for others; so the same call gives the same

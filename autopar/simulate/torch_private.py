@@ -29,6 +29,7 @@ from autopar.errors import ArgumentError
 BACKEND = "threaded"
 DispatchMode: Any = _python_dispatch.TorchDispatchMode  # it has no types
 _c10d: Any = torch._C._distributed_c10d
+_guards: Any = torch._C._dynamo.guards
 
 _TABLES = ("backend_list", "backend_capability", "backend_type_map", "default_device_backend_map", "_plugins")
 _LEFT_BEHIND = (
@@ -83,6 +84,9 @@ def _restored() -> Iterator[None]:
     finally:
         for owner, name, value in before:
             setattr(owner, name, value)
+        _guards.set_is_in_mode_without_ignore_compile_internals(
+            _python_dispatch._is_in_any_mode_without_ignore_compile_internals
+        )
 
 
 @contextmanager
@@ -90,8 +94,10 @@ def _backend_registered(make_group: MakeGroup) -> Iterator[None]:
     def backend(options: Any, _: object) -> ProcessGroup:
         return make_group(options.group_id, tuple(options.global_ranks_in_group))
 
-    before = {name: getattr(Backend, name).copy() for name in _TABLES}
+    before = {name: getattr(Backend, name) for name in _TABLES}
     known = hasattr(Backend, BACKEND.upper())
+    for name, table in before.items():
+        setattr(Backend, name, table.copy())
     Backend.register_backend(BACKEND, backend, extended_api=True, devices=["cpu"])
     try:
         yield
@@ -125,9 +131,7 @@ class _Groups(dict[ProcessGroup, Any]):
 
     def __setitem__(self, group: ProcessGroup, value: Any) -> None:
         if not getattr(group, "is_simulated", False):
-            raise ArgumentError(
-                f"a simulated rank asked for a group with backend {value[0]!r}; leave `backend` out"
-            )
+            raise ArgumentError(f"a simulated rank asked for a group with backend {value[0]!r}; leave `backend` out")
         super().__setitem__(group, value)
 
 

@@ -123,9 +123,7 @@ def test_whole_petabytes_stay_exact() -> None:
 
 def test_formulas_take_many_sizes_at_once() -> None:
     sizes = np.array([2, 4, 8])
-    many = collective.SECONDS["all_reduce"](
-        tensor_bytes=800, size=sizes, latency_seconds=1, bytes_per_second=10
-    )
+    many = collective.SECONDS["all_reduce"](tensor_bytes=800, size=sizes, latency_seconds=1, bytes_per_second=10)
     assert many.tolist() == pytest.approx([collective.seconds("all_reduce", 800, n, LINK) for n in (2, 4, 8)])
 
 
@@ -134,7 +132,5 @@ def test_an_unknown_kind_is_refused() -> None:
         lambda: collective.seconds("gather", 1, 1, LINK),
         lambda: collective.sent_bytes("gather", 1, 1),
     ):
-        with pytest.raises(
-            ArgumentError, match="'gather' is not a kind of collective; known kinds are all_gat"
-        ):
+        with pytest.raises(ArgumentError, match="'gather' is not a kind of collective; known kinds are all_gat"):
             call()

@@ -21,8 +21,6 @@ def test_by_hand() -> None:
 
 def test_itemsizes_by_hand() -> None:
     """Parameter twice, gradient once, and each of two moments twice."""
-    update = partial(
-        optimizer_seconds, 10**6, DEVICE, parameter_itemsize=1, gradient_itemsize=10, moment_itemsize=100
-    )
+    update = partial(optimizer_seconds, 10**6, DEVICE, parameter_itemsize=1, gradient_itemsize=10, moment_itemsize=100)
     assert update() == pytest.approx(412e-3)
     assert update(clip=True) == pytest.approx(442e-3)

@@ -73,9 +73,7 @@ def losses() -> Iterator[Example]:
     yield Example(aten.mse_loss.default, (f(4, 8), f(4, 8)))
     yield Example(aten.soft_margin_loss.default, (g(4, 8), f(4, 8).detach(), 2))
     yield Example(aten.binary_cross_entropy.default, (f(4, 8), f(4, 8).detach(), None, 2))
-    yield Example(
-        aten.binary_cross_entropy_with_logits.default, (g(4, 8), f(4, 8).detach(), None, f(8).detach(), 2)
-    )
+    yield Example(aten.binary_cross_entropy_with_logits.default, (g(4, 8), f(4, 8).detach(), None, f(8).detach(), 2))
 
 
 def made() -> Iterator[Example]:

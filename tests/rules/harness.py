@@ -134,9 +134,7 @@ def localized(node: fx.Node, step: Step) -> fx.Node:
     given = fx.map_arg((node.args, node.kwargs), made.__getitem__)
     args, kwargs = local.call(*given)
     target = (aten_overload(local.target) or RuntimeOp(local.target)) if local.target else node.target
-    return _with_metas(
-        graph.call_function(target, args, kwargs), info(node).outputs, step.choice.result, step.size
-    )
+    return _with_metas(graph.call_function(target, args, kwargs), info(node).outputs, step.choice.result, step.size)
 
 
 def _with_metas(node: fx.Node, metas: Sequence[Meta], kind: Type, size: int) -> fx.Node:
@@ -171,18 +169,13 @@ def prove(example: Example, *steps: Step) -> None:
 def prove_local(example: Example, node: fx.Node, steps: Sequence[Step]) -> None:
     """The same for a local call that is given."""
     seeds = [noise(y) if y.requires_grad else torch.zeros(y.shape) for y in example.outputs]
-    values = [
-        spread(x.detach(), [s.choice.operands[i] for s in steps], steps)
-        for i, x in enumerate(example.tensors)
-    ]
+    values = [spread(x.detach(), [s.choice.operands[i] for s in steps], steps) for i, x in enumerate(example.tensors)]
     gradients = [spread(seed, [of_gradient(s.choice.result) for s in steps], steps) for seed in seeds]
 
     def share(rank: int, axes: Mapping[str, Any]) -> Run:
         own = [v[rank].requires_grad_(x.requires_grad) for v, x in zip(values, example.tensors, strict=True)]
         outputs = call(node, own, axes)
-        return (
-            differentiate(outputs, own, [g[rank] for g in gradients]) if example.compare else Run(outputs, [])
-        )
+        return differentiate(outputs, own, [g[rank] for g in gradients]) if example.compare else Run(outputs, [])
 
     mesh = Mesh(**{step.axis: step.size for step in steps})
     if any(isinstance(a, AxisRef) for a in node.args):
@@ -190,9 +183,7 @@ def prove_local(example: Example, node: fx.Node, steps: Sequence[Step]) -> None:
     else:
         ranks = [share(rank, {}) for rank in range(mesh.world)]
     for i, meta in enumerate(info(node).outputs):
-        assert {tuple(run.outputs[i].shape) for run in ranks} == {meta.shape}, (
-            "the shape in the graph is another"
-        )
+        assert {tuple(run.outputs[i].shape) for run in ranks} == {meta.shape}, "the shape in the graph is another"
     if example.compare:
         compare(differentiate(example.outputs, example.tensors, seeds), ranks, example, steps)
 
@@ -208,9 +199,7 @@ def spread(x: Tensor, kinds: Sequence[Type], steps: Sequence[Step]) -> list[Tens
 def gather(parts: list[Tensor], kinds: Sequence[Type], steps: Sequence[Step]) -> Tensor:
     """Inverse of :func:`spread`."""
     for kind, step in zip(reversed(kinds), reversed(steps), strict=True):
-        parts = [
-            join(group, kind) for group in [parts[i : i + step.size] for i in range(0, len(parts), step.size)]
-        ]
+        parts = [join(group, kind) for group in [parts[i : i + step.size] for i in range(0, len(parts), step.size)]]
     return parts[0]
 
 

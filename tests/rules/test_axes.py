@@ -30,9 +30,7 @@ def calls() -> Iterator[Example]:
     yield Example(aten.split.Tensor, (g(4, 24), 8, 1))
     yield Example(aten.slice.Tensor, (g(4, 24), 1, 8, 16))
     yield Example(aten.linear.default, (g(4, 8), g(12, 8)))
-    yield Example(
-        aten.scaled_dot_product_attention.default, (g(4, 8, 4, 8), g(4, 4, 4, 8), g(4, 4, 4, 8)), GROUPED
-    )
+    yield Example(aten.scaled_dot_product_attention.default, (g(4, 8, 4, 8), g(4, 4, 4, 8), g(4, 4, 4, 8)), GROUPED)
 
 
 def test_choices_on_two_axes() -> None:

@@ -96,9 +96,7 @@ def test_getitem_passes_the_type_through() -> None:
 def test_only_sums_need_nothing_for_their_gradient() -> None:
     free = ["aten.add.Tensor", "aten.reshape.default", "aten.transpose.int", "aten.cat.default", "convert"]
     assert all(lookup(name).linear_sum for name in free)
-    assert not any(
-        lookup(name).linear_sum for name in ("aten.mul.Tensor", "aten.linear.default", "aten.item.default")
-    )
+    assert not any(lookup(name).linear_sum for name in ("aten.mul.Tensor", "aten.linear.default", "aten.item.default"))
 
 
 # --- costs ------------------------------------------------------------------------------------------
@@ -123,9 +121,7 @@ def test_a_causal_mask_halves_attention() -> None:
     rule = lookup("aten.scaled_dot_product_attention.default")
     q, k, v = g(2, 4, 16, 8), g(2, 2, 16, 8), g(2, 2, 16, 4)
     full = Example(aten.scaled_dot_product_attention.default, (q, k, v), {"enable_gqa": True})
-    causal = Example(
-        aten.scaled_dot_product_attention.default, (q, k, v, None, 0.0, True), {"enable_gqa": True}
-    )
+    causal = Example(aten.scaled_dot_product_attention.default, (q, k, v, None, 0.0, True), {"enable_gqa": True})
     assert rule.flops(Op.of(full.node)) == 2 * 2 * 4 * 16 * 16 * (8 + 4)
     assert rule.flops(Op.of(causal.node)) == rule.flops(Op.of(full.node)) // 2
 

@@ -62,9 +62,7 @@ def test_every_rule_has_an_example() -> None:
 
 
 def test_no_op_is_in_two_families() -> None:
-    modules = [
-        import_module(f"autopar.rules.{path.stem}") for path in Path(rules.__path__[0]).glob("[a-z]*.py")
-    ]
+    modules = [import_module(f"autopar.rules.{path.stem}") for path in Path(rules.__path__[0]).glob("[a-z]*.py")]
     families = {id(m.RULES): m.RULES for m in modules if "RULES" in vars(m)}.values()
     assert sum(map(len, families)) == len(RULES)
 

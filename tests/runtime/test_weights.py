@@ -185,9 +185,7 @@ def test_weights_of_another_model_are_refused(make: MakeSource, tmp_path: Path) 
     weight = full["out.weight"]
     with pytest.raises(PlanError, match=r"holds no 'out\.weigth' \(it has 'out\.weight'\)"):
         source.local(stored("out.weigth", weight, mesh), axes)
-    with pytest.raises(
-        PlanError, match=r"holds 'out\.weight' as bfloat16\[4, 8\], the plan expects float32\[4, 8\]"
-    ):
+    with pytest.raises(PlanError, match=r"holds 'out\.weight' as bfloat16\[4, 8\], the plan expects float32\[4, 8\]"):
         source.local(stored("out.weight", weight.float(), mesh), axes)
     with pytest.raises(PlanError, match=r"as bfloat16\[4, 8\], the plan expects bfloat16\[8, 4\]"):
         source.local(stored("out.weight", weight.t(), mesh), axes)
@@ -353,9 +351,7 @@ def test_a_stage_and_its_program_must_agree() -> None:
     declare(module.get_submodule("layers.0.qkv"), "bias", (2,), torch.float32)
     bias = Parameter("layers.0.qkv.bias", (3,), (6,), "float32", {"tp": "S(0)"})
     wrong = program(mesh, *stage_program(mesh).parameters, bias)
-    with pytest.raises(
-        PlanError, match=r"declares float32\[2\] as 'layers\.0\.qkv\.bias', its program float32\[3\]"
-    ):
+    with pytest.raises(PlanError, match=r"declares float32\[2\] as 'layers\.0\.qkv\.bias', its program float32\[3\]"):
         materialize(module, wrong, axes, source, "cpu")
     with pytest.raises(PlanError, match=r"declares nothing as 'layers\.0\.qkv\.bias'"):
         materialize(stage(), wrong, axes, source, "cpu")
@@ -379,8 +375,7 @@ def test_a_model_on_meta_starts_alike_on_every_mesh(mesh: Mesh) -> None:
     for name, tensor in whole.items():
         parameter = stored(name, tensor, mesh, **kinds[tensor.dim()])
         shards = [
-            (mesh.coordinates(axes.rank), RecipeSource(recipes, 5).local(parameter, axes))
-            for axes in everywhere(mesh)
+            (mesh.coordinates(axes.rank), RecipeSource(recipes, 5).local(parameter, axes)) for axes in everywhere(mesh)
         ]
         assert all(shard.shape == parameter.shape for _, shard in shards)
         assert torch.equal(unshard(parameter, shards), whole[name])

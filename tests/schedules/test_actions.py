@@ -104,9 +104,7 @@ def test_errors_of_actions_say_what_would_work() -> None:
         parse_action("SEND_F3@1<2")
     with pytest.raises(ScheduleError, match="'F03@1' is not an action; did you mean F3@1"):
         parse_action("F03@1")
-    with pytest.raises(
-        ScheduleError, match="F can't have microbatch 3, stage -1, peer -1; it is written like F3@1"
-    ):
+    with pytest.raises(ScheduleError, match="F can't have microbatch 3, stage -1, peer -1; it is written like F3@1"):
         Action("F", 3)
     with pytest.raises(ScheduleError, match="STEP can't have microbatch -5"):
         Action("STEP", -5)
@@ -162,7 +160,5 @@ def test_json_that_is_not_a_schedule(change: dict[str, Any], message: str) -> No
 
 
 def test_truncated_json() -> None:
-    with pytest.raises(
-        ScheduleError, match="has the keys name, stages, microbatches, placement, lists, not none"
-    ):
+    with pytest.raises(ScheduleError, match="has the keys name, stages, microbatches, placement, lists, not none"):
         Schedule.from_json({})

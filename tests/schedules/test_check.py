@@ -21,9 +21,7 @@ from autopar.schedules import (
     run_order,
 )
 
-NAMED = re.compile(
-    r"rank \d+.*\b(F\d+@\d+|B\d+@\d+|(SEND|RECV)_[FB]\d+@\d+[<>]\d+|REDUCE@\d+|STEP)", re.DOTALL
-)
+NAMED = re.compile(r"rank \d+.*\b(F\d+@\d+|B\d+@\d+|(SEND|RECV)_[FB]\d+@\d+[<>]\d+|REDUCE@\d+|STEP)", re.DOTALL)
 
 
 @pytest.mark.parametrize("name", GENERATORS)
@@ -250,8 +248,7 @@ def test_the_cycle_leaves_out_who_only_waits_for_it() -> None:
     with pytest.raises(ScheduleError) as caught:
         check(schedule)
     assert str(caught.value) == (
-        "schedule 'hand' can't go on: rank 1 waits for rank 2 in RECV_B0@1<2, "
-        "rank 2 waits for rank 1 in RECV_F1@2<1"
+        "schedule 'hand' can't go on: rank 1 waits for rank 2 in RECV_B0@1<2, rank 2 waits for rank 1 in RECV_F1@2<1"
     )
 
 

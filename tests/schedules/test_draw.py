@@ -27,9 +27,7 @@ def picture(name: str, stages: int, microbatches: int, width: int = 100, **costs
         ("1f1b", 2, 4, 60),
     ],
 )
-def test_pictures(
-    name: str, stages: int, microbatches: int, width: int, golden: Callable[[str, str], None]
-) -> None:
+def test_pictures(name: str, stages: int, microbatches: int, width: int, golden: Callable[[str, str], None]) -> None:
     text = str(picture(name, stages, microbatches, width))
     golden(f"schedules/{name}_pp{stages}_m{microbatches}_w{width}_picture.txt", text)
 

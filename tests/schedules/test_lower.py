@@ -62,9 +62,7 @@ def test_lowering_twice_is_refused() -> None:
 
 @pytest.mark.parametrize("stray", ["F0@1", "F0@7"])
 def test_an_action_on_the_wrong_rank(stray: str) -> None:
-    with pytest.raises(
-        ScheduleError, match=rf"rank 0: {stray} is on the wrong rank; the stages of rank 0 are \[0\]"
-    ):
+    with pytest.raises(ScheduleError, match=rf"rank 0: {stray} is on the wrong rank; the stages of rank 0 are \[0\]"):
         lower(of((0, 1), 1, f"F0@0 {stray} B0@0", "F0@1 B0@1"))
 
 

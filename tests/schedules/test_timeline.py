@@ -163,15 +163,11 @@ def test_physics_on_any_schedule(random_schedule: Callable[[int], Schedule]) -> 
         for event in timeline.events:
             assert event.end_seconds - event.start_seconds >= costs.seconds(event.rank, event.action)
             if event.action.kind == "RECV_B":
-                _, microbatch, stage, peer = (
-                    getattr(event.action, f) for f in ("kind", "microbatch", "stage", "peer")
-                )
+                _, microbatch, stage, peer = (getattr(event.action, f) for f in ("kind", "microbatch", "stage", "peer"))
                 send = parse_list(f"SEND_B{microbatch}@{stage + 1}>{event.rank}")[0]
                 assert event.end_seconds == max(event.start_seconds, at[peer, send].end_seconds)
         for rank in range(schedule.ranks):
-            _never_overlap(
-                [e for e in timeline.events if e.rank == rank and e.action.kind in ("F", "B", "STEP")]
-            )
+            _never_overlap([e for e in timeline.events if e.rank == rank and e.action.kind in ("F", "B", "STEP")])
         assert timeline.makespan_seconds >= max(timeline.busy_seconds)
         assert timeline.exposed_communication_seconds >= 0
         free = simulate_timeline(schedule, costs.without_communication())

@@ -57,9 +57,7 @@ class TestDeadlock:
             dist.send(x, 1 - rank)
             dist.recv(x, 1 - rank)
 
-        with pytest.raises(
-            DeadlockError, match=r"rank 1: waits in send\(float32\[3\], dst=0\) on world for rank 0"
-        ):
+        with pytest.raises(DeadlockError, match=r"rank 1: waits in send\(float32\[3\], dst=0\) on world for rank 0"):
             simulate.run(program, 2)
 
     def test_a_rank_returned(self) -> None:
@@ -69,9 +67,7 @@ class TestDeadlock:
 
         with pytest.raises(DeadlockError) as caught:
             simulate.run(program, 4)
-        assert "ranks 0, 2-3: waits in all_reduce(float32[2], op=SUM) on world for rank 1" in str(
-            caught.value
-        )
+        assert "ranks 0, 2-3: waits in all_reduce(float32[2], op=SUM) on world for rank 1" in str(caught.value)
         assert "rank 1: returned" in str(caught.value)
 
     def test_a_cycle_of_three_groups(self) -> None:

@@ -46,6 +46,11 @@ def test_a_rank_may_seed_itself() -> None:
         assert simulate.run(lambda _, rank=rank: program(rank), 1).results == [together[rank]]
 
 
+def test_large_and_negative_seeds() -> None:
+    values = [simulate.run(lambda rank: draw(), 1, seed=seed).results[0] for seed in (2**63, -1, 0)]
+    assert len(set(values)) == 3
+
+
 def test_training_with_dropout_is_deterministic() -> None:
     def program(rank: int) -> list[float]:
         torch.manual_seed(rank)

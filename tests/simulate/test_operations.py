@@ -275,7 +275,7 @@ def test_bitwise_reductions(op: str, expected: int) -> None:
 
 
 def test_sums_are_in_rank_order() -> None:
-    terms = [1e8, 1.0, -1e8, 1.0]  # float32 sums of these depend on the order
+    terms = [1.0, 1e8, -1e8, 1.0]  # float32 sums of these depend on the order
 
     def program(rank: int) -> Tensor:
         x = torch.tensor(terms[rank])

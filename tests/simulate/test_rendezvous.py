@@ -251,9 +251,7 @@ def test_disagreement(program: Program, says: list[str]) -> None:
     [(write_in_flight, 1), (write_before_the_peers_come, 0), (write_to_a_tensor_that_is_sent, 0)],
 )
 def test_write_in_flight(program: Program, rank: int) -> None:
-    with pytest.raises(
-        MismatchError, match=f"rank {rank} wrote to an input of an operation in flight"
-    ) as caught:
+    with pytest.raises(MismatchError, match=f"rank {rank} wrote to an input of an operation in flight") as caught:
         simulate.run(program, 2)
     assert f" in {program.__name__}" in str(caught.value)
 

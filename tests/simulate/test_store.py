@@ -41,9 +41,7 @@ def test_counting_and_waiting() -> None:
 
 
 def test_a_key_that_nobody_sets() -> None:
-    with pytest.raises(
-        DeadlockError, match=r"rank 0: waits in store\.wait\('.*nothing'\), at .* in <lambda>"
-    ):
+    with pytest.raises(DeadlockError, match=r"rank 0: waits in store\.wait\('.*nothing'\), at .* in <lambda>"):
         simulate.run(lambda rank: rank == 0 and store().get("nothing"), 2)
 
 

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from torch.utils import _python_dispatch
 from autopar import simulate
 from autopar.errors import ArgumentError, DeadRankError
 
+TABLES = ("_plugins", "backend_capability", "backend_type_map", "default_device_backend_map")
+
 
 def state() -> list[object]:
     backend = distributed_c10d.Backend
@@ -25,11 +28,9 @@ def state() -> list[object]:
         distributed_c10d._backend,
         distributed_c10d._default_pg_init_method,
         sys.excepthook,
-        dict(backend._plugins),
+        *(dict(getattr(backend, table)) for table in TABLES),
+        *(id(getattr(backend, table)) for table in TABLES),
         list(backend.backend_list),
-        dict(backend.backend_capability),
-        dict(backend.backend_type_map),
-        dict(backend.default_device_backend_map),
         hasattr(backend, "THREADED"),
         _python_dispatch._is_in_torch_dispatch_mode,
         _python_dispatch._is_in_non_infra_torch_dispatch_mode,
@@ -48,6 +49,17 @@ def program(rank: int) -> None:
         dist.barrier()
 
 
+class Watching(_python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def entering_modes_in_turns(rank: int) -> None:
+    dist.barrier()
+    with Watching():
+        dist.barrier()
+
+
 def failing(rank: int) -> None:
     dist.barrier()
     raise ValueError(rank)
@@ -62,8 +74,9 @@ def gloo(tmp_path: Path) -> Iterator[None]:
 
 def test_nothing_is_left_behind() -> None:
     before = state()
-    simulate.run(program, 3)
-    assert state() == before
+    for harmless in (program, entering_modes_in_turns):
+        simulate.run(harmless, 3)
+        assert state() == before
     with pytest.raises(DeadRankError):
         simulate.run(failing, 3)
     assert state() == before

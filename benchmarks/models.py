@@ -1,0 +1,114 @@
+"""The models of the benchmarks: a small GPT in plain PyTorch, and Llama at full width without weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the GPT and its global batch. By default a step takes about a tenth of a second on two threads."""
+
+    layers: int = 4
+    width: int = 256
+    heads: int = 8
+    vocabulary: int = 2048
+    sequence: int = 64
+    batch: int = 8
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.sequence
+
+
+class Attention(nn.Module):
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.head_width = sizes.width // sizes.heads
+        self.q, self.k, self.v, self.out = (nn.Linear(sizes.width, sizes.width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.heads(project(x)) for project in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+
+
+class Block(nn.Module):
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.norm_1 = nn.LayerNorm(sizes.width)
+        self.attention = Attention(sizes)
+        self.norm_2 = nn.LayerNorm(sizes.width)
+        self.mlp = nn.Sequential(
+            nn.Linear(sizes.width, 4 * sizes.width),
+            nn.GELU(approximate="tanh"),
+            nn.Linear(4 * sizes.width, sizes.width),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm_1(x))
+        return x + self.mlp(self.norm_2(x))
+
+
+class GPT(nn.Module):
+    """Pre-norm decoder with learned positions and its own loss; no dropout, embedding and head not tied."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.token = nn.Embedding(sizes.vocabulary, sizes.width)
+        self.position = nn.Embedding(sizes.sequence, sizes.width)
+        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
+        self.norm = nn.LayerNorm(sizes.width)
+        self.head = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The mean cross-entropy of ``targets`` (both ``[batch, sequence]``, int64)."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.token(tokens) + self.position(positions)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def gpt(sizes: Sizes) -> GPT:
+    """Equal weights at every call."""
+    torch.manual_seed(0)
+    return GPT(sizes)
+
+
+def gpt_batch(sizes: Sizes, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (sizes.batch, sizes.sequence + 1)
+    tokens = torch.randint(sizes.vocabulary, shape, generator=generator)
+    return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+
+
+def llama(layers: int) -> nn.Module:
+    """Llama-3-8B's width (hidden 4096, 32 heads, 8 key-value heads, vocabulary 128256), bf16, on ``meta``."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=4096,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        return LlamaForCausalLM(config).to(torch.bfloat16).train()
+
+
+def llama_batch(batch: int = 8, sequence: int = 4096) -> dict[str, Tensor]:
+    tokens = torch.zeros(batch, sequence, dtype=torch.int64, device="meta")
+    return {"input_ids": tokens, "labels": tokens}

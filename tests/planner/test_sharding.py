@@ -1,0 +1,84 @@
+"""What the solvers find, and that they prove it."""
+
+from __future__ import annotations
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from autopar.api import prepare
+from autopar.cluster import Cluster
+from autopar.graph import Model, info
+from autopar.mesh import Mesh
+from autopar.planner.build import Built, Request, build
+from autopar.planner.prices import RankPrices
+from autopar.planner.sharding import AxisProblem, solve_axis
+
+
+def llama(layers: int) -> Model:
+    config = LlamaConfig(
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    ids = torch.zeros(1, 4096, dtype=torch.long)
+    return prepare(model, {"input_ids": ids, "labels": ids})[0]
+
+
+def planned(layers: int, **mesh: int) -> Built:
+    gpus = 1
+    for size in mesh.values():
+        gpus *= size
+    return build(llama(layers), Request(Mesh.of(mesh, gpus), 1, Cluster.load("h100"), "1f1b"))
+
+
+def stored(model: Model) -> dict[str, str]:
+    layer = next(block for block in model.blocks if block.kind == "layer")
+    return {info(p).name: str(info(p).choices["tp"].result) for p in layer.parameters}
+
+
+def test_llama_becomes_megatron_with_sequence_parallelism() -> None:
+    built = planned(2, tp=8)
+    weights = stored(built.model)
+    column = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    for name, kind in weights.items():
+        if "norm" in name:
+            assert kind == "I", name
+        else:
+            assert kind == ("S(0)" if any(c in name for c in column) else "S(1)"), name
+    layer = next(block for block in built.model.blocks if block.kind == "layer")
+    moves = [str(node.target) for node in layer.ops if "src" in node.kwargs and str(node.target) != "convert"]
+    assert moves == ["all_gather", "reduce_scatter", "all_gather", "reduce_scatter"]
+    assert str(info(layer.inputs[0]).choices["tp"].result) == "S(1)"
+
+
+def test_the_head_is_split_by_vocabulary_and_logits_stay_split() -> None:
+    built = planned(1, tp=8)
+    head = built.model.blocks[-1]
+    forms = {choice.form for node in head.ops for choice in info(node).choices.values()}
+    assert "cross_entropy_sharded" in forms
+    extents = {extent for node in head.ops for meta in info(node).outputs for extent in meta.shape}
+    assert 32000 // 8 in extents
+    assert 32000 not in extents
+
+
+def test_depth_costs_nothing_in_the_problem() -> None:
+    shallow, deep = llama(2), llama(6)
+    assert len(shallow.blocks) == len(deep.blocks)
+    assert len(deep.calls) == len(shallow.calls) + 4
+
+
+def test_the_optimum_is_proven_and_a_budget_holds() -> None:
+    cluster = Cluster.load("h100")
+    prices = RankPrices(8, cluster.device, cluster.link(8, 1), microbatches=64)
+    free = solve_axis(llama(1), AxisProblem("tp", 8, prices, splits_batch=False))
+    total = 4 * sum(p.meta.bytes for p in llama(1).parameters.values())
+    tight = solve_axis(llama(1), AxisProblem("tp", 8, prices, splits_batch=False, budget_bytes=total // 4))
+    for solution in (free, tight):
+        assert solution.bound_seconds <= solution.seconds * (1 + 1e-6)
+        assert solution.seconds <= solution.bound_seconds * (1 + 1e-4)
+    assert free.seconds <= tight.seconds

@@ -1,0 +1,50 @@
+"""The stage ILP against brute force."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.errors import StageError
+from autopar.planner.stages import Unit, partition
+
+
+def unit(seconds: float, *, state: int = 0, saved: int = 0, cut: float = 0.0) -> Unit:
+    return Unit("layer", seconds, state, saved, cut)
+
+
+def slowest(units: list[Unit], starts: tuple[int, ...]) -> float:
+    ends = [*starts[1:], len(units)]
+    send = [0.0, *(u.cut_seconds for u in units[1:]), 0.0]
+    work = [sum(u.seconds for u in units[a:b]) for a, b in zip(starts, ends, strict=True)]
+    return max(w + send[a] + send[b] for w, a, b in zip(work, starts, ends, strict=True))
+
+
+@given(st.lists(st.integers(1, 9), min_size=3, max_size=7), st.lists(st.integers(0, 3), min_size=7, max_size=7))
+def test_equals_brute_force(times: list[int], cuts: list[int]) -> None:
+    units = [unit(t * 1e-3, cut=c * 1e-3) for t, c in zip(times, cuts, strict=False)]
+    found = partition(units, [3, 2, 1], None)
+    best = min(slowest(units, (0, *inner)) for inner in itertools.combinations(range(1, len(units)), 2))
+    assert found.slowest_seconds == pytest.approx(best)
+    assert slowest(units, found.starts) == pytest.approx(best)
+    assert found.bound_seconds == pytest.approx(best)
+
+
+def test_a_heavy_head_gets_fewer_layers() -> None:
+    units = [unit(0.1), *[unit(1.0)] * 6, unit(3.0)]
+    assert partition(units, [2, 1], None).starts == (0, 5)
+
+
+def test_microbatches_in_flight_count_against_the_budget() -> None:
+    units = [unit(1.0, saved=2**30)] * 4
+    assert partition(units, [2, 1], 3 * 2**30).starts == (0, 1)
+    with pytest.raises(StageError, match=r"fits 1\.0 GiB per rank"):
+        partition(units, [2, 1], 2**30)
+
+
+def test_fewer_units_than_stages() -> None:
+    with pytest.raises(StageError, match="use pp <= 2"):
+        partition([unit(1.0)] * 2, [3, 2, 1], None)

@@ -1,0 +1,64 @@
+"""The same jobs on four real processes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import autopar
+from autopar.verification import relative_errors, train_one_device
+from tests.fast_cluster import FAST
+from tests.models import Float64, make
+from tests.ranks.test_parity import optimizer
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.gloo, pytest.mark.slow]
+
+
+def torchrun(*arguments: str, timeout: float = 240.0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [("gpt2", {"pp": 2, "tp": 2}), ("nano_gpt", {"dp": 2, "tp": 2}), ("mlp", {"pp": 2, "dp": 2})],
+    ids=["gpt2", "nano_gpt", "mlp"],
+)
+def test_real_ranks_equal_one_device(name: str, mesh: dict[str, int], tmp_path: Path) -> None:
+    done = torchrun("-m", "tests.ranks.worker", name, json.dumps(mesh), str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    results = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(4)]
+    with Float64():
+        case = make(name, batch=8)
+        expected = train_one_device(copy.deepcopy(case.model), case.batch, 3, case.loss, optimizer, 0.5)
+        job = autopar.compile(case.model, 4, sample=case.batch, loss=case.loss, mesh=mesh, microbatches=4, cluster=FAST)
+    parameters = job.job.gather(results)[1]
+    assert max(relative_errors(parameters, expected.parameters).values()) <= 1e-9
+    for result in results:
+        assert result.losses == pytest.approx(expected.losses, rel=1e-9)
+
+
+def test_a_process_that_dies_ends_the_job(tmp_path: Path) -> None:
+    done = torchrun("-m", "tests.ranks.worker", "mlp", '{"pp": 2, "dp": 2}', str(tmp_path), "3")
+    assert done.returncode != 0
+    assert "DeadRankError" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_written_directory_runs_by_itself(tmp_path: Path) -> None:
+    case = make("gpt2", batch=8, dtype=torch.float32)
+    job = autopar.compile(case.model, 4, sample=case.batch, mesh={"pp": 2, "tp": 2}, microbatches=2)
+    directory = job.write(tmp_path / "plan")
+    done = torchrun(str(directory / "train.py"), "--steps", "2")
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert len(lines) == 2

@@ -1,0 +1,49 @@
+"""One rank of a real job, under torchrun: trains a test model and saves what it holds.
+
+``worker.py MODEL MESH DIRECTORY [DYING_RANK]``: a dying rank ends without a word in the middle of the second step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+import autopar
+from autopar.runtime.job import RankResult
+from tests.fast_cluster import FAST
+from tests.models import Float64, make
+from tests.ranks.test_parity import optimizer
+
+
+def main() -> None:
+    name, mesh, directory, *dying = sys.argv[1:]
+    rank = int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    with Float64():
+        case = make(name, batch=8)
+        job = autopar.compile(
+            case.model,
+            4,
+            sample=case.batch,
+            loss=case.loss,
+            mesh=json.loads(mesh),
+            microbatches=4,
+            optimizer=optimizer,
+            clip_norm=0.5,
+            cluster=FAST,
+        )
+    losses = [float(job.step(case.batch))]
+    if dying and int(dying[0]) == rank:
+        os._exit(3)
+    losses += [float(job.step(case.batch)) for _ in range(2)]
+    (module,) = job.running.stages.values()
+    parameters = {n: p.detach() for n, p in module.named_parameters() if p.requires_grad}
+    torch.save(RankResult(losses, {}, parameters), Path(directory) / f"{rank}.pt")
+
+
+if __name__ == "__main__":
+    main()

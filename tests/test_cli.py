@@ -1,0 +1,93 @@
+"""The command line: what it prints, what machines read, how it refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from autopar import cli
+from autopar.plan import Plan
+
+CONFIG = {
+    "model_type": "gpt2",
+    "vocab_size": 32,
+    "n_positions": 16,
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 2,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "loss_type": "ForCausalLM",
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    return f"hf:{path}"
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(cli.app, list(arguments))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+def test_plan_show_and_diff(model: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.json")
+    sizes = ("--batch", "4", "--sequence", "16")
+    code, text = run("plan", model, "--gpus", "4", "--mesh", "pp=2,tp=2", *sizes, "-o", path)
+    assert code == 0
+    assert "pp 2 x dp 1 x tp 2" in text
+    assert "bubble" in text
+    assert "pp 2 x dp 1 x tp 2" in run("show", path)[1]
+    assert Plan.from_json(run("show", path, "--json")[1]) == Plan.load(path)
+    assert "plans are equal" in run("show", path, "--diff", path)[1]
+
+
+def test_formulas(tmp_path: Path) -> None:
+    assert "all_reduce_seconds" in run("show", "--formula")[1]
+    assert "matmul_seconds" in json.loads(run("show", "--formula", "--json")[1])
+
+
+def test_simulate(model: str) -> None:
+    arguments = ("simulate", model, "--gpus", "2", "--mesh", "pp=2", "--batch", "4", "--sequence", "16", "--steps", "2")
+    assert "simulated peak" in run(*arguments)[1]
+    result = json.loads(run(*arguments, "--json")[1])
+    assert len(result["losses"]) == 2
+    assert len(result["peak_bytes"]) == 2
+
+
+def test_verify(model: str) -> None:
+    sizes = ("--batch", "4", "--sequence", "16", "--steps", "1")
+    code, text = run("verify", model, "--gpus", "2", "--mesh", "dp=2", *sizes)
+    assert code == 0, text
+    assert "are equal" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["plan", "llama", "--gpus", "2"], "names no model"),
+        (["plan", "hf:absent.json", "--gpus", "2"], "can't read the config"),
+        (["plan", "tests.models:nothing", "--gpus", "2"], "can't find 'nothing'"),
+        (["plan", "MODEL", "--gpus", "2", "--mesh", "tp:2"], "doesn't read as pp=2,dp=2,tp=2"),
+        (["show", "absent.json"], "can't read the plan"),
+    ],
+)
+def test_a_refusal_is_one_message_and_exit_2(
+    arguments: list[str], words: str, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["autopar", *(model if a == "MODEL" else a for a in arguments)])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 2
+    printed = " ".join(capsys.readouterr().err.split())
+    assert words in printed
+    assert "Traceback" not in printed
