@@ -348,10 +348,12 @@ def _meta(value: Any, flows: bool) -> Meta:
 
 
 def _source(node: fx.Node) -> str:
-    """``file.py:line`` of the innermost user frame."""
+    """``file.py:line`` of the innermost frame outside of torch: the user's own line."""
     lines = [ln for ln in (node.meta.get("stack_trace") or "").splitlines() if ln.lstrip().startswith("File ")]
     if not lines:
         return ""
-    parts = lines[-1].strip().split('"')
+    torch_root = str(Path(torch.__file__).parent)
+    own = [line for line in lines if torch_root not in line]
+    parts = (own or lines)[-1].strip().split('"')
     number = parts[2].split("line ")[1].split(",")[0] if "line " in parts[2] else "?"
     return f"{Path(parts[1]).name}:{number}"
