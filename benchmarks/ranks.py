@@ -37,8 +37,8 @@ app = typer.Typer(pretty_exceptions_enable=False)
 
 @app.command()
 def main(
-    rounds: Annotated[int, typer.Option(min=1)] = 10,
-    steps: Annotated[int, typer.Option(min=1, help="Per side and round.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1)] = 8,
+    steps: Annotated[int, typer.Option(min=1, help="Per side and round.")] = 4,
     axis: Annotated[Axis | None, typer.Option(help="One comparison instead of all.")] = None,
     only: Annotated[Side | None, typer.Option(help="One side alone.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print figures instead of tables.")] = False,
