@@ -143,6 +143,18 @@ class TestDeadRank:
         with pytest.raises(DeadRankError, match="rank 0 ended with KeyError"):
             simulate.run(program, 3)
 
+    def test_misuse_on_the_way_out_is_a_consequence(self) -> None:
+        def program(rank: int) -> None:
+            if rank == 1:
+                raise KeyError("first")
+            try:
+                dist.barrier()
+            finally:
+                dist.all_gather([], torch.ones(1))
+
+        with pytest.raises(DeadRankError, match="rank 1 ended with KeyError"):
+            simulate.run(program, 2)
+
     def test_a_rank_that_catches_everything_ends_at_its_next_operation(self) -> None:
         def program(rank: int) -> None:
             if rank == 0:

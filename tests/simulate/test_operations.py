@@ -307,9 +307,10 @@ def test_autograd_does_not_see_the_write() -> None:
     assert simulate.run(program, 2).results == [0, 0]
 
 
-def test_inference_mode() -> None:
+@pytest.mark.parametrize("ranks_in_it", [{0, 1}, {0}])
+def test_inference_mode(ranks_in_it: set[int]) -> None:
     def program(rank: int) -> Tensor:
-        with torch.inference_mode():
+        with torch.inference_mode(rank in ranks_in_it):
             x = value(rank)
             dist.all_reduce(x, async_op=True).wait()
         return x.clone()

@@ -92,6 +92,7 @@ def test_a_caller_with_groups_of_his_own() -> None:
     assert state() == before
     assert dist.get_backend() == "gloo"
     assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+    assert distributed_c10d._resolve_process_group(mine.group_name) is mine
     x = torch.ones(2)
     dist.all_reduce(x, group=mine)
     summed = dist._functional_collectives.all_reduce(x, "sum", mine)
