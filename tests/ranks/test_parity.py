@@ -33,6 +33,15 @@ def optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1)
 
 
+def tame_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    """AdamW whose eps lies above float32's rounding.
+
+    With the default eps of 1e-8, AdamW steps by the learning rate for a gradient that is zero but for rounding (the
+    bias of keys, say), so any two orders of summation, on one device too, part by that.
+    """
+    return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1, eps=1e-3)
+
+
 def verification(
     name: str, mesh: dict[str, int], microbatches: int, *, dtype: torch.dtype = torch.float64, **options: Any
 ) -> autopar.Verification:
@@ -48,10 +57,9 @@ def _verification(case: Case, mesh: dict[str, int], microbatches: int, options: 
         loss=case.loss,
         mesh=mesh,
         microbatches=microbatches,
-        optimizer=optimizer,
         clip_norm=0.5,
         cluster=FAST,
-        **options,
+        **{"optimizer": optimizer, **options},
     )
     return job.verify(case.batch, steps=3)
 
@@ -99,6 +107,7 @@ def test_other_microbatches(microbatches: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_float32(name: str) -> None:
-    result = verification(name, {"pp": 2, "dp": 2, "tp": 2}, microbatches=2, dtype=torch.float32)
+    mesh = {"pp": 2, "dp": 2, "tp": 2}
+    result = verification(name, mesh, microbatches=2, dtype=torch.float32, optimizer=tame_optimizer)
     assert result.tolerance == 2e-5
     assert result.ok, str(result)
