@@ -158,8 +158,8 @@ class _WorldPerThread:
 
 @contextmanager
 def unobserved() -> Iterator[None]:
-    """Move data as hardware would: no dispatch mode sees it, and tensors of inference mode may be written."""
-    with _python_dispatch._disable_current_modes(), torch.inference_mode():
+    """Move data as hardware would: neither dispatch modes nor autograd see it."""
+    with _python_dispatch._disable_current_modes(), torch.no_grad():
         yield
 
 

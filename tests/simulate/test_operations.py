@@ -298,6 +298,23 @@ def test_complex_tensors() -> None:
     check(program, lambda _: torch.tensor([2 + 1j]), 2)
 
 
+def test_autograd_does_not_see_the_sum() -> None:
+    seen: list[str] = []
+
+    def program(rank: int) -> bool:
+        x = torch.ones(2, requires_grad=True) * 2
+        x.register_hook(lambda grad: seen.append("hook"))
+        y = torch.ones(2)
+        dist.all_gather([y.clone(), y], x)
+        dist.all_reduce(x)
+        dist.all_reduce(x, op=dist.ReduceOp.MIN)  # is made with out=, which autograd refuses
+        x.sum().backward()
+        return y.requires_grad
+
+    assert simulate.run(program, 2).results == [False, False]
+    assert seen == ["hook"] * 2
+
+
 def test_autograd_does_not_see_the_write() -> None:
     def program(rank: int) -> int:
         x = torch.ones(2)
