@@ -52,6 +52,8 @@ class RankPrices:
             return None
         forward = self._one_way(way.forward, meta)
         backward = self._one_way(way.backward, meta) if meta.needs_grad else 0.0
+        if per_step and way.backward is not None and meta.needs_grad:
+            backward -= self._collective(way.backward, 0)  # buckets share the latency among many parameters
         if per_step:
             return forward + backward / self.microbatches
         return (forward + backward) / (self.microbatches if from_tables else 1)
