@@ -18,12 +18,14 @@ from autopar.spmd import R, Type, transition
 
 @dataclass(frozen=True)
 class BlockCost:
-    """Per call and microbatch: seconds of the passes, bytes kept from forward to backward, bytes of parameters."""
+    """Per call and microbatch: seconds of the passes, bytes kept from forward to backward, bytes and elements of
+    its parameters."""
 
     forward_seconds: float
     backward_seconds: float
     saved_bytes: int
     parameter_bytes: int
+    parameters: int
 
     @property
     def seconds(self) -> float:
@@ -45,8 +47,9 @@ def block_cost(block: Block, machine: Machine) -> BlockCost:
         there, back = _node_seconds(node, machine)
         forward += there
         backward += back
-    parameters = sum(info(p).meta.bytes for p in block.placeholders("parameter"))
-    return BlockCost(forward, backward, saved_bytes(block), parameters)
+    metas = [info(p).meta for p in block.placeholders("parameter")]
+    held, elements = sum(m.bytes for m in metas), sum(m.numel for m in metas)
+    return BlockCost(forward, backward, saved_bytes(block), held, elements)
 
 
 def _node_seconds(node: fx.Node, machine: Machine) -> tuple[float, float]:

@@ -18,15 +18,13 @@ from autopar.passes.localize import localize
 from autopar.plan import BlockPlan, CostPlan, InputPlan, NodePlan, Plan, StagePlan
 from autopar.planner.block_costs import BlockCost, Machine, block_cost
 from autopar.planner.onehot import Solution
-from autopar.planner.prices import MicrobatchPrices, RankPrices
+from autopar.planner.prices import STATE_COPIES, MicrobatchPrices, RankPrices
 from autopar.planner.sharding import AxisProblem, apply_choices, solve_axis
 from autopar.planner.stages import Partition, Unit, partition
 from autopar.rules import has_rule
 from autopar.rules.attention import heads
 from autopar.rules.base import Op
 from autopar.schedules import Costs, Schedule, Timeline, generate, lower, simulate_timeline
-
-_STATE_COPIES = 4  # parameter, gradient, and the two moments of AdamW
 
 
 @dataclass(frozen=True)
@@ -147,7 +145,7 @@ def _unit(model: Model, call: Call, index: int, costs: list[BlockCost], machine:
     crossing = _crossing_bytes(model, index)
     seconds = 2 * collective.seconds("send", crossing, 2, machine.links["pp"]) if machine.sizes["pp"] > 1 else 0.0
     name = call.path or model.block_of(call).name
-    return Unit(name, cost.seconds, _STATE_COPIES * cost.parameter_bytes, cost.saved_bytes, seconds)
+    return Unit(name, cost.seconds, STATE_COPIES * cost.parameter_bytes, cost.saved_bytes, seconds)
 
 
 def _crossing_bytes(model: Model, index: int) -> int:
@@ -194,6 +192,7 @@ def _schedule_costs(
 ) -> Costs:
     per_stage = [[costs[model.calls[i].block] for i in stage] for stage in stages]
     state = [sum(c.parameter_bytes for c in stage) for stage in per_stage]
+    elements = [sum(c.parameters for c in stage) for stage in per_stage]
     cut = {i: unit.cut_seconds / 2 for i, unit in zip(calls, units, strict=True)}
     send_backward = tuple(0.0 if k == 0 else cut[stage[0]] for k, stage in enumerate(stages))
     reduce = tuple(collective.seconds("all_reduce", b, machine.sizes["dp"], machine.links["dp"]) for b in state)
@@ -204,7 +203,7 @@ def _schedule_costs(
         send_backward_seconds=send_backward,
         reduce_seconds=reduce,
         activation_bytes=tuple(sum(c.saved_bytes for c in s) for s in per_stage),
-        step_seconds=tuple(step.optimizer_seconds(b // 4, machine.device) for b in state),
+        step_seconds=tuple(step.optimizer_seconds(n, machine.device) for n in elements),
     )
 
 
@@ -267,10 +266,10 @@ def _stage_plan(model: Model, stage: tuple[int, ...], costs: list[BlockCost], in
         forward_seconds=sum(c.forward_seconds for c in mine),
         backward_seconds=sum(c.backward_seconds for c in mine),
         parameter_bytes=parameters,
-        state_bytes=_STATE_COPIES * parameters,
+        state_bytes=STATE_COPIES * parameters,
         saved_bytes=saved,
         inflight=inflight,
-        peak_bytes=_STATE_COPIES * parameters + inflight * saved,
+        peak_bytes=STATE_COPIES * parameters + inflight * saved,
     )
 
 

@@ -14,6 +14,9 @@ from autopar.graph import Choice, Meta, is_view
 from autopar.rules.base import Op, Rule
 from autopar.spmd import P, R, Type, transition
 
+STATE_COPIES = 4
+"""A trained parameter is kept with its gradient and the two moments of AdamW."""
+
 FORBIDDEN_SECONDS = 1e4
 """Price of a change that can't be executed: a solution that pays it is a refusal, and names the op."""
 

@@ -14,15 +14,13 @@ from torch import fx
 from autopar.errors import PlanError, ShardingError
 from autopar.graph import INPUT_CALL, Choice, Model, info, op_name, operands, where
 from autopar.planner.onehot import Edge, Problem, Solution, Vertex, solve
-from autopar.planner.prices import FORBIDDEN_SECONDS, Prices
+from autopar.planner.prices import FORBIDDEN_SECONDS, STATE_COPIES, Prices
 from autopar.rules import has_rule, lookup
 from autopar.rules.base import Op, Splits, legal_choices
 from autopar.spmd import I, P, R, S, Type, can_become, divides
 
 Key = tuple[int, fx.Node | int]
 """(block, node), or (INPUT_CALL, position) for a tensor of the batch."""
-
-_STATE_COPIES = 4  # parameter, gradient and two moments, for the memory constraint
 
 
 @dataclass(frozen=True)
@@ -208,7 +206,7 @@ def _parameter_vertex(build: _Build, number: int, node: fx.Node, count: int) -> 
     if not build.problem.splits_batch and meta.needs_grad:
         kinds += _shards(build.splits[number, node], meta.shape, size)
     parts = [size if k.is_shard else 1 for k in kinds]
-    stored = [meta.bytes * _STATE_COPIES // part for part in parts]
+    stored = [meta.bytes * STATE_COPIES // part for part in parts]
     seconds = [build.problem.prices.update(meta.numel // part) if meta.needs_grad else 0.0 for part in parts]
     _vertex(build, (number, node), [Choice((), k) for k in kinds], seconds, stored, count, node.name)
 
