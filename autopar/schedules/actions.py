@@ -3,12 +3,32 @@
 =================  =========================================================================================
 ``F3@1``           forward of microbatch 3 in stage 1
 ``B0@2``           backward of microbatch 0 in stage 2
+``I0@2``           the part of that backward that others wait for: the gradient of the stage's input
+``W0@2``           the rest of it: the gradients of the stage's weights
 ``SEND_F3@1>2``    send stage 1's output of microbatch 3 to pipeline rank 2
 ``RECV_F3@2<1``    receive stage 2's input of microbatch 3 from pipeline rank 1
 ``SEND_B3@2>1``    send the gradient of stage 2's input to pipeline rank 1
 ``RECV_B3@1<2``    receive the gradient of stage 1's output from pipeline rank 2
 ``REDUCE@1``       reduce stage 1's gradients over its data and replica axes
 ``STEP``           run the optimizer
+``UPDATE3@1``      asynchronous schedules: update stage 1's weights by microbatch 3's gradient alone
+=================  =========================================================================================
+
+With the vocabulary layers split over the pipeline (:mod:`autopar.schedules.exchanges`), every rank has a part
+of them, and passes of its own for each microbatch:
+
+=================  =========================================================================================
+``E3`` ``G3``      input embedding of microbatch 3, and the gradient of its table
+``S3``             this rank's part of the logits of microbatch 3, and their statistics
+``U3``             exponentials under the global maximum (three-barrier form only)
+``T3``             softmax and the gradient of this rank's part of the output table
+``SUM_E3``         sum the embedding's parts for the first stage
+``CAST_E3``        broadcast the gradient of the embedding from the first stage
+``CAST_X3``        broadcast the last stage's output
+``MAX3``           maximum of the logits (three-barrier form only)
+``STATS3``         exchange the softmax statistics
+``SUM_X3``         sum the parts of the gradient of the last stage's output
+``REDUCE_V``       reduce the gradients of the vocabulary tables over data and replica axes
 =================  =========================================================================================
 
 All tensors of one (microbatch, stage boundary, direction) travel as one message. What runs asynchronously and
@@ -20,6 +40,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 from autopar.errors import ScheduleError
@@ -39,12 +60,27 @@ class Kind:
 KINDS: Final[Mapping[str, Kind]] = {
     "F": Kind(microbatch=True, stage=True),
     "B": Kind(microbatch=True, stage=True),
+    "I": Kind(microbatch=True, stage=True),
+    "W": Kind(microbatch=True, stage=True),
     "SEND_F": Kind(microbatch=True, stage=True, arrow=">"),
     "RECV_F": Kind(microbatch=True, stage=True, arrow="<"),
     "SEND_B": Kind(microbatch=True, stage=True, arrow=">"),
     "RECV_B": Kind(microbatch=True, stage=True, arrow="<"),
     "REDUCE": Kind(stage=True),
     "STEP": Kind(),
+    "UPDATE": Kind(microbatch=True, stage=True),
+    "E": Kind(microbatch=True),
+    "G": Kind(microbatch=True),
+    "S": Kind(microbatch=True),
+    "U": Kind(microbatch=True),
+    "T": Kind(microbatch=True),
+    "SUM_E": Kind(microbatch=True),
+    "CAST_E": Kind(microbatch=True),
+    "CAST_X": Kind(microbatch=True),
+    "MAX": Kind(microbatch=True),
+    "STATS": Kind(microbatch=True),
+    "SUM_X": Kind(microbatch=True),
+    "REDUCE_V": Kind(),
 }
 _FIELDS: Final = {name: (kind.microbatch, kind.stage, bool(kind.arrow)) for name, kind in KINDS.items()}
 
@@ -114,8 +150,12 @@ def parse_list(text: str) -> tuple[Action, ...]:
 _NAME: Final = re.compile(r"[\w.+-]+")
 _HEADER: Final = re.compile(
     r"schedule (\S+) stages=(\d{1,18}) microbatches=(\d{1,18}) placement=(\d{1,18}(?:,\d{1,18})*)"
+    r"(?: head=([\w-]+))?( embedding=split)?"
 )
-_KEYS: Final = ("name", "stages", "microbatches", "placement", "lists")
+_KEYS: Final = ("name", "stages", "microbatches", "placement", "lists", "head", "embedding")
+
+HEADS: Final = ("", "naive", "vocab-1", "vocab-2")
+"""How the output layer is split over the pipeline: not at all, or by an algorithm of Yeung et al. (2411.05288)."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +163,9 @@ class Schedule:
     """The action lists of all pipeline ranks of one training step.
 
     ``placement[stage]`` is the pipeline rank that holds the stage, ``lists[rank]`` what that rank does.
-    The constructor refuses sizes that don't fit together (ScheduleError); whether the lists are right is
-    for :func:`autopar.schedules.check` to say.
+    ``head`` is one of :data:`HEADS`; ``embedding`` says whether the input embedding is split too.
+    The constructor refuses sizes that don't fit together (ScheduleError); whether the lists are right is for
+    :func:`autopar.schedules.check` to say.
     """
 
     name: str
@@ -132,6 +173,8 @@ class Schedule:
     microbatches: int
     placement: tuple[int, ...]
     lists: tuple[tuple[Action, ...], ...]
+    head: str = ""
+    embedding: bool = False
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -139,6 +182,11 @@ class Schedule:
         for what, count in (("stages", self.stages), ("microbatches", self.microbatches)):
             if not _is_whole(count) or count < 1:
                 raise ScheduleError(f"schedule {self.name!r} has {count!r} {what}; it needs at least 1, whole")
+        if self.head not in HEADS or not isinstance(self.embedding, bool) or (self.embedding and not self.head):
+            raise ScheduleError(
+                f"schedule {self.name!r} has head {self.head!r} and embedding {self.embedding!r}; head is one of "
+                f"{', '.join(map(repr, HEADS))}, and an embedding is split with a head only"
+            )
         if len(self.placement) != self.stages:
             raise ScheduleError(
                 f"schedule {self.name!r} places {len(self.placement)} stages, but has {self.stages}; "
@@ -155,10 +203,27 @@ class Schedule:
     def ranks(self) -> int:
         return len(self.lists)
 
+    @property
+    def chunks(self) -> int:
+        """The most stages that one rank holds."""
+        return max(self.placement.count(rank) for rank in range(self.ranks))
+
+    @cached_property
+    def split(self) -> frozenset[tuple[int, int]]:
+        """The (microbatch, stage) whose backward is two passes, ``I`` and ``W``."""
+        return frozenset((a.microbatch, a.stage) for row in self.lists for a in row if a.kind == "I")
+
+    @cached_property
+    def is_asynchronous(self) -> bool:
+        """Whether weights are updated while microbatches are under way."""
+        return any(action.kind == "UPDATE" for row in self.lists for action in row)
+
     def to_text(self) -> str:
         """A header line and one line per rank; :meth:`from_text` is the inverse."""
         placement = ",".join(map(str, self.placement))
         sizes = f"stages={self.stages} microbatches={self.microbatches} placement={placement}"
+        sizes += f" head={self.head}" if self.head else ""
+        sizes += " embedding=split" if self.embedding else ""
         rows = (f"{rank}: {format_list(actions)}".rstrip() for rank, actions in enumerate(self.lists))
         return "\n".join([f"schedule {self.name} {sizes}", *rows]) + "\n"
 
@@ -175,7 +240,7 @@ class Schedule:
             )
         placement = tuple(map(int, match[4].split(",")))
         lists = tuple(_parse_row(rank, row) for rank, row in enumerate(rows))
-        return cls(match[1], int(match[2]), int(match[3]), placement, lists)
+        return cls(match[1], int(match[2]), int(match[3]), placement, lists, match[5] or "", bool(match[6]))
 
     def to_json(self) -> dict[str, Any]:
         """A dict of JSON values, the lists as text; :meth:`from_json` is the inverse."""
@@ -185,6 +250,8 @@ class Schedule:
             "microbatches": self.microbatches,
             "placement": list(self.placement),
             "lists": [format_list(actions) for actions in self.lists],
+            "head": self.head,
+            "embedding": self.embedding,
         }
 
     @classmethod
@@ -206,6 +273,8 @@ class Schedule:
             microbatches=value["microbatches"],
             placement=tuple(value["placement"]),
             lists=tuple(map(parse_list, lists)),
+            head=value["head"],
+            embedding=value["embedding"],
         )
 
 

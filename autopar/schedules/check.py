@@ -8,14 +8,18 @@ from collections.abc import Iterable, Iterator
 from autopar.errors import ScheduleError
 from autopar.schedules.actions import KINDS, Action, Schedule
 from autopar.schedules.flow import (
+    BACKWARDS,
     COMPUTE,
     Channel,
     channel,
     counterpart,
+    is_exchange,
     is_receive,
     is_send,
     maker,
     needs,
+    rank_exchanges,
+    rank_passes,
     sends,
 )
 from autopar.schedules.progress import run_order
@@ -26,13 +30,14 @@ def check(schedule: Schedule) -> None:
 
     Right means: each rank has exactly the actions that its stages call for, once; each comes after what it
     needs on that rank (a REDUCE after its stage's backwards, STEP last); the two ends of every channel agree
-    on the order of its messages; and the ranks reach the end under the semantics of
+    on the order of its messages, and all ranks on that of exchanges; and the ranks reach the end under the semantics of
     :mod:`autopar.schedules.progress`, whatever the speed of ranks and links.
     """
     _check_complete(schedule)
     for rank in range(schedule.ranks):
         _check_order(schedule, rank)
     _check_channels(schedule)
+    _check_exchanges(schedule)
     for _ in run_order(schedule):
         pass
 
@@ -56,18 +61,21 @@ def _check_complete(schedule: Schedule) -> None:
 
 def _expected(schedule: Schedule) -> list[dict[Action, None]]:
     """Per rank, the actions it must have; dicts, so that errors list them in a fixed order."""
-    expected: list[dict[Action, None]] = [{} for _ in schedule.lists]
-    for stage, rank in enumerate(schedule.placement):
-        for microbatch in range(schedule.microbatches):
-            for kind in COMPUTE:
-                action = Action(kind, microbatch, stage)
-                expected[rank].update(dict.fromkeys(filter(is_receive, needs(schedule, action))))
-                expected[rank][action] = None
-                expected[rank].update(dict.fromkeys(sends(schedule, action)))
-        expected[rank][Action("REDUCE", stage=stage)] = None
-    for actions in expected:
-        actions[Action("STEP")] = None
-    return expected
+    return [dict.fromkeys(_expected_of(schedule, rank)) for rank in range(schedule.ranks)]
+
+
+def _expected_of(schedule: Schedule, rank: int) -> Iterator[Action]:
+    for action in rank_passes(schedule, rank):
+        yield from filter(is_receive, needs(schedule, action, rank))
+        yield action
+        yield from sends(schedule, action)
+    yield from rank_exchanges(schedule)
+    if not schedule.is_asynchronous:
+        for stage in (stage for stage, home in enumerate(schedule.placement) if home == rank):
+            yield Action("REDUCE", stage=stage)
+    if schedule.head:
+        yield Action("REDUCE_V")
+    yield Action("STEP")
 
 
 def _some(actions: list[Action]) -> str:
@@ -93,7 +101,7 @@ def _check_order(schedule: Schedule, rank: int) -> None:
     done: set[Action] = set()
     actions = schedule.lists[rank]
     for action in actions:
-        for need in _before(schedule, action):
+        for need in _before(schedule, rank, action):
             if need not in done:
                 raise ScheduleError(
                     f"schedule {schedule.name!r}, rank {rank}: {action} comes before {need}, which it needs"
@@ -105,15 +113,34 @@ def _check_order(schedule: Schedule, rank: int) -> None:
         )
 
 
-def _before(schedule: Schedule, action: Action) -> Iterable[Action]:
+def _before(schedule: Schedule, rank: int, action: Action) -> Iterable[Action]:
     """What must come before ``action`` on the same rank, STEP apart."""
-    if action.kind in COMPUTE:
-        return needs(schedule, action)
+    if action.kind in COMPUTE or is_exchange(action):
+        return needs(schedule, action, rank)
     if is_send(action):
-        return (maker(action),)
-    if action.kind == "REDUCE":
-        return (Action("B", microbatch, action.stage) for microbatch in range(schedule.microbatches))
+        return (maker(schedule, action),)
+    if action.kind in ("REDUCE", "REDUCE_V"):
+        return (a for a in rank_passes(schedule, rank) if _is_summed(a, action))
     return ()
+
+
+def _is_summed(action: Action, reduce: Action) -> bool:
+    """Whether ``action`` makes gradients that ``reduce`` sums."""
+    if reduce.kind == "REDUCE_V":
+        return action.kind in ("T", "G")
+    return action.kind in BACKWARDS and action.stage == reduce.stage
+
+
+def _check_exchanges(schedule: Schedule) -> None:
+    """All ranks post the same exchanges in the same order."""
+    rows = [list(filter(is_exchange, actions)) for actions in schedule.lists]
+    for rank, row in enumerate(rows):
+        for index, (first, own) in enumerate(zip(rows[0], row, strict=True)):
+            if first != own:
+                raise ScheduleError(
+                    f"schedule {schedule.name!r}: exchange {index} is {first} on rank 0, but {own} on rank {rank}; "
+                    "all ranks must have the same order"
+                )
 
 
 def _check_channels(schedule: Schedule) -> None:

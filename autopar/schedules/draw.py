@@ -9,26 +9,14 @@ from typing import Final, NamedTuple
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from autopar.schedules.actions import KINDS, Action, Schedule
+from autopar.schedules.looks import LOOKS, chunk_of, duration_text, shade
 from autopar.schedules.timeline import Event, Timeline
 
-
-@dataclass(frozen=True)
-class _Look:
-    """How one kind of time is drawn: a fill without colour, and two shades that neighbours take in turn."""
-
-    name: str
-    fill: str
-    shades: tuple[str, str]
-
-
-_LOOKS: Final = {
-    "F": _Look("forward", "-", ("#ffffff on #1f5f9e", "#ffffff on #3478b8")),
-    "B": _Look("backward", "=", ("#000000 on #e09f3e", "#000000 on #f2c46d")),
-    "STEP": _Look("step", "#", ("#ffffff on #5b8c5a", "#ffffff on #5b8c5a")),
-}
 _IDLE: Final = "·"
 _MIN_COLUMNS: Final = 10
 _MAX_LISTED_RANKS: Final = 8
+_MAX_SWATCHES: Final = 4
 
 
 class _Span(NamedTuple):
@@ -63,33 +51,35 @@ class Picture:
 def render(timeline: Timeline, width: int) -> Picture:
     """Draw ``timeline`` in ``width`` columns, to scale: a row per pipeline rank, then the legend.
 
-    Microbatch numbers appear where a forward or backward is wide enough for them; what is too short for a
-    column of its own is left out. Needs about 20 columns; a narrower ``width`` is exceeded.
+    Microbatch numbers appear where a pass is wide enough for them; what is too short for a column of its own is
+    left out. The chunks of a rank differ in fill (two in turn) and colour. Needs about 20 columns; a narrower
+    ``width`` is exceeded.
     """
-    label_columns = len(f"rank {timeline.schedule.ranks - 1} ")
+    schedule = timeline.schedule
+    label_columns = len(f"rank {schedule.ranks - 1} ")
     columns = max(_MIN_COLUMNS, width - label_columns)
-    rows: list[list[Event]] = [[] for _ in range(timeline.schedule.ranks)]
+    rows: list[list[Event]] = [[] for _ in range(schedule.ranks)]
     for event in timeline.events:
-        if event.action.kind in _LOOKS:
+        if event.action.kind in LOOKS:
             rows[event.rank].append(event)
     scale = columns / timeline.makespan_seconds if timeline.makespan_seconds else 0.0
-    digits = len(str(timeline.schedule.microbatches - 1))
     lines = (
-        (_same(f"rank {rank}".ljust(label_columns), "bold"), *_row(events, columns, scale, digits))
+        (_same(f"rank {rank}".ljust(label_columns), "bold"), *_row(schedule, events, columns, scale))
         for rank, events in enumerate(rows)
     )
-    return Picture((*lines, *_wrap(_legend(timeline), max(width, label_columns + _MIN_COLUMNS))))
+    legend_columns = max(width, label_columns + _MIN_COLUMNS)
+    return Picture((*lines, *_wrap(_legend(timeline, legend_columns), legend_columns)))
 
 
-def _row(events: list[Event], columns: int, scale: float, digits: int) -> Iterator[_Span]:
+def _row(schedule: Schedule, events: list[Event], columns: int, scale: float) -> Iterator[_Span]:
     """``columns`` columns of one rank; ``scale`` is columns per second."""
-    column = 0
+    column, digits = 0, len(str(schedule.microbatches - 1))
     for event in events:
         start, end = _column(event.start_seconds, scale), _column(event.end_seconds, scale)
         if end > start:
             yield _idle(start - column)
             roomy = (event.end_seconds - event.start_seconds) * scale >= digits + 1
-            yield _cell(event, end - start, roomy)
+            yield _cell(schedule, event.action, end - start, roomy)
             column = end
     yield _idle(columns - column)
 
@@ -102,33 +92,45 @@ def _idle(columns: int) -> _Span:
     return _same(_IDLE * columns, "dim")
 
 
-def _cell(event: Event, columns: int, roomy: bool) -> _Span:
-    look = _LOOKS[event.action.kind]
-    label = str(event.action.microbatch) if roomy and event.action.kind != "STEP" else ""
-    shade = look.shades[event.action.microbatch % 2]
-    return _Span(label.ljust(columns, look.fill), label.center(columns), shade)
+def _cell(schedule: Schedule, action: Action, columns: int, roomy: bool) -> _Span:
+    chunk = chunk_of(schedule, action)
+    label = str(action.microbatch) if roomy and action.microbatch >= 0 else ""
+    return _Span(
+        label.ljust(columns, LOOKS[action.kind].fills[chunk % 2]),
+        label.center(columns),
+        _style(action.kind, action.microbatch, chunk, schedule.chunks),
+    )
 
 
-def _legend(timeline: Timeline) -> list[tuple[_Span, ...]]:
+def _style(kind: str, microbatch: int, chunk: int, chunks: int) -> str:
+    colours = shade(kind, microbatch, chunk, chunks)
+    return f"{colours.text} on {colours.box}"
+
+
+def _legend(timeline: Timeline, width: int) -> list[tuple[_Span, ...]]:
     """The parts of the legend, in order; a part is never broken over two lines."""
     schedule = timeline.schedule
     drawn = {event.action.kind for event in timeline.events if event.end_seconds > event.start_seconds}
-    keys = [
-        (_Span(look.fill * 2, "  ", look.shades[0]), _same(f" {look.name}"))
-        for kind, look in _LOOKS.items()
-        if kind in drawn
-    ]
-    in_flight = " ".join(map(str, timeline.peak_in_flight))
-    if schedule.ranks > _MAX_LISTED_RANKS:
-        in_flight = f"up to {max(timeline.peak_in_flight)}"
+    keys = [(*_swatches(schedule, kind), _same(f" {look.name}")) for kind, look in LOOKS.items() if kind in drawn]
+    in_flight = f"in flight {' '.join(map(str, timeline.peak_in_flight))}"
+    if schedule.ranks > _MAX_LISTED_RANKS or len(in_flight) > width:
+        in_flight = f"in flight up to {max(timeline.peak_in_flight)}"
     return [
         (_same(schedule.name, "bold"),),
         *keys,
+        *([(_same(f"chunks 0 to {schedule.chunks - 1}"),)] if schedule.chunks > 1 else []),
         (_same(_IDLE * 2, "dim"), _same(" idle")),
         (_same(f"bubble {timeline.bubble_ratio:.1%}"),),
-        (_same(f"in flight {in_flight}"),),
-        (_same(f"makespan {_duration(timeline.makespan_seconds)}"),),
+        (_same(in_flight),),
+        (_same(f"makespan {duration_text(timeline.makespan_seconds)}"),),
     ]
+
+
+def _swatches(schedule: Schedule, kind: str) -> list[_Span]:
+    """Two columns of a kind's fill and colour for each chunk of a rank, of many chunks the first ones."""
+    look = LOOKS[kind]
+    shown = min(schedule.chunks, _MAX_SWATCHES) if KINDS[kind].stage and look.first != look.last else 1
+    return [_Span(look.fills[c % 2] * 2, "  ", _style(kind, 0, c, schedule.chunks)) for c in range(shown)]
 
 
 def _wrap(parts: list[tuple[_Span, ...]], width: int) -> list[tuple[_Span, ...]]:
@@ -141,15 +143,3 @@ def _wrap(parts: list[tuple[_Span, ...]], width: int) -> list[tuple[_Span, ...]]
         else:
             lines.append(part)
     return lines
-
-
-def _duration(seconds: float) -> str:
-    """Three significant digits in the largest unit that leaves at least one before the point."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{_three_digits(seconds / size)} {unit}"
-    return f"{_three_digits(seconds / 1e-6)} µs"
-
-
-def _three_digits(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,22 +1,26 @@
-"""Which action needs which: one table of what flows between actions, and what it means on given ranks.
+"""Which action needs which: the tables of what flows between actions, and what they mean on given ranks.
 
-Lowering, checking and costing all read :data:`FLOWS`, so they can't disagree on what a message is.
+Lowering, checking, running and costing all read :data:`FLOWS` and :mod:`autopar.schedules.exchanges`, so they
+can't disagree on what a message is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 from autopar.schedules.actions import KINDS, Action, Schedule
+from autopar.schedules.exchanges import HEAD_PASSES, exchanges, passes
 
 
 @dataclass(frozen=True)
 class Flow:
     """What ``source`` makes in stage s, ``target`` uses for the same microbatch in stage s + ``offset``.
 
-    Between ranks ``send`` and ``receive`` carry it; empty where it never leaves the stage.
+    Between ranks ``send`` and ``receive`` carry it; empty where it never leaves the stage. ``B`` is the pass that
+    makes the gradient of a stage's input: ``I`` where the backward is split.
     """
 
     source: str
@@ -30,10 +34,19 @@ FLOWS: Final = (
     Flow("F", "F", +1, "SEND_F", "RECV_F"),  # activations to the next stage
     Flow("F", "B", 0),  # activations kept for the backward
     Flow("B", "B", -1, "SEND_B", "RECV_B"),  # gradients to the stage before
+    Flow("B", "W", 0),  # what the gradients of weights are made from
+    Flow("B", "UPDATE", 0),
 )
-COMPUTE: Final = ("F", "B")
-_INTO: Final = {kind: [flow for flow in FLOWS if flow.target == kind] for kind in COMPUTE}
-_SENT: Final = {kind: [flow for flow in FLOWS if flow.source == kind and flow.send] for kind in COMPUTE}
+STAGE_KINDS: Final = ("F", "B", "I", "W", "UPDATE")
+VOCABULARY_KINDS: Final = ("E", "G", "S", "U", "T")
+COMPUTE: Final = (*STAGE_KINDS, *VOCABULARY_KINDS)
+"""What a generator writes; everything else comes from :func:`autopar.schedules.lower`."""
+
+EXCHANGES: Final = ("SUM_E", "CAST_E", "CAST_X", "MAX", "STATS", "SUM_X")
+BACKWARDS: Final = ("B", "I", "W")
+_ROLE: Final = {"I": "B"}
+_INTO: Final = {kind: [flow for flow in FLOWS if flow.target == kind] for kind in STAGE_KINDS}
+_SENT: Final = {kind: [flow for flow in FLOWS if flow.source == kind and flow.send] for kind in STAGE_KINDS}
 _CARRIES: Final = {name: flow for flow in FLOWS for name in (flow.send, flow.receive) if name}
 
 
@@ -53,6 +66,10 @@ def is_receive(action: Action) -> bool:
     return KINDS[action.kind].arrow == "<"
 
 
+def is_exchange(action: Action) -> bool:
+    return action.kind in EXCHANGES
+
+
 def channel(rank: int, action: Action) -> Channel:
     """The channel of a send or receive on ``rank``'s list."""
     send = _CARRIES[action.kind].send
@@ -67,28 +84,110 @@ def counterpart(rank: int, action: Action) -> Action:
     return Action(flow.send, action.microbatch, action.stage - flow.offset, rank)
 
 
-def needs(schedule: Schedule, action: Action) -> Iterator[Action]:
-    """What must come before a compute action on its rank: what makes its operands there, or receives them."""
-    rank = schedule.placement[action.stage]
-    for flow in _INTO[action.kind]:
+def pass_of(schedule: Schedule, role: str, microbatch: int, stage: int) -> Action:
+    """The action that plays ``role`` there: ``B`` is ``I`` where the backward is split."""
+    split = role == "B" and (microbatch, stage) in schedule.split
+    return Action("I" if split else role, microbatch, stage)
+
+
+def needs(schedule: Schedule, action: Action, rank: int) -> Iterator[Action]:
+    """What must come before a compute action or exchange on ``rank``: passes, receives and exchanges.
+
+    An exchange among them has to be complete: every rank must have posted it.
+    """
+    if action.kind in STAGE_KINDS:
+        yield from _flows_into(schedule, action, rank)
+    if action.kind in HEAD_PASSES[schedule.head]:
+        for before, after in pairwise(HEAD_PASSES[schedule.head]):
+            if after == action.kind:
+                yield Action(before, action.microbatch)
+    yield from _exchanged(schedule, action)
+    if is_exchange(action):
+        yield from _contributes(schedule, action, rank)
+
+
+def _flows_into(schedule: Schedule, action: Action, rank: int) -> Iterator[Action]:
+    for flow in _INTO[_ROLE.get(action.kind, action.kind)]:
         stage = action.stage - flow.offset
         if not 0 <= stage < schedule.stages:
             continue
         if schedule.placement[stage] == rank:
-            yield Action(flow.source, action.microbatch, stage)
+            yield pass_of(schedule, flow.source, action.microbatch, stage)
         else:
             yield Action(flow.receive, action.microbatch, action.stage, schedule.placement[stage])
 
 
+def _exchanged(schedule: Schedule, action: Action) -> Iterator[Action]:
+    """The exchanges whose result ``action`` uses."""
+    role = _ROLE.get(action.kind, action.kind)
+    for exchange in exchanges(schedule.head, schedule.embedding):
+        if exchange.target == role and (not exchange.target_at or action.stage == _stage(schedule, exchange.target_at)):
+            yield Action(exchange.kind, action.microbatch)
+
+
+def _contributes(schedule: Schedule, action: Action, rank: int) -> Iterator[Action]:
+    """The pass whose result ``rank`` brings into an exchange."""
+    sources = {(e.source, e.source_at) for e in exchanges(schedule.head, schedule.embedding) if e.kind == action.kind}
+    for source, at in sorted(sources):
+        if not at:
+            yield Action(source, action.microbatch)
+        elif schedule.placement[_stage(schedule, at)] == rank:
+            yield pass_of(schedule, source, action.microbatch, _stage(schedule, at))
+
+
+def _stage(schedule: Schedule, at: str) -> int:
+    return 0 if at == "first" else schedule.stages - 1
+
+
+def exchanges_after(schedule: Schedule, action: Action) -> Iterator[Action]:
+    """The exchanges into which the result of a compute action goes."""
+    role = _ROLE.get(action.kind, action.kind)
+    kinds = dict.fromkeys(
+        e.kind
+        for e in exchanges(schedule.head, schedule.embedding)
+        if e.source == role and (not e.source_at or action.stage == _stage(schedule, e.source_at))
+    )
+    for kind in kinds:
+        yield Action(kind, action.microbatch)
+
+
 def sends(schedule: Schedule, action: Action) -> Iterator[Action]:
     """The sends that carry what a compute action makes to other ranks."""
+    if action.kind not in STAGE_KINDS:
+        return
     rank = schedule.placement[action.stage]
-    for flow in _SENT[action.kind]:
+    for flow in _SENT[_ROLE.get(action.kind, action.kind)]:
         stage = action.stage + flow.offset
         if 0 <= stage < schedule.stages and schedule.placement[stage] != rank:
             yield Action(flow.send, action.microbatch, action.stage, schedule.placement[stage])
 
 
-def maker(send: Action) -> Action:
+def maker(schedule: Schedule, send: Action) -> Action:
     """The compute action whose result ``send`` carries."""
-    return Action(_CARRIES[send.kind].source, send.microbatch, send.stage)
+    return pass_of(schedule, _CARRIES[send.kind].source, send.microbatch, send.stage)
+
+
+def rank_passes(schedule: Schedule, rank: int) -> Iterator[Action]:
+    """All compute actions that ``rank`` must have, as the stages placed there and the split of backwards ask."""
+    for stage, home in enumerate(schedule.placement):
+        if home != rank:
+            continue
+        for microbatch in range(schedule.microbatches):
+            yield Action("F", microbatch, stage)
+            backward = pass_of(schedule, "B", microbatch, stage)
+            yield backward
+            if backward.kind == "I":
+                yield Action("W", microbatch, stage)
+            if schedule.is_asynchronous:
+                yield Action("UPDATE", microbatch, stage)
+    for kind in passes(schedule.head, schedule.embedding):
+        for microbatch in range(schedule.microbatches):
+            yield Action(kind, microbatch)
+
+
+def rank_exchanges(schedule: Schedule) -> Iterator[Action]:
+    """All exchanges of a step; every rank posts each."""
+    kinds: dict[str, None] = dict.fromkeys(e.kind for e in exchanges(schedule.head, schedule.embedding))
+    for kind in kinds:
+        for microbatch in range(schedule.microbatches):
+            yield Action(kind, microbatch)

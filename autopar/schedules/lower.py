@@ -8,20 +8,35 @@ from dataclasses import replace
 
 from autopar.errors import ScheduleError
 from autopar.schedules.actions import Action, Schedule
-from autopar.schedules.flow import COMPUTE, Channel, channel, counterpart, is_receive, needs, sends
+from autopar.schedules.flow import (
+    BACKWARDS,
+    COMPUTE,
+    STAGE_KINDS,
+    Channel,
+    channel,
+    counterpart,
+    is_exchange,
+    is_receive,
+    needs,
+    sends,
+)
+from autopar.schedules.order import exchange_order
 
 
 def lower(schedule: Schedule) -> Schedule:
-    """Add SEND and RECV, REDUCE after each stage's last backward, and STEP at the end, for any placement.
+    """Add SEND and RECV, exchanges, REDUCE after each stage's last backward, and STEP at the end.
 
     A send comes right after the action that makes its message, a receive right before the action that needs
     it. Where a rank uses the messages of one channel in another order than they are sent, it receives some of
     them early, in the order of the sends: their sender is past them anyway, so this adds no waiting.
+    A rank posts an exchange once it has its part for it and has posted those before it in the one order that all
+    ranks have (:mod:`.order`); where it has no part, right then.
     Raises ScheduleError for actions that aren't compute, lie on the wrong rank, or need what no rank makes.
     """
     _require_compute(schedule)
     messages = _messages(schedule)
-    lists = tuple(tuple(_lower_list(schedule, rank, messages)) for rank in range(schedule.ranks))
+    order = exchange_order(schedule)
+    lists = tuple(tuple(_Lowering(schedule, rank, messages, order).run()) for rank in range(schedule.ranks))
     return replace(schedule, lists=lists)
 
 
@@ -31,8 +46,10 @@ def _require_compute(schedule: Schedule) -> None:
             if action.kind not in COMPUTE:
                 raise ScheduleError(
                     f"schedule {schedule.name!r}, rank {rank}: {action} is there before lowering; "
-                    f"lower() takes lists of {' and '.join(COMPUTE)} only"
+                    f"lower() takes lists of {', '.join(COMPUTE)} only"
                 )
+            if action.kind not in STAGE_KINDS:
+                continue
             if action.stage >= schedule.stages or schedule.placement[action.stage] != rank:
                 stages = [stage for stage, home in enumerate(schedule.placement) if home == rank]
                 raise ScheduleError(
@@ -51,31 +68,77 @@ def _messages(schedule: Schedule) -> dict[Channel, deque[Action]]:
     return messages
 
 
-def _lower_list(schedule: Schedule, rank: int, messages: dict[Channel, deque[Action]]) -> Iterator[Action]:
-    received: set[Action] = set()
-    backwards_left = Counter(action.stage for action in schedule.lists[rank] if action.kind == "B")
-    for action in schedule.lists[rank]:
-        for need in needs(schedule, action):
-            while is_receive(need) and need not in received:
-                receive = _next_message(schedule, rank, messages, action, need)
-                received.add(receive)
-                yield receive
-        yield action
-        yield from sends(schedule, action)
-        if action.kind == "B":
-            backwards_left[action.stage] -= 1
-            if not backwards_left[action.stage]:
-                yield Action("REDUCE", stage=action.stage)
-    yield Action("STEP")
+class _Lowering:
+    """One rank's list as it grows."""
+
+    def __init__(
+        self, schedule: Schedule, rank: int, messages: dict[Channel, deque[Action]], order: tuple[Action, ...]
+    ) -> None:
+        self.schedule, self.rank, self.messages = schedule, rank, messages
+        self.received: set[Action] = set()
+        self.posts = deque(order)
+        self.posted: set[Action] = set()
+        self.done: set[Action] = set()
+        self.left = Counter(key for action in schedule.lists[rank] if (key := _reduction(action)) is not None)
+
+    def run(self) -> Iterator[Action]:
+        yield from self._post_ready()
+        for action in self.schedule.lists[self.rank]:
+            for need in needs(self.schedule, action, self.rank):
+                if is_receive(need):
+                    yield from self._receive(action, need)
+                elif is_exchange(need):
+                    yield from self._post(need)
+            yield action
+            self.done.add(action)
+            yield from sends(self.schedule, action)
+            yield from self._post_ready()
+            yield from self._reduce(action)
+        if self.posts:
+            yield from self._post(self.posts[-1])
+        yield Action("STEP")
+
+    def _receive(self, action: Action, need: Action) -> Iterator[Action]:
+        while need not in self.received:
+            queue = self.messages[channel(self.rank, need)]
+            if not queue:
+                raise ScheduleError(
+                    f"schedule {self.schedule.name!r}, rank {self.rank}: {action} needs {need}, but rank {need.peer} "
+                    f"never makes what {counterpart(self.rank, need)} would send"
+                )
+            receive = queue.popleft()
+            self.received.add(receive)
+            yield receive
+
+    def _post(self, exchange: Action) -> Iterator[Action]:
+        """Post ``exchange`` and all that come before it in the common order."""
+        while exchange not in self.posted:
+            if not self.posts:
+                raise ScheduleError(f"schedule {self.schedule.name!r}, rank {self.rank}: nobody makes {exchange}")
+            self.posted.add(self.posts[0])
+            yield self.posts.popleft()
+
+    def _post_ready(self) -> Iterator[Action]:
+        """Post what can be: an exchange that is posted late on one rank holds up all others."""
+        while self.posts and all(need in self.done for need in self._own(self.posts[0])):
+            self.posted.add(self.posts[0])
+            yield self.posts.popleft()
+
+    def _own(self, exchange: Action) -> Iterator[Action]:
+        """What has to be done here before ``exchange`` is posted, other exchanges apart."""
+        return (need for need in needs(self.schedule, exchange, self.rank) if not is_exchange(need))
+
+    def _reduce(self, action: Action) -> Iterator[Action]:
+        key = _reduction(action)
+        if key is None or self.schedule.is_asynchronous:
+            return
+        self.left[key] -= 1
+        if not self.left[key]:
+            yield key
 
 
-def _next_message(
-    schedule: Schedule, rank: int, messages: dict[Channel, deque[Action]], action: Action, need: Action
-) -> Action:
-    queue = messages[channel(rank, need)]
-    if not queue:
-        raise ScheduleError(
-            f"schedule {schedule.name!r}, rank {rank}: {action} needs {need}, but rank {need.peer} never "
-            f"makes what {counterpart(rank, need)} would send"
-        )
-    return queue.popleft()
+def _reduction(action: Action) -> Action | None:
+    """The reduction of the gradients that ``action`` makes."""
+    if action.kind in BACKWARDS:
+        return Action("REDUCE", stage=action.stage)
+    return Action("REDUCE_V") if action.kind in ("T", "G") else None

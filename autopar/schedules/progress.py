@@ -6,21 +6,25 @@
 - Each channel (sender, receiver, forward or backward) delivers in the order of its sends and waits for no
   other channel. On NCCL that takes a communicator per channel: two ranks that each first send, then receive,
   on one shared communicator would block each other.
-- **REDUCE** is asynchronous; **STEP** waits for the rank's reductions.
+- An **exchange** (a collective of all pipeline ranks) is posted without waiting for the others; what uses its
+  result blocks until all have posted it. All ranks post exchanges in the same order, on a communicator of
+  their own.
+- **REDUCE** and **REDUCE_V** are asynchronous; **STEP** waits for the rank's reductions.
 
 A receive names the one channel it waits on, and no action looks whether a message has arrived. Such a
 network computes the same, and ends or gets stuck alike, however fast its ranks and links are (Kahn, 1974,
-"The semantics of a simple language for parallel programming"). So one run that ends proves that all do.
+"The semantics of a simple language for parallel programming"; an exchange is a token on a channel to every other
+rank). So one run that ends proves that all do.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 
 from autopar.errors import ScheduleError
 from autopar.schedules.actions import Action, Schedule
-from autopar.schedules.flow import Channel, channel, is_receive, is_send
+from autopar.schedules.flow import Channel, channel, is_exchange, is_receive, is_send, needs
 
 
 def run_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
@@ -28,40 +32,83 @@ def run_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
 
     Raises ScheduleError when all ranks that are left wait for each other, naming the actions they wait in.
     """
-    position = [0] * schedule.ranks
-    in_flight: Counter[Channel] = Counter()
-    waiting: dict[Channel, int] = {}
-    ready = deque(range(schedule.ranks))
-    while ready:
-        rank = ready.popleft()
+    run = _Run(schedule)
+    while run.ready:
+        rank = run.ready.popleft()
         actions = schedule.lists[rank]
-        while position[rank] < len(actions):
-            action = actions[position[rank]]
-            if is_receive(action):
-                stream = channel(rank, action)
-                if not in_flight[stream]:
-                    waiting[stream] = rank
-                    break
-                in_flight[stream] -= 1
-            elif is_send(action):
-                stream = channel(rank, action)
-                in_flight[stream] += 1
-                if stream in waiting:
-                    ready.append(waiting.pop(stream))
-            position[rank] += 1
+        while run.position[rank] < len(actions):
+            action = actions[run.position[rank]]
+            if run.blocks(rank, action):
+                break
+            run.take(rank, action)
+            run.position[rank] += 1
             yield rank, action
-    if waiting:
-        raise ScheduleError(_stuck(schedule, position, waiting))
+    if run.waiting or run.awaiting:
+        raise ScheduleError(_stuck(run))
 
 
-def _stuck(schedule: Schedule, position: list[int], waiting: dict[Channel, int]) -> str:
+class _Run:
+    """Where each rank is, what is under way, and who waits for what."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.position = [0] * schedule.ranks
+        self.ready = deque(range(schedule.ranks))
+        self.in_flight: Counter[Channel] = Counter()
+        self.waiting: dict[Channel, int] = {}
+        self.posted: dict[Action, set[int]] = defaultdict(set)
+        self.awaiting: dict[Action, list[int]] = {}
+        self._exchanges = bool(schedule.head)
+
+    def blocks(self, rank: int, action: Action) -> bool:
+        """Whether ``rank`` has to wait before ``action``; it is woken when it can go on."""
+        if is_receive(action):
+            stream = channel(rank, action)
+            if not self.in_flight[stream]:
+                self.waiting[stream] = rank
+                return True
+        elif self._exchanges and not is_send(action):
+            for need in needs(self.schedule, action, rank):
+                if is_exchange(need) and len(self.posted[need]) < self.schedule.ranks:
+                    self.awaiting.setdefault(need, []).append(rank)
+                    return True
+        return False
+
+    def take(self, rank: int, action: Action) -> None:
+        if is_receive(action):
+            self.in_flight[channel(rank, action)] -= 1
+        elif is_send(action):
+            stream = channel(rank, action)
+            self.in_flight[stream] += 1
+            if stream in self.waiting:
+                self.ready.append(self.waiting.pop(stream))
+        elif is_exchange(action):
+            posted = self.posted[action]
+            posted.add(rank)
+            if len(posted) == self.schedule.ranks:
+                self.ready.extend(self.awaiting.pop(action, ()))
+
+    def waits_for(self) -> dict[int, tuple[int, str]]:
+        """Waiting rank -> a rank it waits for, and what it waits in."""
+        found: dict[int, tuple[int, str]] = {}
+        for stream, rank in self.waiting.items():
+            found[rank] = (stream.source, str(self._action(rank)))
+        for exchange, ranks in self.awaiting.items():
+            missing = min(set(range(self.schedule.ranks)) - self.posted[exchange])
+            for rank in ranks:
+                found[rank] = (missing, f"{self._action(rank)}, which needs its {exchange}")
+        return found
+
+    def _action(self, rank: int) -> Action:
+        return self.schedule.lists[rank][self.position[rank]]
+
+
+def _stuck(run: _Run) -> str:
     """The ranks of one cycle of the wait-for graph, or of a path in it to a rank that has ended."""
-    waits_for = {rank: stream.source for stream, rank in waiting.items()}
+    waits_for = run.waits_for()
     path = [min(waits_for)]
-    while (peer := waits_for[path[-1]]) in waits_for and peer not in path:
+    while (peer := waits_for[path[-1]][0]) in waits_for and peer not in path:
         path.append(peer)
     ranks = path[path.index(peer) :] if peer in path else path
-    waits = (
-        f"rank {rank} waits for rank {waits_for[rank]} in {schedule.lists[rank][position[rank]]}" for rank in ranks
-    )
-    return f"schedule {schedule.name!r} can't go on: {', '.join(waits)}"
+    waits = (f"rank {rank} waits for rank {waits_for[rank][0]} in {waits_for[rank][1]}" for rank in ranks)
+    return f"schedule {run.schedule.name!r} can't go on: {', '.join(waits)}"

@@ -1,8 +1,9 @@
 """Discrete-event timeline of a schedule: when each rank does what, what it keeps, and how long it idles.
 
 The semantics are those of :mod:`autopar.schedules.progress`. Compute and STEP occupy a rank; a send occupies
-its channel from the end of the action before it; a REDUCE occupies the rank's one reduction stream. So
-transfers and reductions overlap with compute, and cost time only where a receive or the STEP waits for them.
+its channel from the end of the action before it; a REDUCE occupies the rank's one reduction stream; an exchange
+occupies the one stream of exchanges that all ranks share, from when the last of them posts it. So transfers,
+exchanges and reductions overlap with compute, and cost time only where something waits for them.
 """
 
 from __future__ import annotations
@@ -10,13 +11,23 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
 from typing import Final, NamedTuple
 
 from autopar.errors import ArgumentError
 from autopar.schedules.actions import Action, Schedule
 from autopar.schedules.check import check
-from autopar.schedules.flow import Channel, channel
+from autopar.schedules.flow import (
+    COMPUTE,
+    EXCHANGES,
+    STAGE_KINDS,
+    VOCABULARY_KINDS,
+    Channel,
+    channel,
+    is_exchange,
+    needs,
+)
 from autopar.schedules.progress import run_order
 
 
@@ -27,7 +38,10 @@ class Costs:
     All tuples are per stage, but ``step_seconds`` is per pipeline rank. ``send_forward_seconds[s]`` moves
     stage s's output to the next stage, ``send_backward_seconds[s]`` the gradient of stage s's input to the
     stage before; neighbours on one rank need no transfer. ``activation_bytes[s]`` is kept for each microbatch
-    from the start of its forward to the end of its backward.
+    from the start of its forward to the end of its backward, or of ``I``. ``weight_seconds[s]`` is the part of
+    ``backward_seconds[s]`` that ``W`` takes, and ``later_bytes[s]`` what is kept for it after ``I``; without them, half
+    the time and all the bytes. ``vocabulary_seconds`` has, for each vocabulary pass (``S``) and exchange
+    (``SUM_X``), the seconds per pipeline rank; absent: none. ``logits_bytes`` are kept on a rank from ``S`` to ``T``.
     """
 
     forward_seconds: tuple[float, ...]
@@ -37,6 +51,16 @@ class Costs:
     reduce_seconds: tuple[float, ...]
     activation_bytes: tuple[int, ...]
     step_seconds: tuple[float, ...]
+    weight_seconds: tuple[float, ...] = ()
+    later_bytes: tuple[int, ...] = ()
+    vocabulary_seconds: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    logits_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.weight_seconds:
+            object.__setattr__(self, "weight_seconds", tuple(seconds / 2 for seconds in self.backward_seconds))
+        if not self.later_bytes:
+            object.__setattr__(self, "later_bytes", self.activation_bytes)
 
     @classmethod
     def uniform(
@@ -45,13 +69,15 @@ class Costs:
         *,
         forward_seconds: float,
         backward_seconds: float,
+        weight_seconds: float | None = None,
         send_seconds: float = 0.0,
         reduce_seconds: float = 0.0,
         step_seconds: float = 0.0,
         activation_bytes: int = 0,
+        vocabulary_seconds: Mapping[str, float] | None = None,
     ) -> Costs:
         """The same cost in every stage and on every rank of ``schedule``."""
-        stages = schedule.stages
+        stages, ranks = schedule.stages, schedule.ranks
         return cls(
             forward_seconds=(forward_seconds,) * stages,
             backward_seconds=(backward_seconds,) * stages,
@@ -59,32 +85,55 @@ class Costs:
             send_backward_seconds=(send_seconds,) * stages,
             reduce_seconds=(reduce_seconds,) * stages,
             activation_bytes=(activation_bytes,) * stages,
-            step_seconds=(step_seconds,) * schedule.ranks,
+            step_seconds=(step_seconds,) * ranks,
+            weight_seconds=() if weight_seconds is None else (weight_seconds,) * stages,
+            vocabulary_seconds={kind: (s,) * ranks for kind, s in (vocabulary_seconds or {}).items()},
         )
 
     def seconds(self, rank: int, action: Action) -> float:
         """How long ``action`` takes on ``rank``; a receive takes none of its own."""
+        if action.kind == "I":
+            return self.backward_seconds[action.stage] - self.weight_seconds[action.stage]
+        if action.kind in VOCABULARY_KINDS or action.kind in EXCHANGES:
+            per_rank = self.vocabulary_seconds.get(action.kind)
+            return per_rank[rank] if per_rank else 0.0
         name = _SECONDS.get(action.kind)
         if name is None:
             return 0.0
         values: tuple[float, ...] = getattr(self, name)
-        return values[rank if action.kind == "STEP" else action.stage]
+        return values[rank if action.kind in ("STEP", "UPDATE") else action.stage]
+
+    def kept_bytes(self, action: Action) -> int:
+        """By how much ``action`` changes what its rank keeps for backwards; a backward frees at its end."""
+        if action.kind == "S":
+            return self.logits_bytes
+        if action.kind == "T":
+            return -self.logits_bytes
+        if action.stage < 0:
+            return 0
+        kept, later = self.activation_bytes[action.stage], self.later_bytes[action.stage]
+        return {"F": kept, "B": -kept, "I": later - kept, "W": -later}.get(action.kind, 0)
 
     def without_communication(self) -> Costs:
         free = (0.0,) * len(self.forward_seconds)
-        return replace(self, send_forward_seconds=free, send_backward_seconds=free, reduce_seconds=free)
+        passes = {kind: seconds for kind, seconds in self.vocabulary_seconds.items() if kind in VOCABULARY_KINDS}
+        return replace(
+            self, send_forward_seconds=free, send_backward_seconds=free, reduce_seconds=free, vocabulary_seconds=passes
+        )
 
 
 _SECONDS: Final[Mapping[str, str]] = {
     "F": "forward_seconds",
     "B": "backward_seconds",
+    "W": "weight_seconds",
     "SEND_F": "send_forward_seconds",
     "SEND_B": "send_backward_seconds",
     "REDUCE": "reduce_seconds",
     "STEP": "step_seconds",
+    "UPDATE": "step_seconds",
 }
-_OCCUPIES_RANK: Final = ("F", "B", "STEP")
-_KEEPS: Final[Mapping[str, int]] = {"F": +1, "B": -1}
+_OCCUPIES_RANK: Final = (*COMPUTE, "STEP")
+_COUNTS: Final[Mapping[str, int]] = {"F": +1, "B": -1, "W": -1}
 
 
 class Event(NamedTuple):
@@ -96,16 +145,28 @@ class Event(NamedTuple):
     end_seconds: float
 
 
+class Kept(NamedTuple):
+    """From ``seconds`` on, a rank keeps ``in_flight`` (microbatch, stage) pairs and ``bytes`` for backwards."""
+
+    seconds: float
+    in_flight: int
+    bytes: int
+
+
+_KEEPERS: Final = ("F", "B", "I", "W", "S", "T")
+
+
 @dataclass(frozen=True)
 class Timeline:
     """One training step of ``schedule``; ``events`` rank by rank, each in the order of its list.
 
     Per pipeline rank: ``busy_seconds`` of compute and optimizer; ``peak_in_flight``, the most (microbatch,
-    stage) pairs whose activations are kept at once; ``peak_activation_bytes``, the most bytes of them.
+    stage) pairs between forward and the last pass of their backward; ``peak_activation_bytes``, the most bytes kept.
     ``exposed_communication_seconds`` is by how much free transfers and reductions would shorten the makespan.
     """
 
     schedule: Schedule
+    costs: Costs
     events: tuple[Event, ...]
     makespan_seconds: float
     busy_seconds: tuple[float, ...]
@@ -117,6 +178,17 @@ class Timeline:
     def idle_seconds(self) -> tuple[float, ...]:
         """Per pipeline rank: the makespan less what it is busy."""
         return tuple(self.makespan_seconds - busy for busy in self.busy_seconds)
+
+    def kept(self, rank: int) -> list[Kept]:
+        """What ``rank`` keeps for backwards over time: a point after each action that changes it."""
+        points, count, bytes_ = [], 0, 0
+        for event in self.events:
+            if event.rank == rank and event.action.kind in _KEEPERS:
+                count += _COUNTS.get(event.action.kind, 0)
+                bytes_ += self.costs.kept_bytes(event.action)
+                starts = event.action.kind in ("F", "S")
+                points.append(Kept(event.start_seconds if starts else event.end_seconds, count, bytes_))
+        return points
 
     @property
     def bubble_ratio(self) -> float:
@@ -142,74 +214,82 @@ def simulate_timeline(schedule: Schedule, costs: Costs) -> Timeline:
             busy_seconds[rank] += end - start
     return Timeline(
         schedule=schedule,
+        costs=costs,
         events=tuple(events),
         makespan_seconds=makespan_seconds,
         busy_seconds=tuple(busy_seconds),
-        peak_in_flight=_peaks(schedule, (1,) * schedule.stages),
-        peak_activation_bytes=_peaks(schedule, costs.activation_bytes),
+        peak_in_flight=_peaks(schedule, lambda action: _COUNTS.get(action.kind, 0)),
+        peak_activation_bytes=_peaks(schedule, costs.kept_bytes),
         exposed_communication_seconds=makespan_seconds - free_seconds,
     )
 
 
 def _check_costs(schedule: Schedule, costs: Costs) -> None:
-    for field in fields(costs):
-        values = getattr(costs, field.name)
-        per, count = ("rank", schedule.ranks) if field.name == "step_seconds" else ("stage", schedule.stages)
-        if len(values) != count:
-            raise ArgumentError(
-                f"costs have {len(values)} {field.name}, but schedule {schedule.name!r} needs {count}, one per {per}"
-            )
-        for index, value in enumerate(values):
-            if not (math.isfinite(value) and value >= 0):
-                raise ArgumentError(f"{field.name} of {per} {index} is {value}; it must be finite, from 0 up")
+    named = {item.name: getattr(costs, item.name) for item in fields(costs)}
+    del named["logits_bytes"], named["vocabulary_seconds"]
+    for name, values in named.items():
+        _check_values(schedule, name, values, "rank" if name == "step_seconds" else "stage")
+    for kind, values in costs.vocabulary_seconds.items():
+        _check_values(schedule, f"vocabulary_seconds[{kind!r}]", values, "rank")
+
+
+def _check_values(schedule: Schedule, name: str, values: tuple[float, ...], per: str) -> None:
+    count = schedule.ranks if per == "rank" else schedule.stages
+    if len(values) != count:
+        raise ArgumentError(
+            f"costs have {len(values)} {name}, but schedule {schedule.name!r} needs {count}, one per {per}"
+        )
+    for index, value in enumerate(values):
+        if not (math.isfinite(value) and value >= 0):
+            raise ArgumentError(f"{name} of {per} {index} is {value}; it must be finite, from 0 up")
 
 
 def _makespan(events: list[Event]) -> float:
     return max(event.end_seconds for event in events)
 
 
-def _peaks(schedule: Schedule, weights: tuple[int, ...]) -> tuple[int, ...]:
-    """Per rank, the largest sum of ``weights[stage]`` over the microbatches between forward and backward.
+def _peaks(schedule: Schedule, change: Callable[[Action], int]) -> tuple[int, ...]:
+    """Per rank, the largest sum of the changes so far.
 
     The order of the list decides it alone: a rank computes one action at a time.
     """
-    return tuple(_peak(actions, weights) for actions in schedule.lists)
-
-
-def _peak(actions: tuple[Action, ...], weights: tuple[int, ...]) -> int:
-    kept = peak = 0
-    for action in actions:
-        if action.kind in _KEEPS:
-            kept += _KEEPS[action.kind] * weights[action.stage]
-            peak = max(peak, kept)
-    return peak
+    return tuple(max(accumulate(map(change, actions), initial=0)) for actions in schedule.lists)
 
 
 def _events(schedule: Schedule, costs: Costs) -> list[Event]:
-    clocks = _Clocks(schedule.ranks)
+    clocks = _Clocks(schedule)
     events: list[list[Event]] = [[] for _ in schedule.lists]
     for rank, action in run_order(schedule):
         start, end = _ADVANCE[action.kind](clocks, rank, action, costs.seconds(rank, action))
         events[rank].append(Event(rank, action, start, end))
-    return [event for row in events for event in row]
+    return [clocks.completed(event) for row in events for event in row]
 
 
 class _Clocks:
-    """When each rank, each channel and each rank's reduction stream is free next; all in seconds.
+    """When each rank, each channel, each rank's reductions and the exchanges are free next; all in seconds.
 
     Each method runs one action as soon as it can run and returns its start and end.
     """
 
-    def __init__(self, ranks: int) -> None:
-        self.rank = [0.0] * ranks
-        self.reductions = [0.0] * ranks
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.rank = [0.0] * schedule.ranks
+        self.reductions = [0.0] * schedule.ranks
         self.channel: dict[Channel, float] = defaultdict(float)
         self.arrivals: dict[Channel, deque[float]] = defaultdict(deque)
+        self.exchanges = 0.0
+        self.posts: dict[Action, list[float]] = defaultdict(list)
+        self.complete: dict[Action, float] = {}
 
     def compute(self, rank: int, action: Action, seconds: float) -> tuple[float, float]:
         start = self.rank[rank]
+        if self.schedule.head:
+            start = max([start, *self._exchanged(rank, action)])
         self.rank[rank] = start + seconds
         return start, self.rank[rank]
+
+    def _exchanged(self, rank: int, action: Action) -> list[float]:
+        return [self.complete[need] for need in needs(self.schedule, action, rank) if is_exchange(need)]
 
     def send(self, rank: int, action: Action, seconds: float) -> tuple[float, float]:
         stream = channel(rank, action)
@@ -223,23 +303,38 @@ class _Clocks:
         self.rank[rank] = max(start, self.arrivals[channel(rank, action)].popleft())
         return start, self.rank[rank]
 
+    def exchange(self, rank: int, action: Action, seconds: float) -> tuple[float, float]:
+        """Posting takes no time; the end is known once the last rank has posted."""
+        posts = self.posts[action]
+        posts.append(max([self.rank[rank], *self._exchanged(rank, action)]))
+        if len(posts) == self.schedule.ranks:
+            self.exchanges = max(self.exchanges, *posts) + seconds
+            self.complete[action] = self.exchanges
+        return posts[-1], posts[-1]
+
+    def completed(self, event: Event) -> Event:
+        end = self.complete.get(event.action)
+        return event if end is None else event._replace(end_seconds=end)
+
     def reduce(self, rank: int, action: Action, seconds: float) -> tuple[float, float]:
         start = max(self.rank[rank], self.reductions[rank])
         self.reductions[rank] = start + seconds
         return start, self.reductions[rank]
 
     def step(self, rank: int, action: Action, seconds: float) -> tuple[float, float]:
-        self.rank[rank] = max(self.rank[rank], self.reductions[rank])
-        return self.compute(rank, action, seconds)
+        start = max(self.rank[rank], self.reductions[rank])
+        self.rank[rank] = start + seconds
+        return start, self.rank[rank]
 
 
 _ADVANCE: Final[Mapping[str, Callable[[_Clocks, int, Action, float], tuple[float, float]]]] = {
-    "F": _Clocks.compute,
-    "B": _Clocks.compute,
+    **dict.fromkeys((*STAGE_KINDS, *VOCABULARY_KINDS), _Clocks.compute),
+    **dict.fromkeys(EXCHANGES, _Clocks.exchange),
     "SEND_F": _Clocks.send,
     "SEND_B": _Clocks.send,
     "RECV_F": _Clocks.receive,
     "RECV_B": _Clocks.receive,
     "REDUCE": _Clocks.reduce,
+    "REDUCE_V": _Clocks.reduce,
     "STEP": _Clocks.step,
 }

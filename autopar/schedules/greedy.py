@@ -1,0 +1,564 @@
+"""Cost-aware list scheduling of a training step's compute passes under a memory limit per rank.
+
+Time is simulated. Whenever a rank is free it starts, of the passes whose inputs are there and that memory admits, the
+one that a :class:`Rule` puts first (list scheduling: R. L. Graham, SIAM J. Appl. Math. 17(2), 1969). Sends, exchanges
+and what ranks keep for backwards are those of :mod:`autopar.schedules.timeline`.
+
+Memory can't run into a corner. A rank admits a pass of microbatch j only if afterwards all microbatches up to j could
+still be finished one after another, the oldest first, inside its limit (the banker's algorithm: E. W. Dijkstra,
+EWD 623, with microbatches for customers, which ask in the order of their age). So on every rank the oldest unfinished
+microbatch is always admitted, and it can always go on.
+
+:func:`latest_starts` turns a finished run around: how late each pass could start without a longer step, on ranks that
+keep their order. As priorities of a second run these times improve the first (double justification: V. Valls,
+F. Ballestín, S. Quintanilla, European J. Operational Research 165(2), 2005).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import inf
+from typing import Final, NamedTuple
+
+from autopar.errors import ArgumentError, ScheduleError
+from autopar.schedules.actions import Action, Schedule
+from autopar.schedules.exchanges import Exchange, exchanges, passes
+from autopar.schedules.timeline import Costs
+
+Row = tuple[Action, ...]
+Plan = tuple[Mapping[Action, float], ...]
+"""Per rank, the time at which each pass should start."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be scheduled: ``placement[stage]`` is a pipeline rank, ``limit_bytes`` what each rank may keep.
+
+    ``split`` says whether backwards are two passes, ``I`` and ``W``. Raises ArgumentError for another number of costs
+    or limits, ScheduleError for limits below what one microbatch alone needs, naming the smallest that works.
+    """
+
+    placement: tuple[int, ...]
+    microbatches: int
+    costs: Costs
+    head: str = ""
+    embedding: bool = False
+    split: bool = False
+    limit_bytes: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        Schedule("greedy", self.stages, self.microbatches, self.placement, ((),) * self.ranks, self.head, self.embedding)
+        if len(self.costs.forward_seconds) != self.stages or len(self.costs.step_seconds) != self.ranks:
+            raise ArgumentError(
+                f"costs are of {len(self.costs.forward_seconds)} stages and {len(self.costs.step_seconds)} ranks, "
+                f"but {self.stages} stages are placed on {self.ranks} ranks"
+            )
+        if self.limit_bytes is None:
+            return
+        if len(self.limit_bytes) != self.ranks:
+            raise ArgumentError(f"{len(self.limit_bytes)} limits of memory for {self.ranks} ranks; give one per rank")
+        for rank, (limit, least) in enumerate(zip(self.limit_bytes, self.least_bytes, strict=True)):
+            if limit < least:
+                raise ScheduleError(
+                    f"no schedule keeps rank {rank} within {limit:,} bytes: one microbatch alone needs {least:,}; "
+                    f"the smallest limits that work are {list(self.least_bytes)}"
+                )
+
+    @property
+    def stages(self) -> int:
+        return len(self.placement)
+
+    @property
+    def ranks(self) -> int:
+        return max(self.placement) + 1
+
+    @cached_property
+    def held(self) -> tuple[tuple[int, ...], ...]:
+        """Per rank, its stages in the order of the model."""
+        return tuple(tuple(s for s, home in enumerate(self.placement) if home == r) for r in range(self.ranks))
+
+    @cached_property
+    def least_bytes(self) -> tuple[int, ...]:
+        """Per rank, what a microbatch keeps that runs alone: no schedule needs less, and one at a time needs no more."""
+        return tuple(map(self._least, range(self.ranks)))
+
+    def _least(self, rank: int) -> int:
+        activation, later = self.costs.activation_bytes, self.costs.later_bytes
+        stages = self.held[rank]
+        forward = sum(activation[s] for s in stages) + (self.costs.logits_bytes if self.head else 0)
+        if not self.split:
+            return forward
+        return max([forward, *(sum(activation[t] for t in stages if t < s) + later[s] for s in stages)])
+
+    def need_bytes(self, stage: int, started: bool) -> int:
+        """What a microbatch may still add on the stage's rank before it gives anything back."""
+        kept, later = self.costs.activation_bytes[stage], self.costs.later_bytes[stage]
+        most = max(kept, later) if self.split else kept
+        return most - kept if started else most
+
+    def schedule(self, name: str, lists: tuple[Row, ...]) -> Schedule:
+        return Schedule(name, self.stages, self.microbatches, self.placement, lists, self.head, self.embedding)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a free rank prefers.
+
+    ``order``: kinds of passes, the first first. ``alternate``: after a forward, the stages' backwards go before
+    forwards, and the other way round. ``forwards``: of several chunks, the ``oldest`` microbatch, the ``deep`` or the
+    ``shallow`` chunk. ``hold``: the share of a pass's time that a rank waits for a preferred one known to arrive.
+    ``reserve``: of how many microbatches' logits forwards leave the room free. ``ahead``: how many microbatches before its forward in the first stage an embedding is computed.
+    ``plan``: instead of all that, the pass with the earliest planned start. ``lists``: nothing is free; each rank runs
+    its list in order.
+    """
+
+    name: str
+    order: tuple[str, ...] = ("E", "S", "U", "T", "B", "G", "F", "W")
+    alternate: bool = False
+    forwards: str = "oldest"
+    hold: float = 0.0
+    ahead: int = 2
+    reserve: int = 1
+    plan: Plan | None = field(default=None, repr=False)
+    lists: tuple[Row, ...] | None = field(default=None, repr=False)
+
+
+_LATE_T: Final = ("E", "S", "U", "B", "G", "F", "T", "W")
+_FORWARD: Final = ("E", "S", "U", "F", "T", "B", "G", "W")
+RULES: Final = (
+    Rule("backward"),
+    Rule("backward, T late", _LATE_T),
+    Rule("backward, T late, hold", _LATE_T, hold=0.5),
+    Rule("alternate", alternate=True, ahead=4),
+    Rule("alternate, T late", _LATE_T, alternate=True),
+    Rule("forward", _FORWARD, ahead=4),
+    Rule("backward, deep", forwards="deep"),
+    Rule("backward, deep, hold", _LATE_T, forwards="deep", hold=0.5),
+    Rule("backward, shallow", forwards="shallow"),
+    Rule("forward, deep", _FORWARD, forwards="deep"),
+    Rule("alternate, deep", alternate=True, forwards="deep"),
+)
+"""Priorities worth trying; those that name a chunk only matter where a rank has several."""
+
+
+class Ran(NamedTuple):
+    """A compute pass in simulated time."""
+
+    action: Action
+    start_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """The passes of each rank in the order in which they ran, and when the optimizer's step ends."""
+
+    job: Job
+    name: str
+    rows: tuple[tuple[Ran, ...], ...]
+    makespan_seconds: float
+
+    @property
+    def schedule(self) -> Schedule:
+        """The compute actions; :func:`autopar.schedules.lower` adds the rest."""
+        return self.job.schedule("greedy", tuple(tuple(ran.action for ran in row) for row in self.rows))
+
+
+def greedy(job: Job, rule: Rule) -> Run:
+    """One run of ``job`` by ``rule``. Raises ScheduleError where ``rule.lists`` can't go on, or exceed the limit."""
+    engine = _Engine(job, rule)
+    engine.run()
+    return Run(job, rule.name, tuple(map(tuple, engine.rows)), engine.makespan())
+
+
+def replay(job: Job, schedule: Schedule) -> Run:
+    """A run that keeps the order of a schedule of compute actions. Raises ScheduleError as :func:`greedy`."""
+    return greedy(job, Rule(schedule.name, lists=schedule.lists))
+
+
+def justify(run: Run) -> Rule:
+    """The rule that plans each pass at the latest time at which ``run`` could have started it."""
+    return Rule(f"{run.name}, justified", plan=latest_starts(run), ahead=4)
+
+
+class _Lane:
+    """All microbatches of one kind of pass of one stage (or vocabulary pass) on one rank."""
+
+    __slots__ = ("adds", "coming", "kind", "ready", "seconds", "stage")
+
+    def __init__(self, kind: str, stage: int, seconds: float, adds: int) -> None:
+        self.kind, self.stage, self.seconds, self.adds = kind, stage, seconds, adds
+        self.coming: list[tuple[float, int]] = []  # when the inputs of which microbatch will be there
+        self.ready: list[tuple[float, int]] = []  # priority inside the lane, microbatch
+
+
+class _Memory:
+    """What one rank keeps, by microbatch, and the banker's question."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self.limit = inf if job.limit_bytes is None else job.limit_bytes[rank]
+        self.total = 0
+        whole = sum(job.need_bytes(s, False) for s in job.held[rank]) + (job.costs.logits_bytes if job.head else 0)
+        self.whole = whole
+        self.kept = [0] * job.microbatches
+        self.need = [whole] * job.microbatches
+        self.passes = [len(job.held[rank]) * (3 if job.split else 2) + (2 if job.head else 0)] * job.microbatches
+        self.oldest = 0
+
+    def admits(self, microbatch: int, adds: int, reserve: int) -> bool:
+        """Whether all microbatches up to this one can still end, one after another, once it keeps ``adds`` more.
+
+        All but the oldest also leave ``reserve`` bytes free.
+        """
+        if self.total + adds + self.whole + reserve <= self.limit:
+            return True
+        room = self.limit - self.total
+        if adds + (reserve if microbatch > self.oldest else 0) > room:
+            return False
+        for other in range(self.oldest, microbatch):
+            if self.need[other] + adds > room:
+                return False
+            room += self.kept[other]
+        return self.need[microbatch] <= room
+
+    def change(self, microbatch: int, adds: int, need: int) -> None:
+        self.total += adds
+        self.kept[microbatch] += adds
+        self.need[microbatch] -= need
+
+    def done(self, microbatch: int) -> None:
+        self.passes[microbatch] -= 1
+        while self.oldest < len(self.passes) and not self.passes[self.oldest]:
+            self.oldest += 1
+
+
+class _Engine:
+    """The simulation. Times of arrival are known once the pass before has started."""
+
+    def __init__(self, job: Job, rule: Rule) -> None:
+        self.job, self.rule = job, rule
+        self.rows: list[list[Ran]] = [[] for _ in range(job.ranks)]
+        self.free = [0.0] * job.ranks
+        self.turn = ["B"] * job.ranks
+        self.wakes: list[tuple[float, int, str, int]] = []
+        self.channel: dict[tuple[int, int, str], float] = defaultdict(float)
+        self.memory = [_Memory(job, rank) for rank in range(job.ranks)]
+        self.lanes = [_lanes(job, rank) for rank in range(job.ranks)]
+        self.exchange = _Exchanges(self)
+        self.backward = "I" if job.split else "B"
+        self.position = {kind: index for index, kind in enumerate(rule.order)}
+        self.position["I"] = self.position["B"]
+        for rank in range(job.ranks):
+            self._wake(rank, 0.0)
+        for microbatch in range(min(rule.ahead, job.microbatches) if job.embedding else job.microbatches):
+            self._release(microbatch, 0.0)
+
+    def _release(self, microbatch: int, time: float) -> None:
+        """A microbatch may enter the pipeline."""
+        if not self.job.embedding:
+            self.arrive("F", 0, microbatch, time)
+        else:
+            self.everywhere("E", microbatch, time)
+
+    def run(self) -> None:
+        while self.wakes:
+            now, rank, kind, microbatch = heapq.heappop(self.wakes)
+            if rank < 0:
+                self.exchange.start(kind, microbatch, now)
+            elif self.free[rank] <= now:
+                chosen = self._next_in_list(rank, now) if self.rule.lists else self._choose(rank, now)
+                if chosen is not None:
+                    self._start(rank, *chosen, now)
+        self._require_all()
+
+    def _require_all(self) -> None:
+        for rank, row in enumerate(self.rows):
+            expected = self.job.microbatches * len(self.lanes[rank])
+            if len(row) < expected:
+                raise ScheduleError(f"{self.rule.name!r} is stuck on rank {rank} after {len(row)} of {expected} passes")
+
+    def makespan(self) -> float:
+        """The end of the last optimizer step; a stage's reduction begins after its last backward."""
+        return max(map(self._end, range(self.job.ranks)))
+
+    def _end(self, rank: int) -> float:
+        costs = self.job.costs
+        last = {r.action.stage: r.end_seconds for r in self.rows[rank] if r.action.kind in ("B", "W")}
+        reduced = 0.0
+        for stage, end in sorted(last.items(), key=lambda item: item[1]):
+            reduced = max(reduced, end) + costs.reduce_seconds[stage]
+        return max(self.free[rank], reduced) + costs.step_seconds[rank]
+
+    # Choosing.
+
+    def _choose(self, rank: int, now: float) -> tuple[_Lane, int] | None:
+        best: tuple[tuple[float, ...], _Lane, int] | None = None
+        for lane in self.lanes[rank].values():
+            self._take_arrived(rank, lane, now)
+            if lane.ready and (microbatch := self._admitted(rank, lane)) is not None:
+                key = self._key(rank, lane, microbatch)
+                if best is None or key < best[0]:
+                    best = (key, lane, microbatch)
+        if best is None or (self.rule.hold and self._waits(rank, best[0], now + self.rule.hold * best[1].seconds)):
+            return None
+        return best[1], best[2]
+
+    def _take_arrived(self, rank: int, lane: _Lane, now: float) -> None:
+        plan = self.rule.plan
+        while lane.coming and lane.coming[0][0] <= now:
+            microbatch = heapq.heappop(lane.coming)[1]
+            order = float(microbatch) if plan is None else plan[rank].get(_action(lane, microbatch), inf)
+            heapq.heappush(lane.ready, (order, microbatch))
+
+    def _admitted(self, rank: int, lane: _Lane) -> int | None:
+        """The first microbatch of a lane that memory admits: the one preferred, or the oldest."""
+        microbatch = lane.ready[0][1]
+        if self._admits(rank, lane, microbatch):
+            return microbatch
+        oldest = min(waiting for _, waiting in lane.ready)
+        return oldest if oldest != microbatch and self._admits(rank, lane, oldest) else None
+
+    def _admits(self, rank: int, lane: _Lane, microbatch: int) -> bool:
+        """Forwards leave room for the logits that the microbatches ahead of them will need."""
+        if lane.adds <= 0:
+            return True
+        reserve = self.rule.reserve * self.job.costs.logits_bytes if self.job.head and lane.kind == "F" else 0
+        return self.memory[rank].admits(microbatch, lane.adds, reserve)
+
+    def _key(self, rank: int, lane: _Lane, microbatch: int) -> tuple[float, ...]:
+        if self.rule.plan is not None:
+            return (self.rule.plan[rank].get(_action(lane, microbatch), inf), microbatch)
+        position = self.position[lane.kind]
+        if self.rule.alternate and lane.kind == "F":
+            position = self.position["B"] + (-0.5 if self.turn[rank] == "F" else 0.5)
+        if lane.kind == "F" and self.rule.forwards != "oldest":
+            return (position, lane.stage if self.rule.forwards == "shallow" else -lane.stage, microbatch)
+        return (position, microbatch, -lane.stage)
+
+    def _waits(self, rank: int, key: tuple[float, ...], until: float) -> bool:
+        """Whether a preferred pass arrives by then; without a plan, only what others wait for counts."""
+        kinds = self.position if self.rule.plan is not None else ("B", "I", "S")
+        return any(
+            lane.coming[0][0] <= until and self._key(rank, lane, lane.coming[0][1]) < key
+            for lane in self.lanes[rank].values()
+            if lane.kind in kinds and lane.coming and self._admits(rank, lane, lane.coming[0][1])
+        )
+
+    def _next_in_list(self, rank: int, now: float) -> tuple[_Lane, int] | None:
+        row = (self.rule.lists or ())[rank]
+        done = len(self.rows[rank])
+        if done == len(row):
+            return None
+        action = row[done]
+        lane = self.lanes[rank].get((action.kind, action.stage))
+        if lane is None:
+            raise ScheduleError(f"{self.rule.name!r}, rank {rank}: {action} isn't one of its passes")
+        self._take_arrived(rank, lane, now)
+        found = next((entry for entry in lane.ready if entry[1] == action.microbatch), None)
+        return None if found is None else (lane, action.microbatch)
+
+    # Running.
+
+    def _start(self, rank: int, lane: _Lane, microbatch: int, now: float) -> None:
+        lane.ready.remove(next(entry for entry in lane.ready if entry[1] == microbatch))
+        heapq.heapify(lane.ready)
+        end = now + lane.seconds
+        action = _action(lane, microbatch)
+        self.rows[rank].append(Ran(action, now, end))
+        self.free[rank] = end
+        self._wake(rank, end)
+        self._account(rank, lane, microbatch)
+        if lane.kind in ("F", "B", "I"):
+            self.turn[rank] = "B" if lane.kind == "F" else "F"
+        self._deliver(rank, lane, microbatch, now, end)
+
+    def _account(self, rank: int, lane: _Lane, microbatch: int) -> None:
+        memory, stage = self.memory[rank], lane.stage
+        need = 0
+        if lane.kind == "F":
+            need = self.job.need_bytes(stage, False) - self.job.need_bytes(stage, True)
+        elif lane.kind == "I":
+            need = self.job.need_bytes(stage, True)
+        elif lane.kind == "S":
+            need = self.job.costs.logits_bytes
+        memory.change(microbatch, lane.adds, need)
+        if memory.total > memory.limit:
+            raise ScheduleError(
+                f"{self.rule.name!r}, rank {rank}: {_action(lane, microbatch)} would keep {memory.total:,} bytes; "
+                f"the limit is {memory.limit:,}"
+            )
+        if lane.kind in ("F", "B", "I", "W", "S", "T"):
+            memory.done(microbatch)
+
+    def _deliver(self, rank: int, lane: _Lane, microbatch: int, now: float, end: float) -> None:
+        kind, stage, last = lane.kind, lane.stage, self.job.stages - 1
+        if kind == "F" and stage < last:
+            self._send("F", stage, stage + 1, microbatch, end)
+        elif kind == "F" and not self.job.head:
+            self.arrive(self.backward, last, microbatch, end)
+        elif kind in ("B", "I") and stage > 0:
+            self._send(self.backward, stage, stage - 1, microbatch, end)
+        if kind == "I":
+            self.arrive("W", stage, microbatch, end)
+        if kind == "F" and stage == 0 and self.job.embedding:
+            ahead = microbatch + self.rule.ahead
+            if ahead < self.job.microbatches:
+                self._release(ahead, now)
+        self.exchange.part("B" if kind == "I" else kind, stage, microbatch, end)
+
+    def _send(self, kind: str, source: int, target: int, microbatch: int, end: float) -> None:
+        ranks = self.job.placement[source], self.job.placement[target]
+        if ranks[0] != ranks[1]:
+            costs = self.job.costs
+            seconds = (costs.send_forward_seconds if kind == "F" else costs.send_backward_seconds)[source]
+            end = self.channel[*ranks, kind] = max(end, self.channel[*ranks, kind]) + seconds
+        self.arrive(kind, target, microbatch, end)
+
+    def arrive(self, kind: str, stage: int, microbatch: int, time: float) -> None:
+        rank = self.job.placement[stage]
+        heapq.heappush(self.lanes[rank][kind, stage].coming, (time, microbatch))
+        self._wake(rank, time)
+
+    def everywhere(self, kind: str, microbatch: int, time: float) -> None:
+        """Every rank can run this vocabulary pass from ``time`` on."""
+        for rank in range(self.job.ranks):
+            heapq.heappush(self.lanes[rank][kind, -1].coming, (time, microbatch))
+            self._wake(rank, time)
+
+    def _wake(self, rank: int, time: float) -> None:
+        heapq.heappush(self.wakes, (time, rank, "", 0))
+
+
+class _Exchanges:
+    """The one stream of exchanges, in the order in which they become ready."""
+
+    def __init__(self, engine: _Engine) -> None:
+        self.engine, job = engine, engine.job
+        self.free = 0.0
+        self.table = exchanges(job.head, job.embedding)
+        self.parts = {kind: [count] * job.microbatches for kind, count in _parts(job).items()}
+        self.ready = {kind: [0.0] * job.microbatches for kind in self.parts}
+        self.seconds = {kind: job.costs.seconds(0, Action(kind, 0)) for kind in self.parts}
+        self.into: dict[str, tuple[tuple[str, str], ...]] = defaultdict(tuple)  # source -> (exchange, where)
+        for e in self.table:
+            if (e.kind, e.source_at) not in self.into[e.source]:
+                self.into[e.source] += ((e.kind, e.source_at),)
+
+    def part(self, source: str, stage: int, microbatch: int, time: float) -> None:
+        for kind, at in self.into.get(source, ()):
+            if not at or stage == (0 if at == "first" else self.engine.job.stages - 1):
+                self._add(kind, microbatch, time)
+
+    def _add(self, kind: str, microbatch: int, time: float) -> None:
+        ready = self.ready[kind][microbatch] = max(self.ready[kind][microbatch], time)
+        self.parts[kind][microbatch] -= 1
+        if not self.parts[kind][microbatch]:
+            heapq.heappush(self.engine.wakes, (ready, -1, kind, microbatch))
+
+    def start(self, kind: str, microbatch: int, now: float) -> None:
+        self.free = end = max(self.free, now) + self.seconds[kind]
+        job = self.engine.job
+        for e in self.table:
+            if e.kind != kind:
+                continue
+            if e.target in self.parts:
+                self._add(e.target, microbatch, end)
+            elif e.target_at:
+                target = self.engine.backward if e.target == "B" else e.target
+                self.engine.arrive(target, 0 if e.target_at == "first" else job.stages - 1, microbatch, end)
+            else:
+                self.engine.everywhere(e.target, microbatch, end)
+
+
+def _parts(job: Job) -> dict[str, int]:
+    """How many passes and other exchanges each exchange of a microbatch waits for."""
+    table = exchanges(job.head, job.embedding)
+    sources = {(e.kind, e.source, e.source_at) for e in table}
+    counts = {e.kind: 0 for e in table}
+    for kind, _, at in sources:
+        counts[kind] += 1 if at else job.ranks
+    for kind, target in {(e.kind, e.target) for e in table}:
+        if target in counts and kind != target:
+            counts[target] += 1
+    return counts
+
+
+def _lanes(job: Job, rank: int) -> dict[tuple[str, int], _Lane]:
+    kinds = ("F", "I", "W") if job.split else ("F", "B")
+    actions = [Action(kind, 0, stage) for stage in job.held[rank] for kind in kinds]
+    actions += [Action(kind, 0) for kind in passes(job.head, job.embedding)]
+    costs = job.costs
+    return {(a.kind, a.stage): _Lane(a.kind, a.stage, costs.seconds(rank, a), costs.kept_bytes(a)) for a in actions}
+
+
+def _action(lane: _Lane, microbatch: int) -> Action:
+    return Action(lane.kind, microbatch, lane.stage)
+
+
+def latest_starts(run: Run) -> Plan:
+    """Per rank, how late each pass could start with the same end of the step, if ranks keep their order."""
+    latest = _Latest(run)
+    passes_ = [(ran, rank) for rank, row in enumerate(run.rows) for ran in row]
+    for ran, rank in sorted(passes_, key=lambda item: (-item[0].start_seconds, -item[0].end_seconds, item[1])):
+        latest.take(rank, ran)
+    return latest.starts
+
+
+class _Latest:
+    """Latest starts, found from the end of the step to its beginning."""
+
+    def __init__(self, run: Run) -> None:
+        self.job, self.split = run.job, run.job.split
+        self.starts: tuple[dict[Action, float], ...] = tuple({} for _ in range(run.job.ranks))
+        self.following = [run.makespan_seconds - seconds for seconds in run.job.costs.step_seconds]
+        self.table = exchanges(run.job.head, run.job.embedding)
+        self.kinds = {e.kind: run.job.costs.seconds(0, Action(e.kind, 0)) for e in self.table}
+        self.due: dict[tuple[str, int], float] = {}
+
+    def take(self, rank: int, ran: Ran) -> None:
+        end = min([self.following[rank], *self._users(ran.action)])
+        self.following[rank] = self.starts[rank][ran.action] = end - (ran.end_seconds - ran.start_seconds)
+
+    def _users(self, action: Action) -> Iterator[float]:
+        """When those who use what a pass makes need it."""
+        kind, microbatch, stage, costs = action.kind, action.microbatch, action.stage, self.job.costs
+        if kind == "F" and stage < self.job.stages - 1:
+            yield self._at("F", microbatch, stage + 1) - self._sending(costs.send_forward_seconds, stage, stage + 1)
+        elif kind == "F" and not self.job.head:
+            yield self._at("B", microbatch, stage)
+        elif kind in ("B", "I") and stage > 0:
+            yield self._at("B", microbatch, stage - 1) - self._sending(costs.send_backward_seconds, stage, stage - 1)
+        if kind == "I":
+            yield self._at("W", microbatch, stage)
+        role = "B" if kind == "I" else kind
+        for e in self.table:
+            if e.source == role and (not e.source_at or stage == self._stage(e.source_at)):
+                yield self._exchange_due(e.kind, microbatch) - self.kinds[e.kind]
+
+    def _at(self, role: str, microbatch: int, stage: int) -> float:
+        kind = "I" if role == "B" and self.split else role
+        return self.starts[self.job.placement[stage]].get(Action(kind, microbatch, stage), inf)
+
+    def _sending(self, seconds: tuple[float, ...], source: int, target: int) -> float:
+        return 0.0 if self.job.placement[source] == self.job.placement[target] else seconds[source]
+
+    def _stage(self, at: str) -> int:
+        return 0 if at == "first" else self.job.stages - 1
+
+    def _exchange_due(self, kind: str, microbatch: int) -> float:
+        """When an exchange has to be complete; its users start after its sources, so they are known by then."""
+        if (kind, microbatch) not in self.due:
+            self.due[kind, microbatch] = min(t for e in self.table if e.kind == kind for t in self._needed(e, microbatch))
+        return self.due[kind, microbatch]
+
+    def _needed(self, e: Exchange, microbatch: int) -> Iterator[float]:
+        if e.target in self.kinds:
+            yield self._exchange_due(e.target, microbatch) - self.kinds[e.target]
+        elif e.target_at:
+            yield self._at(e.target, microbatch, self._stage(e.target_at))
+        else:
+            yield from (starts.get(Action(e.target, microbatch), inf) for starts in self.starts)

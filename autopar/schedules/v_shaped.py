@@ -1,0 +1,161 @@
+"""V-Half and V-Min: schedules made from a building block (Qi et al., arXiv 2405.15362, section 4 and appendix A).
+
+Each rank holds two stages, placed as a V. A building block says when one microbatch's F and I of both run, in units in
+which every pass takes 1; repeated every six units, it fills a rank with its six passes per microbatch, and its lifespans
+from F to W, the same in sum for all ranks, decide the memory. Warm-up and cool-down are then packed more
+tightly in the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from autopar.schedules.actions import Schedule
+from autopar.schedules.eager import Eager, Pass
+from autopar.schedules.pass_times import PassTimes
+from autopar.schedules.placements import v_shaped
+from autopar.schedules.vocabulary import BARRIERS
+
+INTERVAL: Final = 6
+_CHANGES: Final = {"F": 1, "I": 0, "W": -1}
+
+Block = Callable[[int, int, int], tuple[int, int, int, int]]
+"""From rank, number of ranks and barriers to when F and F of the first and second stage, I and I of the second and
+first stage run."""
+
+
+def v_half_peak(ranks: int) -> int:
+    """The microbatches that every rank keeps, each with its activations of both stages."""
+    return (ranks + 2) // 2
+
+
+def v_min_peak(ranks: int) -> int:
+    """The microbatches that the fullest rank keeps, each with its activations of both stages."""
+    return (ranks + 4) // 3
+
+
+def _v_half_block(rank: int, ranks: int, barriers: int) -> tuple[int, int, int, int]:
+    wait = (3 if ranks % 2 == 0 else 0) + INTERVAL * barriers
+    return (2 * rank, 3 * ranks - rank - 2, 3 * ranks + wait + 2 * rank - 1, 6 * ranks + wait - rank - 2)
+
+
+def _v_min_block(rank: int, ranks: int, barriers: int) -> tuple[int, int, int, int]:
+    wait = (2 if ranks % 3 == 0 else 0) + INTERVAL * barriers
+    return (rank, 2 * ranks - rank - 1, 2 * ranks + wait + rank, 4 * ranks + wait - rank - 1)
+
+
+def v_half(ranks: int, microbatches: int, times: PassTimes, head: str = "", embedding: bool = False) -> Schedule:
+    """About half the memory of 1F1B, the same on all ranks, and about half its bubble. Compute actions only.
+
+    :func:`v_half_peak` microbatches in flight, and one more per barrier of ``head``.
+    """
+    limit = v_half_peak(ranks) + BARRIERS[head]
+    return _from_block("v-half", _v_half_block, limit, ranks, microbatches, times, head, embedding)
+
+
+def v_min(ranks: int, microbatches: int, times: PassTimes, head: str = "", embedding: bool = False) -> Schedule:
+    """About a third of the memory of 1F1B; idles in every interval unless all passes take the same.
+
+    Compute actions only. :func:`v_min_peak` microbatches in flight, and one more per barrier of ``head``.
+    """
+    limit = v_min_peak(ranks) + BARRIERS[head]
+    return _from_block("v-min", _v_min_block, limit, ranks, microbatches, times, head, embedding)
+
+
+def _from_block(
+    name: str, block: Block, limit: int, ranks: int, microbatches: int, times: PassTimes, head: str, embedding: bool
+) -> Schedule:
+    rows = tuple(
+        tuple(_repeated(block(rank, ranks, BARRIERS[head]), (rank, 2 * ranks - 1 - rank), microbatches))
+        for rank in range(ranks)
+    )
+    run = Eager(v_shaped(ranks), microbatches, times, head, embedding)
+    lists = run.run(_Packed(rows, 2 * limit, window=2 * INTERVAL * ranks))
+    return Schedule(name, 2 * ranks, microbatches, v_shaped(ranks), lists, head, embedding)
+
+
+def _repeated(block: tuple[int, int, int, int], stages: tuple[int, int], microbatches: int) -> Iterator[Pass]:
+    """One rank's passes in the order of their times, each W in the first slot that is free after its I."""
+    kinds = (("F", stages[0]), ("F", stages[1]), ("I", stages[1]), ("I", stages[0]))
+    slots = {
+        start + INTERVAL * microbatch: Pass(kind, microbatch, stage)
+        for microbatch in range(microbatches)
+        for start, (kind, stage) in zip(block, kinds, strict=True)
+    }
+    free = 0
+    for time in sorted(slots):
+        if slots[time].kind == "I":
+            free = max(free, time + 1)
+            while free in slots:
+                free += 1
+            slots[free] = slots[time]._replace(kind="W")
+    return (slots[time] for time in sorted(slots))
+
+
+class _Packed:
+    """Given lists, in which a rank that has to wait does a later pass early, as far as ``limit`` stages' activations
+    allow; once a rank has no forward left, backwards that others wait for go first.
+
+    ``window`` is how many passes a rank looks ahead.
+    """
+
+    def __init__(self, lists: tuple[tuple[Pass, ...], ...], limit: int, window: int) -> None:
+        self.lists, self.limit, self.window = [list(passes) for passes in lists], limit, window
+        self.position = [0] * len(lists)
+        self.early: list[set[int]] = [set() for _ in lists]
+        self.held = [0] * len(lists)
+        self.forwards = [sum(step.kind == "F" for step in passes) for passes in lists]
+        self.turned: set[tuple[int, int]] = set()
+
+    def choose(self, run: Eager, rank: int, now: float) -> Pass | None:
+        position = self._position(rank)
+        if position == len(self.lists[rank]):
+            return None
+        if not self.forwards[rank]:
+            found = self._find(run, rank, now, lambda step: step.kind == "I")
+            if found is not None:
+                return self._take(rank, found)
+        first = self.lists[rank][position]
+        if self._is_ready(run, first, now):
+            return self._take(rank, position)
+        until = run.arrival["F" if first.kind == "F" else "B"][first.stage][first.microbatch]
+        found = self._find(run, rank, now, lambda step: step.kind == "I" or now + run.seconds(step) <= until)
+        return None if found is None else self._take(rank, found)
+
+    def _position(self, rank: int) -> int:
+        """Where the first pass of the list is that hasn't run."""
+        early = self.early[rank]
+        while self.position[rank] in early:
+            early.remove(self.position[rank])
+            self.position[rank] += 1
+        return self.position[rank]
+
+    def _find(self, run: Eager, rank: int, now: float, fits: Callable[[Pass], bool]) -> int | None:
+        """The first pass ahead that can run now; a forward only if memory holds until its place in the list."""
+        passes, start = self.lists[rank], self.position[rank]
+        held = most = self.held[rank]
+        for index in range(start, min(len(passes), start + self.window)):
+            if index in self.early[rank]:
+                continue
+            step = passes[index]
+            room = step.kind != "F" or most < self.limit
+            if room and self._is_ready(run, step, now) and fits(step):
+                return index
+            held += _CHANGES[step.kind]
+            most = max(most, held)
+        return None
+
+    def _is_ready(self, run: Eager, step: Pass, now: float) -> bool:
+        if step.kind == "W":
+            return (step.microbatch, step.stage) in self.turned
+        return run.arrival["F" if step.kind == "F" else "B"][step.stage][step.microbatch] <= now
+
+    def _take(self, rank: int, index: int) -> Pass:
+        step = self.lists[rank][index]
+        self.early[rank].add(index)
+        self.held[rank] += _CHANGES[step.kind]
+        self.forwards[rank] -= step.kind == "F"
+        if step.kind == "I":
+            self.turned.add((step.microbatch, step.stage))
+        return step
