@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from autopar.errors import ArgumentError
 from autopar.mesh import AXES, Mesh
+from autopar.runtime.later import Later
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +45,7 @@ class Axes(Mapping[str, Axis]):
     """Every mesh axis by name, and what else a rank knows of itself.
 
     ``world`` is all ranks as one axis. ``scope`` tells the instances of one layer class apart: their random
-    ops have the same number, but not the same scope.
+    ops have the same number, but not the same scope. ``later`` holds the weight gradients that the rank put off.
     """
 
     mesh: Mesh
@@ -54,6 +55,7 @@ class Axes(Mapping[str, Axis]):
     by_name: Mapping[str, Axis]
     world: Axis
     stream: Stream = field(default_factory=Stream)
+    later: Later = field(default_factory=Later)
     scope: str = ""
 
     @classmethod
@@ -86,7 +88,7 @@ class Axes(Mapping[str, Axis]):
         return len(self.by_name)
 
     def within(self, scope: str) -> Axes:
-        """The same rank and stream, for a layer at the module path ``scope``."""
+        """The same rank, stream and put-off gradients, for a layer at the module path ``scope``."""
         return replace(self, scope=f"{self.scope}.{scope}" if self.scope else scope)
 
 

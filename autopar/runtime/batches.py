@@ -9,7 +9,7 @@ from torch import Tensor
 from autopar.errors import BatchError
 from autopar.runtime.axes import Axes
 from autopar.runtime.modules import dtype_of
-from autopar.runtime.program import Input, Program
+from autopar.runtime.program import Input, Program, VocabularyProgram
 
 
 def check(batch: Mapping[str, Tensor], inputs: Iterable[Input]) -> None:
@@ -28,7 +28,7 @@ def check(batch: Mapping[str, Tensor], inputs: Iterable[Input]) -> None:
             )
 
 
-def part(whole: Tensor, given: Input, program: Program, microbatch: int, axes: Axes) -> Tensor:
+def part(whole: Tensor, given: Input, program: Program | VocabularyProgram, microbatch: int, axes: Axes) -> Tensor:
     """This rank's rows of one microbatch, on its device. Microbatches are contiguous, dp's slices within.
 
     Raises BatchError where the rows don't divide.
@@ -46,6 +46,8 @@ def part(whole: Tensor, given: Input, program: Program, microbatch: int, axes: A
     return whole.narrow(given.batch_dim, start, rows).to(axes.device, non_blocking=True).contiguous()
 
 
-def parts(batch: Mapping[str, Tensor], program: Program, microbatch: int, axes: Axes) -> tuple[Tensor, ...]:
+def parts(
+    batch: Mapping[str, Tensor], program: Program | VocabularyProgram, microbatch: int, axes: Axes
+) -> tuple[Tensor, ...]:
     """All inputs of a stage for one microbatch."""
     return tuple(part(batch[item.path], item, program, microbatch, axes) for item in program.inputs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -39,16 +39,16 @@ def clip_(reducers: Mapping[int, Reducer], axes: Axes, max_norm: float) -> Tenso
 
 def _counted_norms(reducers: Mapping[int, Reducer], axes: Axes) -> Iterator[Tensor]:
     """Norms of the gradients that this rank counts, in float32 at least."""
-    for stage, reducer in reducers.items():
+    for reducer in reducers.values():
         for name, grad in reducer.gradients().items():
-            if _counts(reducer.specs[name], stage, axes):
+            if _counts(reducer.specs[name], reducer.placement, axes):
                 wide = torch.promote_types(grad.dtype, torch.float32)
                 yield torch.linalg.vector_norm(grad, dtype=wide)
 
 
-def _counts(parameter: Parameter, stage: int, axes: Axes) -> bool:
+def _counts(parameter: Parameter, placement: Sequence[int], axes: Axes) -> bool:
     """Whether this rank is the one, of those that hold the same elements, that counts them."""
-    if parameter.shared_stages and stage != min(parameter.shared_stages):
+    if parameter.shared_stages and axes["pp"].index != placement[min(parameter.shared_stages)]:
         return False
     kinds = {name: parse(text) for name, text in parameter.types.items()}
     return all(

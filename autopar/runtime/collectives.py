@@ -179,16 +179,34 @@ def reduce_sum_(x: Tensor, axis: Axis, *, async_op: bool = False) -> dist.Work |
     return None if axis.size == 1 else dist.all_reduce(x, group=axis.group, async_op=async_op)
 
 
-def reduce_max_(x: Tensor, axis: Axis) -> None:
-    """The elementwise maximum of ``x`` over the axis, in place."""
-    if axis.size > 1:
-        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=axis.group)
+def reduce_max_(x: Tensor, axis: Axis, *, async_op: bool = False) -> dist.Work | None:
+    """The elementwise maximum of ``x`` over the axis, in place. ``async_op`` as in :func:`reduce_sum_`."""
+    return None if axis.size == 1 else dist.all_reduce(x, op=dist.ReduceOp.MAX, group=axis.group, async_op=async_op)
+
+
+def reduce_to_(x: Tensor, axis: Axis, destination: int) -> dist.Work | None:
+    """Start to sum contiguous ``x`` over the axis, in place, for index ``destination``; elsewhere it is used up."""
+    return None if axis.size == 1 else _started(dist.reduce(x, group=axis.group, group_dst=destination, async_op=True))
+
+
+def gather_stack(x: Tensor, axis: Axis) -> tuple[Tensor, dist.Work | None]:
+    """Start to gather ``x`` of every rank: ``[axis.size, *x.shape]``, there after ``wait()``."""
+    if axis.size == 1:
+        return x.unsqueeze(0), None
+    parts = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
+    work = _started(_gather_single(parts, x.contiguous(), group=axis.group, async_op=True))
+    return parts.view(axis.size, *x.shape), work
 
 
 def broadcast_(x: Tensor, axis: Axis, source: int) -> None:
     """Overwrite ``x`` by that of the rank with index ``source`` on the axis."""
     if axis.size > 1:
         dist.broadcast(x, group=axis.group, group_src=source)
+
+
+def start_broadcast_(x: Tensor, axis: Axis, source: int) -> dist.Work | None:
+    """Start to overwrite contiguous ``x`` by that of index ``source``; it is there after ``wait()``."""
+    return None if axis.size == 1 else _started(dist.broadcast(x, group=axis.group, group_src=source, async_op=True))
 
 
 def send(x: Tensor, axis: Axis, to: int) -> dist.Work:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -17,73 +16,67 @@ from autopar.runtime.collectives import broadcast_, lost_peer, reduce_sum_
 from autopar.runtime.grads import BUCKET_BYTES, Reducer, reduce_groups
 from autopar.runtime.modules import dtype_of
 from autopar.runtime.pipe import Message, Pipe
-from autopar.runtime.program import Program
-from autopar.schedules import Action
+from autopar.runtime.program import Program, VocabularyProgram
+from autopar.runtime.step import Place, Step
+from autopar.runtime.versions import WeightVersions
+from autopar.runtime.vocabulary import VOCABULARY, VocabularyPasses
+from autopar.schedules import Action, Schedule
 
 Gradients = dict[str, Tensor]
-_Place = tuple[int, int]  # (stage, microbatch)
-
-
-@dataclass
-class _Step:
-    """What lives within one step. All is taken out once it has been used: memory follows the schedule."""
-
-    batch: Mapping[str, Tensor]
-    totals: dict[int, tuple[Tensor, ...]]
-    loss: Tensor
-    arriving: dict[_Place, Message] = field(default_factory=dict)  # what a stage receives
-    outputs: dict[_Place, tuple[Tensor, ...]] = field(default_factory=dict)  # what it makes, until sent
-    leaves: dict[_Place, list[Tensor]] = field(default_factory=dict)  # received, waiting for gradients
-    roots: dict[_Place, list[GradientEdge | None]] = field(default_factory=dict)  # where its backward begins
-    returning: dict[_Place, Message] = field(default_factory=dict)  # the gradients it begins with
-    gradients: dict[_Place, tuple[Tensor, ...]] = field(default_factory=dict)  # of received, until sent
+_BACKWARDS = ("B", "I", "W")
 
 
 class Executor:
     """Runs the stages of one rank, step after step. All ranks must make theirs, and step together.
 
-    ``stages`` (modules with weights) and ``programs`` by stage number, those of this rank; ``actions`` its
-    complete list; ``optimizer`` over its trainable parameters (None: the rank has none). ``placement[stage]``
-    is the stage's index on ``pp`` (None: stage s on index s). ``clip_norm`` bounds the norm of the whole
-    model's gradient. ``on_gradients`` gets name -> local gradient once per step, summed over ranks, before
-    clipping. Raises ScheduleError where the actions are about other stages than those given.
+    ``stages`` (modules with weights) and ``programs`` by stage number, those of this rank; ``schedule`` is
+    lowered, ``optimizer`` over its trainable parameters (None: the rank has none). ``vocabulary`` is this rank's
+    part of vocabulary layers that are split over the pipeline. ``clip_norm`` bounds the norm of the whole model's
+    gradient. ``on_gradients`` gets name -> local gradient once per step (asynchronous schedules: per update), summed
+    over ranks, before clipping. Raises ScheduleError where the actions are about other stages than those given.
     """
 
     def __init__(
         self,
         stages: Mapping[int, nn.Module],
         programs: Mapping[int, Program],
-        actions: Sequence[Action],
+        schedule: Schedule,
         axes: Axes,
         optimizer: torch.optim.Optimizer | None,
         *,
-        placement: Sequence[int] | None = None,
+        vocabulary: tuple[nn.Module, VocabularyProgram] | None = None,
         clip_norm: float | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         on_gradients: Callable[[Gradients], None] | None = None,
     ) -> None:
-        _check_actions(stages, programs, actions)
-        self.stages, self.programs, self.actions = dict(stages), dict(programs), tuple(actions)
+        self.actions = schedule.lists[axes["pp"].index]
+        _check_actions(stages, programs, self.actions, schedule.head, vocabulary is not None)
+        self.stages, self.programs = dict(stages), dict(programs)
         self.axes, self.optimizer = axes, optimizer
         self.clip_norm, self.on_gradients = clip_norm, on_gradients
-        count = next(iter(programs.values())).stages
-        self._placement = tuple(range(count)) if placement is None else tuple(placement)
-        groups = reduce_groups(programs, axes, self._placement)
-        self.reducers = {
-            stage: Reducer(module, programs[stage], groups, axes, self._placement, bucket_bytes)
-            for stage, module in stages.items()
-        }
-        self._pipe = Pipe(axes)
-        self._last_backward = {action.stage: action for action in self.actions if action.kind == "B"}
-        self._handlers: dict[str, Callable[[_Step, Action], None]] = {
+        self._placement = schedule.placement
+        self._asynchronous = schedule.is_asynchronous
+        self.reducers = _reducers(stages, programs, vocabulary, self.actions, axes, schedule.placement, bucket_bytes)
+        self._owners: dict[Tensor, Reducer] = {p: r for r in self.reducers.values() for p in r.parameters.values()}
+        self._pipe = Pipe(axes, schedule.placement)
+        self.vocabulary = vocabulary
+        self._passes = VocabularyPasses(*vocabulary, schedule, axes) if vocabulary else None
+        self._versions = {s: WeightVersions(m) for s, m in stages.items()} if schedule.is_asynchronous else {}
+        self._last_backward = {a.stage: a for a in self.actions if a.kind in _BACKWARDS}
+        self._handlers: dict[str, Callable[[Step, Action], None]] = {
             "F": self._forward,
             "B": self._backward,
+            "I": self._backward_of_input,
+            "W": self._backward_of_weights,
+            "UPDATE": self._update,
             "SEND_F": self._send_forward,
             "RECV_F": self._receive_forward,
             "SEND_B": self._send_backward,
             "RECV_B": self._receive_backward,
             "REDUCE": self._reduce,
+            "REDUCE_V": self._reduce,
             "STEP": self._optimize,
+            **(self._passes.handlers if self._passes else {}),
         }
 
     def step(self, batch: Mapping[str, Tensor]) -> Tensor:
@@ -91,16 +84,27 @@ class Executor:
 
         Returns the model's loss, a float64 scalar, equal on all ranks. Raises BatchError.
         """
-        for program in self.programs.values():
+        for program in self._all_programs():
             batches.check(batch, program.inputs)
-        step = _Step(batch, self._totals(batch), torch.zeros((), dtype=torch.float64, device=self.axes.device))
+        step = Step.begin(batch, self._totals(batch), self.axes.device)
         for action in self.actions:
             self._run(step, action)
         self._pipe.flush()
+        if self._passes:
+            self._passes.flush()
+        self.axes.later.require_done()
         self.axes.stream.step += 1
         return self._loss(step)
 
-    def _run(self, step: _Step, action: Action) -> None:
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's trainable parameters under the model's own names, each once."""
+        modules = [*self.stages.values(), *([self.vocabulary[0]] if self.vocabulary else [])]
+        return {n: p for module in modules for n, p in module.named_parameters() if p.requires_grad}
+
+    def _all_programs(self) -> list[Program | VocabularyProgram]:
+        return [*self.programs.values(), *([self.vocabulary[1]] if self.vocabulary else [])]
+
+    def _run(self, step: Step, action: Action) -> None:
         """One action. Raises DeadRankError where a peer is gone, naming the action that needed it."""
         try:
             self._handlers[action.kind](step, action)
@@ -114,80 +118,126 @@ class Executor:
 
     def _totals(self, batch: Mapping[str, Tensor]) -> dict[int, tuple[Tensor, ...]]:
         """Per stage, its scalars of the whole batch: summed over microbatches, then over their axes."""
-        totals = {}
-        for stage, program in self.programs.items():
-            if not program.totals:
-                continue
-            with torch.no_grad():
-                each = [self._local_totals(stage, batch, m) for m in range(program.microbatches)]
-            sums = tuple(torch.stack(values).sum(0) for values in zip(*each, strict=True))
-            for total, value in zip(program.totals, sums, strict=True):
-                for name in total.axes:
-                    reduce_sum_(value, self.axes[name])
-            totals[stage] = sums
-        return totals
+        modules: dict[int, tuple[nn.Module, Program | VocabularyProgram]] = {
+            stage: (self.stages[stage], program) for stage, program in self.programs.items()
+        }
+        if self.vocabulary:
+            modules[VOCABULARY] = self.vocabulary
+        return {
+            stage: self._sums(module, program, batch) for stage, (module, program) in modules.items() if program.totals
+        }
 
-    def _local_totals(self, stage: int, batch: Mapping[str, Tensor], microbatch: int) -> tuple[Tensor, ...]:
-        inputs = batches.parts(batch, self.programs[stage], microbatch, self.axes)
-        values: tuple[Tensor, ...] = self.stages[stage].totals(*inputs)  # type: ignore[operator]
-        return values
+    def _sums(
+        self, module: nn.Module, program: Program | VocabularyProgram, batch: Mapping[str, Tensor]
+    ) -> tuple[Tensor, ...]:
+        each: list[tuple[Tensor, ...]] = []
+        with torch.no_grad():
+            for microbatch in range(program.microbatches):
+                each.append(module.totals(*batches.parts(batch, program, microbatch, self.axes)))  # type: ignore[operator]
+        sums = tuple(torch.stack(values).sum(0) for values in zip(*each, strict=True))
+        for total, value in zip(program.totals, sums, strict=True):
+            for name in total.axes:
+                reduce_sum_(value, self.axes[name])
+        return sums
 
-    def _forward(self, step: _Step, action: Action) -> None:
+    def _forward(self, step: Step, action: Action) -> None:
         place, program = _place(action), self.programs[action.stage]
         self.axes.stream.microbatch = action.microbatch
         received = step.arriving.pop(place).wait() if program.receives else ()
         for tensor, spec in zip(received, program.receives, strict=True):
             tensor.requires_grad_(spec.needs_grad)
         inputs = batches.parts(step.batch, program, action.microbatch, self.axes)
-        result = self.stages[action.stage](*received, *inputs, *step.totals.get(action.stage, ()))
+        made = self._call(action, (*received, *inputs, *step.totals.get(action.stage, ())))
+        result = made if isinstance(made, tuple) else (made,)
         step.leaves[place] = [tensor for tensor in received if tensor.requires_grad]
-        if program.is_last:
-            step.loss += result.detach()
-            step.roots[place] = [_root(result)]
-            step.returning[place] = Message((torch.ones_like(result),), ())
+        if program.is_last and program.returns_loss:
+            (loss,) = result
+            step.loss += loss.detach()
+            step.roots[place] = [_root(loss)]
+            step.returning[place] = Message((torch.ones_like(loss),))
             return
         _check_outputs(result, program, action)
         outputs = zip(result, program.sends, strict=True)
         step.roots[place] = [_root(tensor) for tensor, spec in outputs if spec.needs_grad]
         sent = tuple(tensor.detach() for tensor in result)
         if self._is_here(action.stage + 1):
-            step.arriving[action.stage + 1, action.microbatch] = Message(sent, ())
+            step.arriving[action.stage + 1, action.microbatch] = Message(sent)
         else:
             step.outputs[place] = sent
 
-    def _backward(self, step: _Step, action: Action) -> None:
+    def _call(self, action: Action, arguments: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+        result: Tensor | tuple[Tensor, ...]
+        if self._versions:
+            result = self._versions[action.stage].forward(action.microbatch, arguments)
+        else:
+            result = self.stages[action.stage](*arguments)
+        return result
+
+    def _backward(self, step: Step, action: Action) -> None:
+        if action is self._last_backward[action.stage] and not self._asynchronous:
+            self.reducers[action.stage].expect_last()
+        self._run_backward(step, action)
+        if self._versions:
+            self._versions[action.stage].take_gradients(action.microbatch)
+
+    def _backward_of_input(self, step: Step, action: Action) -> None:
+        with self.axes.later.putting_off(_place(action)):
+            self._run_backward(step, action)
+
+    def _backward_of_weights(self, step: Step, action: Action) -> None:
+        reducer = self.reducers[action.stage]
+        if action is self._last_backward[action.stage]:
+            reducer.expect_last_products(self.axes.later.parameters(_place(action)))
+        self.axes.later.run(_place(action), self._accumulate)
+
+    def _accumulate(self, parameter: Tensor, left: Tensor, right: Tensor) -> None:
+        self._owners[parameter].accumulate(parameter, left, right)
+
+    def _run_backward(self, step: Step, action: Action) -> None:
         place = _place(action)
         self.axes.stream.microbatch = action.microbatch
-        if action is self._last_backward[action.stage]:
-            self.reducers[action.stage].expect_last()
         pairs = zip(step.roots.pop(place), step.returning.pop(place).wait(), strict=True)
         starts = [(root, gradient) for root, gradient in pairs if root is not None]
         torch.autograd.backward([root for root, _ in starts], [gradient for _, gradient in starts])
         leaves = step.leaves.pop(place)
         gradients = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)
         if self._is_here(action.stage - 1):
-            step.returning[action.stage - 1, action.microbatch] = Message(gradients, ())
+            step.returning[action.stage - 1, action.microbatch] = Message(gradients)
         elif self.programs[action.stage].receives:
             step.gradients[place] = gradients
 
-    def _send_forward(self, step: _Step, action: Action) -> None:
-        self._pipe.send(step.outputs.pop(_place(action)), self._pipe.forward, action.peer)
+    def _send_forward(self, step: Step, action: Action) -> None:
+        self._pipe.send(step.outputs.pop(_place(action)), "F", action.peer)
 
-    def _receive_forward(self, step: _Step, action: Action) -> None:
+    def _receive_forward(self, step: Step, action: Action) -> None:
         specs = self.programs[action.stage].receives
-        step.arriving[_place(action)] = self._pipe.receive(specs, self._pipe.forward, action.peer)
+        step.arriving[_place(action)] = self._pipe.receive(specs, "F", action.peer)
 
-    def _send_backward(self, step: _Step, action: Action) -> None:
-        self._pipe.send(step.gradients.pop(_place(action)), self._pipe.backward, action.peer)
+    def _send_backward(self, step: Step, action: Action) -> None:
+        self._pipe.send(step.gradients.pop(_place(action)), "B", action.peer)
 
-    def _receive_backward(self, step: _Step, action: Action) -> None:
+    def _receive_backward(self, step: Step, action: Action) -> None:
         specs = [spec for spec in self.programs[action.stage].sends if spec.needs_grad]
-        step.returning[_place(action)] = self._pipe.receive(specs, self._pipe.backward, action.peer)
+        step.returning[_place(action)] = self._pipe.receive(specs, "B", action.peer)
 
-    def _reduce(self, step: _Step, action: Action) -> None:
-        self.reducers[action.stage].launch()
+    def _reduce(self, step: Step, action: Action) -> None:
+        self.reducers[action.stage if action.kind == "REDUCE" else VOCABULARY].launch()
 
-    def _optimize(self, step: _Step, action: Action) -> None:
+    def _update(self, step: Step, action: Action) -> None:
+        """The optimizer's step by the gradient of one microbatch."""
+        reducer = self.reducers[action.stage]
+        reducer.launch()
+        reducer.wait()
+        if self.on_gradients is not None:
+            self.on_gradients(reducer.gradients())
+        if self.optimizer is not None:
+            self.optimizer.step()
+        reducer.zero()
+        self._versions[action.stage].updated()
+
+    def _optimize(self, step: Step, action: Action) -> None:
+        if self._asynchronous:
+            return
         for reducer in self.reducers.values():
             reducer.wait()
         if self.on_gradients is not None:
@@ -199,10 +249,11 @@ class Executor:
         for reducer in self.reducers.values():
             reducer.zero()
 
-    def _loss(self, step: _Step) -> Tensor:
+    def _loss(self, step: Step) -> Tensor:
         last = len(self._placement) - 1
         if last in self.programs:
-            for name in self.programs[last].loss_axes:
+            program = self.vocabulary[1] if self.vocabulary else self.programs[last]
+            for name in program.loss_axes:
                 reduce_sum_(step.loss, self.axes[name])
         broadcast_(step.loss, self.axes["pp"], self._placement[last])
         return step.loss
@@ -212,7 +263,7 @@ class Executor:
         return stage in self.stages
 
 
-def _place(action: Action) -> _Place:
+def _place(action: Action) -> Place:
     return action.stage, action.microbatch
 
 
@@ -221,12 +272,50 @@ def _root(tensor: Tensor) -> GradientEdge | None:
     return get_gradient_edge(tensor) if tensor.requires_grad else None
 
 
-def _check_actions(stages: Mapping[int, nn.Module], programs: Mapping[int, Program], actions: Sequence[Action]) -> None:
-    used = {action.stage for action in actions if action.kind != "STEP"}
+def _reducers(
+    stages: Mapping[int, nn.Module],
+    programs: Mapping[int, Program],
+    vocabulary: tuple[nn.Module, VocabularyProgram] | None,
+    actions: Sequence[Action],
+    axes: Axes,
+    placement: Sequence[int],
+    bucket_bytes: int,
+) -> dict[int, Reducer]:
+    """One per stage, and one for the vocabulary. A weight of several stages here belongs to that reduced last."""
+    modules: dict[int, tuple[nn.Module, Program | VocabularyProgram]] = {
+        action.stage: (stages[action.stage], programs[action.stage]) for action in actions if action.stage in stages
+    }
+    for action in actions:
+        if action.kind == "REDUCE":
+            modules[action.stage] = modules.pop(action.stage)
+    if vocabulary:
+        modules[VOCABULARY] = vocabulary
+    groups = reduce_groups([program for _, program in modules.values()], axes, placement)
+    found: dict[int, Reducer] = {}
+    taken: set[nn.Parameter] = set()
+    for stage, (module, program) in reversed(modules.items()):
+        found[stage] = Reducer(module, program, groups, axes, placement, bucket_bytes, without=taken)
+        taken |= set(found[stage].parameters.values())
+    return {stage: found[stage] for stage in modules}
+
+
+def _check_actions(
+    stages: Mapping[int, nn.Module],
+    programs: Mapping[int, Program],
+    actions: Sequence[Action],
+    head: str,
+    has_vocabulary: bool,
+) -> None:
+    used = {action.stage for action in actions if action.stage >= 0}
     if not used or used != set(stages) or used != set(programs):
         raise ScheduleError(
             f"the actions run stages {sorted(used)}, but this rank has modules for {sorted(stages)} and "
             f"programs for {sorted(programs)}; give the action list of this pipeline rank"
+        )
+    if bool(head) != has_vocabulary:
+        raise ScheduleError(
+            f"the schedule has head {head!r}, but this rank has {'a' if has_vocabulary else 'no'} vocabulary program; "
+            "the actions and the programs are not from the same plan"
         )
 
 

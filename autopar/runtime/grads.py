@@ -12,7 +12,7 @@ on; the others add to it in place, and nothing is copied to be sent (Li et al., 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.errors import PlanError
 from autopar.mesh import AXES
 from autopar.runtime.axes import Axes, Axis
 from autopar.runtime.collectives import reduce_sum_, subgroups
+from autopar.runtime.later import accumulate
 from autopar.runtime.modules import dtype_of
-from autopar.runtime.program import Parameter, Program
+from autopar.runtime.program import Parameter, Program, VocabularyProgram
 
 BUCKET_BYTES = 25 * 2**20
 _SMALL_BYTES = 2**20
@@ -37,20 +37,17 @@ def reduce_ranks(parameter: Parameter, axes: Axes, placement: Sequence[int]) -> 
     places = {name: [axes[name].index] for name in AXES}
     places |= {name: list(range(axes[name].size)) for name in parameter.reduce}
     if parameter.shared_stages:
-        places["pp"] = [placement[stage] for stage in parameter.shared_stages]
-    if len(set(places["pp"])) < len(places["pp"]):
-        raise PlanError(
-            f"parameter {parameter.name!r} is shared by stages {list(parameter.shared_stages)}, two of them "
-            "on one pipeline rank; put them into one stage, or on different ranks"
-        )
+        places["pp"] = sorted({placement[stage] for stage in parameter.shared_stages})
     return tuple(sorted(axes.mesh.rank(**dict(zip(AXES, at, strict=True))) for at in product(*places.values())))
 
 
-def reduce_groups(programs: Mapping[int, Program], axes: Axes, placement: Sequence[int]) -> dict[tuple[int, ...], Axis]:
+def reduce_groups(
+    programs: Iterable[Program | VocabularyProgram], axes: Axes, placement: Sequence[int]
+) -> dict[tuple[int, ...], Axis]:
     """The groups of all sums of this rank's stages, by their ranks. All ranks of the world must call it."""
     along = {axis.ranks: axis for name, axis in axes.items() if name != "pp"}
     wanted: dict[tuple[int, ...], str] = {}
-    for program in programs.values():
+    for program in programs:
         for parameter in program.parameters:
             names = [*parameter.reduce, *(["pp"] if parameter.shared_stages else [])]
             wanted[reduce_ranks(parameter, axes, placement)] = "mesh_" + "_".join(
@@ -97,19 +94,27 @@ class Reducer:
 
     Once per step: backward of all microbatches but the last, :meth:`expect_last`, the last one (each bucket
     starts its sum when its gradients are complete), :meth:`launch`, :meth:`wait`, optimizer, :meth:`zero`.
-    A parameter that no microbatch used has no gradient (None), as on one device.
+    A parameter that no microbatch used has no gradient (None), as on one device. Parameters in ``without`` are
+    another reducer's: those that two stages of one rank share.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        program: Program,
+        program: Program | VocabularyProgram,
         groups: Mapping[tuple[int, ...], Axis],
         axes: Axes,
         placement: Sequence[int],
         bucket_bytes: int = BUCKET_BYTES,
+        *,
+        without: Collection[nn.Parameter] = (),
     ) -> None:
-        trainable = [p for p in program.parameters if p.trainable and not p.is_buffer]
+        trainable = [
+            p
+            for p in program.parameters
+            if p.trainable and not p.is_buffer and module.get_parameter(p.name) not in without
+        ]
+        self.placement = tuple(placement)
         self.specs = {p.name: p for p in trainable}
         self.parameters = {p.name: module.get_parameter(p.name) for p in trainable}
         self._armed = False
@@ -118,7 +123,7 @@ class Reducer:
             _Bucket(groups[ranks], [self.parameters[name] for name in names])
             for ranks, names in _fill_buckets(trainable, summed, bucket_bytes)
         ]
-        self._place = {
+        self._place: dict[Tensor, tuple[_Bucket, Tensor]] = {
             parameter: (bucket, view)
             for bucket in self._buckets
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True)
@@ -137,6 +142,28 @@ class Reducer:
         for bucket in self._buckets:
             bucket.waiting = len(bucket.parameters)
 
+    def expect_last_products(self, parameters: Iterable[Tensor]) -> None:
+        """Only what :meth:`accumulate` is now given is missing of the step: ``parameters``, once per product.
+
+        Instead of :meth:`expect_last` where the step ends with put-off gradients; all else is complete.
+        """
+        self._armed = True
+        for bucket in self._buckets:
+            bucket.waiting = 0
+        for parameter in parameters:
+            if parameter in self._place:
+                self._place[parameter][0].waiting += 1
+        self._start_complete()
+
+    def accumulate(self, parameter: Tensor, left: Tensor, right: Tensor) -> None:
+        """``parameter.grad += left [m, t] @ right [t, n]``, without a temporary: a put-off gradient."""
+        if parameter not in self._place:
+            accumulate(parameter, left, right)
+            return
+        bucket, view = self._place[parameter]
+        accumulate(parameter, left, right, into=view)
+        self._count(bucket)
+
     def launch(self) -> None:
         """Start the sums that have not been started by the last backward."""
         self._armed = False
@@ -154,10 +181,14 @@ class Reducer:
         return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
 
     def _accumulated(self, parameter: nn.Parameter) -> None:
+        """Autograd is done with the parameter; where all of its gradient was put off, it has none yet."""
         bucket, view = self._place[parameter]
-        if parameter.grad is not view:  # the first of the step
-            view.copy_(_gradient(parameter))
+        if parameter.grad is not None and parameter.grad is not view:  # the first of the step
+            view.copy_(parameter.grad)
             parameter.grad = view
+        self._count(bucket)
+
+    def _count(self, bucket: _Bucket) -> None:
         if self._armed:
             bucket.waiting -= 1
             self._start_complete()
@@ -170,11 +201,6 @@ class Reducer:
             if bucket.waiting:
                 return
             bucket.start()
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
 
 
 def _fill_buckets(

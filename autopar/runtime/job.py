@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -18,8 +18,8 @@ from autopar.mesh import Mesh
 from autopar.runtime.axes import Axes
 from autopar.runtime.collectives import broadcast_object
 from autopar.runtime.executor import Executor
-from autopar.runtime.load import Loaded, load_program
-from autopar.runtime.program import Parameter
+from autopar.runtime.load import Loaded, LoadedVocabulary, load_program, load_vocabulary
+from autopar.runtime.program import Parameter, Program, VocabularyProgram
 from autopar.runtime.weights import Source, materialize, unshard
 from autopar.schedules import Schedule
 
@@ -33,7 +33,11 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that is the same on all ranks. ``texts`` are the emitted programs by stage."""
+    """Everything that is the same on all ranks. ``texts`` are the emitted programs by stage.
+
+    ``schedule`` says which pipeline rank holds which stages. ``vocabulary`` is the text of vocabulary layers that are
+    split over the pipeline; None: they are in its stages.
+    """
 
     texts: tuple[str, ...]
     schedule: Schedule
@@ -42,14 +46,31 @@ class Job:
     optimizer: Optimizer = adamw
     clip_norm: float | None = None
     seed: int = 0
+    vocabulary: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.schedule.is_asynchronous and self.clip_norm is not None:
+            raise ArgumentError(
+                f"schedule {self.schedule.name!r} updates each stage's weights by itself, so there is no gradient of "
+                "the whole model whose norm clip_norm could bound; leave clip_norm out, or use another schedule"
+            )
 
     @cached_property
     def programs(self) -> tuple[Loaded, ...]:
         return tuple(load_program(text, filename=f"stage_{i}.py") for i, text in enumerate(self.texts))
 
-    def module(self, rank: int) -> nn.Module:
-        """The module of ``rank`` with its weights, outside of a running job: for a look, or ``torch.compile``."""
-        return build_module(self, Axes.alone(self.mesh, rank, "cpu", self.seed))
+    @cached_property
+    def vocabulary_program(self) -> LoadedVocabulary | None:
+        return None if self.vocabulary is None else load_vocabulary(self.vocabulary, filename="vocabulary.py")
+
+    def stages(self, rank: int) -> list[int]:
+        """The stages that ``rank`` holds."""
+        index = self.mesh.coordinate(rank, "pp")
+        return [stage for stage, home in enumerate(self.schedule.placement) if home == index]
+
+    def modules(self, rank: int) -> list[nn.Module]:
+        """The modules of ``rank`` with their weights, outside of a running job: for a look, or ``torch.compile``."""
+        return build_modules(self, Axes.alone(self.mesh, rank, "cpu", self.seed)).all
 
     def gather(self, results: Sequence[RankResult]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Full gradients and parameters by the model's names, from those of all ranks."""
@@ -57,12 +78,18 @@ class Job:
 
     def _gather(self, by_rank: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         full: dict[str, Tensor] = {}
-        for stage, loaded in enumerate(self.programs):
-            ranks = [r for r in range(self.mesh.world) if self.mesh.coordinate(r, "pp") == stage]
-            for parameter in loaded.program.parameters:
+        for program, ranks in self._holders():
+            for parameter in program.parameters:
                 if parameter.trainable and parameter.name in by_rank[ranks[0]] and parameter.name not in full:
                     full[parameter.name] = self._whole(parameter, by_rank, ranks)
         return full
+
+    def _holders(self) -> Iterator[tuple[Program | VocabularyProgram, list[int]]]:
+        """Every program, and the ranks that run it."""
+        for stage, loaded in enumerate(self.programs):
+            yield loaded.program, [r for r in range(self.mesh.world) if stage in self.stages(r)]
+        if self.vocabulary_program is not None:
+            yield self.vocabulary_program.program, list(range(self.mesh.world))
 
     def _whole(self, parameter: Parameter, by_rank: Sequence[Mapping[str, Tensor]], ranks: list[int]) -> Tensor:
         return unshard(parameter, [(self.mesh.coordinates(r), by_rank[r][parameter.name]) for r in ranks])
@@ -77,26 +104,65 @@ class RankResult:
     parameters: dict[str, Tensor] = field(default_factory=dict)
 
 
-def build_module(job: Job, axes: Axes) -> nn.Module:
-    """The stage of this rank, with weights, on its device."""
-    loaded = job.programs[axes["pp"].index]
-    module = loaded.stage(axes)
-    materialize(module, loaded.program, axes, job.source, axes.device)
-    return module
+@dataclass(frozen=True)
+class Modules:
+    """What one rank runs, with weights, on its device. A weight of several of its stages is one Parameter."""
+
+    stages: dict[int, nn.Module]
+    vocabulary: nn.Module | None
+
+    @property
+    def all(self) -> list[nn.Module]:
+        return [*self.stages.values(), *([self.vocabulary] if self.vocabulary is not None else [])]
+
+
+def build_modules(job: Job, axes: Axes) -> Modules:
+    stages: dict[int, nn.Module] = {}
+    for stage in job.stages(axes.rank):
+        loaded = job.programs[stage]
+        module = loaded.stage(axes)
+        materialize(module, loaded.program, axes, job.source, axes.device)
+        _share(module, loaded.program, stages)
+        stages[stage] = module
+    loaded_vocabulary = job.vocabulary_program
+    if loaded_vocabulary is None:
+        return Modules(stages, None)
+    vocabulary = loaded_vocabulary.vocabulary(axes)
+    materialize(vocabulary, loaded_vocabulary.program, axes, job.source, axes.device)
+    return Modules(stages, vocabulary)
+
+
+def _share(module: nn.Module, program: Program, stages: Mapping[int, nn.Module]) -> None:
+    """Let ``module`` use the weights that it shares with earlier stages of this rank."""
+    for parameter in program.parameters:
+        for stage in parameter.shared_stages:
+            if stage in stages:
+                _replace(module, parameter.name, stages[stage].get_parameter(parameter.name))
+
+
+def _replace(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Under every name that ``module`` has it."""
+    own = module.get_parameter(name)
+    for place, found in list(module.named_parameters(remove_duplicate=False)):
+        if found is own:
+            owner, _, leaf = place.rpartition(".")
+            setattr(module.get_submodule(owner), leaf, parameter)
 
 
 def start(job: Job, axes: Axes, *, on_gradients: Callable[[dict[str, Tensor]], None] | None = None) -> Executor:
-    """Build this rank's stage and optimizer; all ranks of the world must call it."""
-    stage = axes["pp"].index
-    module = build_module(job, axes)
-    trainable = [p for p in module.parameters() if p.requires_grad]
+    """Build this rank's stages and optimizer; all ranks of the world must call it."""
+    modules = build_modules(job, axes)
+    trainable = list(dict.fromkeys(p for module in modules.all for p in module.parameters() if p.requires_grad))
+    vocabulary = None
+    if modules.vocabulary is not None and job.vocabulary_program is not None:
+        vocabulary = modules.vocabulary, job.vocabulary_program.program
     return Executor(
-        {stage: module},
-        {stage: job.programs[stage].program},
-        job.schedule.lists[stage],
+        modules.stages,
+        {stage: job.programs[stage].program for stage in modules.stages},
+        job.schedule,
         axes,
         job.optimizer(trainable) if trainable else None,
-        placement=job.schedule.placement,
+        vocabulary=vocabulary,
         clip_norm=job.clip_norm,
         on_gradients=on_gradients,
     )
@@ -112,8 +178,7 @@ def run_rank(job: Job, rank: int, batch: Mapping[str, Tensor], steps: int) -> Ra
     executor = start(job, Axes.build(job.mesh, rank, "cpu", job.seed), on_gradients=keep)
     for _ in range(steps):
         result.losses.append(float(executor.step(batch)))
-    (module,) = executor.stages.values()
-    result.parameters = {n: p.detach() for n, p in module.named_parameters() if p.requires_grad}
+    result.parameters = {n: p.detach() for n, p in executor.named_parameters().items()}
     return result
 
 

@@ -36,10 +36,11 @@ def read_job(directory: Path, optimizer: Optimizer = adamw) -> Job:
     try:
         settings = json.loads((directory / "job.json").read_text())
         mesh = Mesh(**settings["mesh"])
-        texts = tuple((directory / f"stage_{i}.py").read_text() for i in range(mesh.pp))
         schedule = Schedule.from_text((directory / "actions.txt").read_text())
+        texts = tuple((directory / f"stage_{i}.py").read_text() for i in range(schedule.stages))
+        vocabulary = (directory / "vocabulary.py").read_text() if schedule.head else None
         source = open_source(directory / settings["weights"], settings["seed"])
-        return Job(texts, schedule, mesh, source, optimizer, settings["clip_norm"], settings["seed"])
+        return Job(texts, schedule, mesh, source, optimizer, settings["clip_norm"], settings["seed"], vocabulary)
     except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise PlanError(f"{directory} is not a complete job ({error}); write it again") from error
 

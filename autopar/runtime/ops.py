@@ -8,22 +8,29 @@ import torch
 from torch import Tensor
 
 from autopar.errors import ShardingError
-from autopar.runtime.axes import Axis
+from autopar.runtime.axes import Axes, Axis
 from autopar.runtime.collectives import fresh, reduce_max_, reduce_sum_
 
 aten = torch.ops.aten
 
 
-def _rows(ids: Tensor, axis: Axis, rows: int) -> tuple[Tensor, Tensor]:
-    """``ids`` as local row numbers, and which of them lie here; those on other ranks become row 0.
+def _rows(ids: Tensor, first: int, rows: int, total: int) -> tuple[Tensor, Tensor]:
+    """``ids`` as numbers of the local rows ``first`` to ``first + rows``, and which of them lie here; those on other
+    ranks become row 0.
 
-    Every rank holds ``rows`` rows. Ids outside of the whole table stay outside of the local one, so that the
-    lookup fails as it does on one device.
+    Ids outside of the whole table (``total`` rows) are outside of the local one too, so that the lookup fails as it
+    does on one device.
     """
-    first, total = axis.index * rows, axis.size * rows
-    here = (ids >= first) & (ids < first + rows)
-    elsewhere = (ids >= 0) & (ids < total) & ~here
-    return (ids - first).masked_fill(elsewhere, 0), here
+    valid = (ids >= 0) & (ids < total)
+    here = valid & (ids >= first) & (ids < first + rows)
+    return (ids - first).masked_fill(~here, 0).masked_fill(~valid, rows), here
+
+
+def _lookup(weight: Tensor, ids: Tensor, first: int, total: int, padding_idx: int) -> Tensor:
+    """The rows of a table of which ``weight`` is the part from row ``first`` on; zeros for those elsewhere."""
+    local, here = _rows(ids, first, weight.shape[0], total)
+    found = aten.embedding(weight, local, padding_idx - first)  # elsewhere, a row that no local id is
+    return cast(Tensor, found.masked_fill(~here.unsqueeze(-1), 0))
 
 
 def embedding_sharded(weight: Tensor, ids: Tensor, axis: Axis, padding_idx: int = -1) -> Tensor:
@@ -32,10 +39,20 @@ def embedding_sharded(weight: Tensor, ids: Tensor, axis: Axis, padding_idx: int 
     Rows of other ranks come out as zeros. ``padding_idx`` is a row of the whole table that gets no gradient
     (negative: none). Raises IndexError for ids outside of the table, on every rank.
     """
-    local, here = _rows(ids, axis, weight.shape[0])
-    padding = padding_idx - axis.index * weight.shape[0]  # on other ranks, a row that no local id is
-    found = aten.embedding(weight, local, padding)
-    return cast(Tensor, found.masked_fill(~here.unsqueeze(-1), 0))
+    rows = weight.shape[0]
+    return _lookup(weight, ids, axis.index * rows, axis.size * rows, padding_idx)
+
+
+def embedding_rows(weight: Tensor, ids: Tensor, total: int, padding_idx: int, axes: Axes) -> Tensor:
+    """Embedding from a table of ``total`` rows, split over all ranks of pp and tp (pp outermost), padded behind.
+
+    ``weight [rows, h]`` is ``S(0)`` and ``[*ids, h]`` results as ``P`` on both axes: zeros for rows of other ranks.
+    ``padding_idx`` as in :func:`embedding_sharded`. Raises IndexError for ids outside of the table, on every rank.
+    (Yeung et al., MLSys 2025, appendix C.)
+    """
+    pp, tp = axes["pp"], axes["tp"]
+    first = (pp.index * tp.size + tp.index) * weight.shape[0]
+    return _lookup(weight, ids, first, total, padding_idx)
 
 
 def cross_entropy_sharded(
@@ -45,13 +62,15 @@ def cross_entropy_sharded(
     *,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
+    reduction: str = "sum",
 ) -> Tensor:
-    """The sum of the cross-entropies of all tokens, from logits split over their classes.
+    """The cross-entropies of all tokens, or their sum, from logits split over their classes.
 
     ``logits [n, classes / axis.size, ...]`` (or ``[classes / axis.size]``) is ``S(1)`` (``S(0)``), ``target
-    [n, ...]`` holds classes of the whole; the scalar result is ``I``, in the dtype of the logits. Two
-    all-reduces of a few values per token; the gradient needs none. Computed in float32 at least, as torch
-    does. Raises ShardingError where shapes don't fit, RuntimeError for a target that is no class.
+    [n, ...]`` holds classes of the whole; the result is ``I``, in the dtype of the logits: a scalar, or for
+    ``reduction="none"`` like ``target``. Two all-reduces of a few values per token; the gradient needs none.
+    Computed in float32 at least, as torch does. Raises ShardingError where shapes don't fit, RuntimeError for a
+    target that is no class.
     (Shoeybi et al., "Megatron-LM", 2019, section 3; the streaming softmax of Milakov and Gimelshein, 2018.)
     """
     dim = 1 if logits.dim() > 1 else 0
@@ -62,7 +81,7 @@ def cross_entropy_sharded(
             f"{tokens}, not {tuple(target.shape)}; class probabilities as target can't be split over classes"
         )
     loss = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        logits, target, axis, ignore_index, label_smoothing
+        logits, target, axis, ignore_index, label_smoothing, reduction
     )
     return cast(Tensor, loss)
 
@@ -74,11 +93,13 @@ class _CrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, axis: Axis, ignore_index: int, smoothing: float) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, axis: Axis, ignore_index: int, smoothing: float, reduction: str
+    ) -> Tensor:
         dim = 1 if logits.dim() > 1 else 0
         classes = logits.shape[dim]
         counts = target != ignore_index
-        rows, here = _rows(target.masked_fill(~counts, 0), axis, classes)
+        rows, here = _rows(target.masked_fill(~counts, 0), axis.index * classes, classes, axis.size * classes)
         wide = torch.promote_types(logits.dtype, torch.float32)
 
         top = logits.amax(dim).to(wide)
@@ -94,11 +115,11 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(exp.to(logits.dtype), total, rows, here, counts)
         ctx.dim, ctx.smoothing, ctx.share = dim, smoothing, smoothing / (classes * axis.size)
         loss = total.log() - (1 - smoothing) * hit - ctx.share * smooth
-        total_loss: Tensor = loss.masked_fill(~counts, 0).sum()
-        return fresh(total_loss.to(logits.dtype))
+        each: Tensor = loss.masked_fill(~counts, 0)
+        return fresh((each if reduction == "none" else each.sum()).to(logits.dtype))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         exp, total, rows, here, counts = ctx.saved_tensors
         dim = ctx.dim
         scale = (grads[0] * counts).to(total.dtype)
@@ -107,4 +128,4 @@ class _CrossEntropy(torch.autograd.Function):
         grad.scatter_add_(dim, rows.unsqueeze(dim), at_target.unsqueeze(dim))
         if ctx.smoothing:
             grad -= (ctx.share * scale).to(grad.dtype).unsqueeze(dim)
-        return grad, None, None, None, None
+        return grad, None, None, None, None, None

@@ -1,14 +1,15 @@
-"""Messages between pipeline stages: activations one way, gradients the other, each on its own communicator.
+"""Messages between pipeline stages: activations one way, gradients the other.
 
-So neither direction ever waits for the other, as :mod:`autopar.schedules.progress` asks. A message is all
-tensors of one boundary for one microbatch, sent one after another in the order of the program; both ends know
-their shapes, so nothing else travels.
+Each direction between ranks, of each of the two, has a communicator of its own: so none ever waits for another, as
+:mod:`autopar.schedules.progress` asks. A message is all tensors of one boundary for one microbatch, sent one after
+another in the order of the program; both ends know their shapes, so nothing else travels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -19,13 +20,16 @@ from autopar.runtime.axes import Axes, Axis
 from autopar.runtime.collectives import receive_, send, subgroups
 from autopar.runtime.modules import dtype_of
 
+Lane = tuple[str, bool]
+"""``"F"`` or ``"B"``, and whether the message goes to a higher index on ``pp``."""
+
 
 @dataclass(frozen=True)
 class Message:
     """Tensors on their way here."""
 
     tensors: tuple[Tensor, ...]
-    works: tuple[dist.Work, ...]
+    works: tuple[dist.Work, ...] = ()
 
     def wait(self) -> tuple[Tensor, ...]:
         for work in self.works:
@@ -33,24 +37,38 @@ class Message:
         return self.tensors
 
 
-class Pipe:
-    """This rank's end of the pipeline. All ranks of the world must make theirs."""
+def lanes(placement: Sequence[int]) -> tuple[Lane, ...]:
+    """The lanes that messages between neighbouring stages take, in a fixed order."""
+    used: set[Lane] = set()
+    for here, there in pairwise(placement):
+        if here != there:
+            used |= {("F", there > here), ("B", here > there)}
+    return tuple(sorted(used, key=lambda lane: (lane[0] == "B", not lane[1])))
 
-    def __init__(self, axes: Axes) -> None:
+
+class Pipe:
+    """This rank's end of the pipeline. All ranks of the world must make theirs, with the same ``placement``."""
+
+    def __init__(self, axes: Axes, placement: Sequence[int]) -> None:
         self._device = axes.device
-        self.forward = axes["pp"]
-        self.backward: Axis = subgroups(axes, {self.forward.ranks: "mesh_pp"})[self.forward.ranks]
+        self._index = axes["pp"].index
+        self._lanes: dict[Lane, Axis] = {}
+        for number, lane in enumerate(lanes(placement)):
+            line = axes["pp"]
+            self._lanes[lane] = line if number == 0 else subgroups(axes, {line.ranks: "mesh_pp"})[line.ranks]
         self._sending: list[tuple[dist.Work, Tensor]] = []
 
-    def send(self, tensors: Sequence[Tensor], axis: Axis, to: int) -> None:
+    def send(self, tensors: Sequence[Tensor], what: str, to: int) -> None:
         """Start to send; the tensors are kept until the peer has them, and must not change until then."""
         self._drop_sent()
+        axis = self._lanes[what, to > self._index]
         for tensor in tensors:
             contiguous = tensor.contiguous()
             self._sending.append((send(contiguous, axis, to), contiguous))
 
-    def receive(self, specs: Sequence[program.Tensor], axis: Axis, source: int) -> Message:
+    def receive(self, specs: Sequence[program.Tensor], what: str, source: int) -> Message:
         """Start to receive tensors of the shapes and dtypes in ``specs``."""
+        axis = self._lanes[what, self._index > source]
         tensors = tuple(torch.empty(spec.shape, dtype=dtype_of(spec.dtype), device=self._device) for spec in specs)
         return Message(tensors, tuple(receive_(tensor, axis, source) for tensor in tensors))
 

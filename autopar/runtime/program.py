@@ -53,7 +53,8 @@ class Parameter:
     ``shape`` is the local one, ``full_shape`` the model's; ``types`` its spmd type per axis (text; absent: I);
     ``reduce`` the axes over which its gradient is a pending sum after the last microbatch;
     ``shared_stages`` all pipeline stages that hold a copy of it (tied weights), else empty;
-    ``aliases`` further names the model knows it by.
+    ``aliases`` further names the model knows it by. ``padding`` is ``(dim, rows)``: what is split over ranks has so
+    many rows of zeros behind those of ``full_shape``; they exist on ranks only, never in a checkpoint.
     """
 
     name: str
@@ -66,6 +67,13 @@ class Parameter:
     is_buffer: bool = False
     shared_stages: tuple[int, ...] = ()
     aliases: tuple[str, ...] = ()
+    padding: tuple[int, int] | None = None
+
+    @property
+    def padded_shape(self) -> tuple[int, ...]:
+        """The shape that ``types`` split: the full one and its padding."""
+        dim, rows = self.padding or (0, 0)
+        return tuple(extent + rows * (d == dim) for d, extent in enumerate(self.full_shape))
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,8 @@ class Program:
     ``Stage.totals(*inputs)`` gives the local, per-microbatch value of each of ``totals`` (absent where empty);
     ``Stage.forward(*receives, *inputs, *totals)`` gives a tuple of the values ``sends``, or on the last stage the
     loss, whose sum over microbatches and over ``loss_axes`` is the model's loss. ``mesh`` is sizes per axis.
+    ``returns_loss`` is False on the last stage of a model whose vocabulary is split over the pipeline: it too gives
+    a tuple of what it ``sends``, to every rank's :class:`VocabularyProgram`.
     """
 
     stage: int
@@ -88,7 +98,50 @@ class Program:
     parameters: tuple[Parameter, ...]
     loss_axes: tuple[str, ...] = ()
     plan_digest: str = ""
+    returns_loss: bool = True
 
     @property
     def is_last(self) -> bool:
         return self.stage == self.stages - 1
+
+
+@dataclass(frozen=True)
+class VocabularyProgram:
+    """The interface of the vocabulary layers, of which every pipeline rank runs its rows.
+
+    (Yeung et al., "Balancing Pipeline Parallelism with Vocabulary Parallelism", MLSys 2025, sections 3 and 4 and
+    appendix C.) Class ``Vocabulary`` has these methods; those that read the batch take all of ``inputs``, in order:
+
+    * ``totals(*inputs)``: as in a stage; absent where there are none.
+    * ``embed_ids(*inputs)``: this rank's part of ``embedding``, what the first stage receives, a pending sum over pp.
+      Absent where ``embedding`` is None.
+    * ``enter(x)``: ``hidden``, what the last stage sends, as ``[t, h]``, a row per token.
+    * ``product(x)``: ``[t, h]`` to ``[t, rows]``, this rank's part of the matrix product with ``weight``, and ``bias``.
+    * ``shape(z)``: what else makes ``[t, rows]`` logits of it, element by element. Absent where nothing does.
+    * ``targets(*inputs)``: ``[t]``, for each token its class in the whole vocabulary, or ``ignore_index``.
+    * ``tail(entropy, *inputs, *totals)``: the loss, as a stage gives it, from the cross entropy of all ranks' logits:
+      the sum over tokens, or ``[t]`` where ``reduction`` is "none".
+
+    ``weight_dim`` is the dim of ``weight`` that the classes are split on (``bias`` has no other); rank ``(pp, tp)``
+    holds the classes from ``(pp * tp_size + tp) * rows`` on. ``classes`` is the model's number of them: logits of
+    classes from there on are padding, and count nowhere. Shapes are local to one rank and one microbatch.
+    """
+
+    mesh: dict[str, int]
+    stages: int
+    microbatches: int
+    inputs: tuple[Input, ...]
+    totals: tuple[Total, ...]
+    parameters: tuple[Parameter, ...]
+    hidden: Tensor
+    embedding: Tensor | None
+    weight: str
+    bias: str | None
+    weight_dim: int
+    classes: int
+    rows: int
+    reduction: str = "sum"
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    loss_axes: tuple[str, ...] = ()
+    plan_digest: str = ""

@@ -6,6 +6,7 @@ Types are read axis by axis in the mesh's order, outermost first: each splits wh
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -79,13 +80,36 @@ def blocks(shape: Sequence[int], types: Mapping[str, str], axes: Positions) -> l
     ]
 
 
-def take(read: Callable[[Index], torch.Tensor], parts: Sequence[Block]) -> torch.Tensor:
-    """A contiguous shard in memory of its own, from ``read(index)`` of the full tensor's blocks."""
-    pieces = [read(part.full) for part in parts]
-    shard = torch.empty(_shape(parts), dtype=pieces[0].dtype, device=pieces[0].device)
-    for part, piece in zip(parts, pieces, strict=True):
+def take(
+    read: Callable[[Index], torch.Tensor], parts: Sequence[Block], shape: Sequence[int] | None = None
+) -> torch.Tensor:
+    """A contiguous shard in memory of its own, from ``read(index)`` of the full tensor's blocks.
+
+    ``shape`` is that of the full tensor: what ``parts`` say lies behind it is padding, and becomes zeros.
+    """
+    real = parts if shape is None else within(parts, shape)
+    pieces = [read(part.full) for part in real]
+    like = pieces[0] if pieces else read(tuple(slice(0, 0) for _ in parts[0].full))
+    make = torch.empty if real == list(parts) else torch.zeros
+    shard = make(_shape(parts), dtype=like.dtype, device=like.device)
+    for part, piece in zip(real, pieces, strict=True):
         shard[part.local].copy_(piece)
     return shard
+
+
+def within(parts: Sequence[Block], shape: Sequence[int]) -> list[Block]:
+    """Of ``parts``, what lies inside of ``shape``."""
+    kept: list[Block] = []
+    for part in parts:
+        excess = [max(0, span.stop - extent) for span, extent in zip(part.full, shape, strict=True)]
+        full = _shortened(part.full, excess)
+        if all(span.start < span.stop for span in full):
+            kept.append(Block(full, _shortened(part.local, excess)))
+    return kept
+
+
+def _shortened(index: Index, by: Sequence[int]) -> Index:
+    return tuple(slice(span.start, span.stop - rows) for span, rows in zip(index, by, strict=True))
 
 
 def slice_shard(full: torch.Tensor, types: Mapping[str, str], axes: Positions) -> torch.Tensor:
@@ -93,11 +117,19 @@ def slice_shard(full: torch.Tensor, types: Mapping[str, str], axes: Positions) -
     return take(full.detach().__getitem__, blocks(full.shape, types, axes))
 
 
+def read_shard(read: Callable[[Index], torch.Tensor], parameter: Parameter, axes: Positions) -> torch.Tensor:
+    """This rank's shard of ``parameter``, padding included, of whose full tensor ``read`` gives parts.
+
+    Raises ShardingError.
+    """
+    return take(read, blocks(parameter.padded_shape, parameter.types, axes), parameter.full_shape)
+
+
 def unshard(parameter: Parameter, shards: Sequence[tuple[Mapping[str, int], torch.Tensor]]) -> torch.Tensor:
     """The full tensor from what all ranks hold of ``parameter``: ``(index on every axis, local tensor)``.
 
-    Of replicated copies the first is taken. Raises ShardingError where a part is missing, or a local tensor
-    has not the shape that the types give it.
+    Of replicated copies the first is taken; padding is dropped. Raises ShardingError where a part is missing, or a
+    local tensor has not the shape that the types give it.
     """
     if not shards:
         raise ShardingError(f"no shard of {parameter.name!r} is given; give those of every rank that holds it")
@@ -107,18 +139,18 @@ def unshard(parameter: Parameter, shards: Sequence[tuple[Mapping[str, int], torc
     placed: set[tuple[int, ...]] = set()
     for at, local in shards:
         places = {axis: Place(size, at[axis]) for axis, size in sizes.items()}
-        parts = blocks(parameter.full_shape, parameter.types, places)
+        parts = blocks(parameter.padded_shape, parameter.types, places)
         if tuple(local.shape) != (expected := _shape(parts)):
             raise ShardingError(
                 f"rank at {dict(at)} holds {parameter.name!r} as {list(local.shape)}, but its part of "
-                f"{list(parameter.full_shape)} is {list(expected)}; give the shards of every rank"
+                f"{list(parameter.padded_shape)} is {list(expected)}; give the shards of every rank"
             )
         corner = tuple(span.start for span in parts[0].full)
         if corner not in placed:
             placed.add(corner)
-            for part in parts:
+            for part in within(parts, parameter.full_shape):
                 full[part.full].copy_(local[part.local])
-    if len(placed) * first.numel() != full.numel():
+    if len(placed) * first.numel() != math.prod(parameter.padded_shape):
         raise ShardingError(f"parts of {parameter.name!r} are missing; give the shards of every rank that holds it")
     return full
 

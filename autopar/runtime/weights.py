@@ -24,8 +24,8 @@ from torch import nn
 from autopar.errors import PlanError
 from autopar.recipe import Recipe, from_json, play, to_json
 from autopar.runtime.modules import dtype_of
-from autopar.runtime.program import Parameter, Program
-from autopar.runtime.shards import Positions, blocks, slice_shard, take, unshard
+from autopar.runtime.program import Parameter, Program, VocabularyProgram
+from autopar.runtime.shards import Positions, read_shard, slice_shard, unshard
 
 __all__ = [
     "FileSource",
@@ -47,7 +47,7 @@ class Source(Protocol):
     """Where weights come from: a state in memory, a file, or init recipes."""
 
     def local(self, parameter: Parameter, axes: Positions) -> torch.Tensor:
-        """This rank's shard of ``parameter``, contiguous and in memory of its own, on any device.
+        """This rank's shard of ``parameter``, contiguous and in memory of its own, on any device; padding is zeros.
 
         Raises PlanError where the source lacks it, under its name and aliases, or has another shape or dtype;
         ShardingError where its types don't divide.
@@ -68,7 +68,7 @@ class StateSource:
         if full.is_meta:
             raise PlanError(f"{parameter.name!r} is on the meta device and has no values; use its init recipe")
         _check(parameter, full.shape, full.dtype, "the state")
-        return slice_shard(full, parameter.types, axes)
+        return read_shard(full.detach().__getitem__, parameter, axes)
 
     def save(self, directory: Path) -> tuple[str, str]:
         save_state(directory / WEIGHTS_FILE, self.state)
@@ -99,7 +99,7 @@ class FileSource:
         shape = lazy.get_shape()
         nothing = lazy[tuple(slice(0, 0) for _ in shape)]  # knows the dtype
         _check(parameter, shape, nothing.dtype, str(self.path))
-        return take(lazy.__getitem__, blocks(parameter.full_shape, parameter.types, axes))
+        return read_shard(lazy.__getitem__, parameter, axes)
 
     def save(self, directory: Path) -> tuple[str, str]:
         shutil.copyfile(self.path, directory / WEIGHTS_FILE)
@@ -116,7 +116,7 @@ class RecipeSource:
     def local(self, parameter: Parameter, axes: Positions) -> torch.Tensor:
         recipe = self.recipes[_find(parameter, self.recipes, "the recipes")]
         _check(parameter, recipe.shape, recipe.dtype, "the recipes")
-        return slice_shard(play(recipe, self.seed), parameter.types, axes)
+        return read_shard(play(recipe, self.seed).__getitem__, parameter, axes)
 
     def save(self, directory: Path) -> tuple[str, str]:
         text = json.dumps(to_json(self.recipes), allow_nan=False)
@@ -136,7 +136,11 @@ def open_source(path: Path, seed: int) -> FileSource | RecipeSource:
 
 
 def materialize(
-    module: nn.Module, program: Program, axes: Positions, source: Source, device: torch.device | str
+    module: nn.Module,
+    program: Program | VocabularyProgram,
+    axes: Positions,
+    source: Source,
+    device: torch.device | str,
 ) -> None:
     """Give every parameter and buffer that ``module`` declares (on the meta device) its shard, on ``device``.
 
@@ -149,7 +153,7 @@ def materialize(
     }
     known = {name for parameter in program.parameters for name in _names(parameter)}
     if unknown := sorted(set(declared) - known):
-        raise PlanError(f"stage {program.stage} declares {unknown}, which its program doesn't list; emit it again")
+        raise PlanError(f"{_title(program)} declares {unknown}, which its program doesn't list; emit it again")
     for parameter in program.parameters:
         places = [name for name in _names(parameter) if name in declared]
         _check_declared(program, parameter, declared, places)
@@ -223,16 +227,21 @@ def _check(parameter: Parameter, shape: Sequence[int], dtype: torch.dtype, where
 
 
 def _check_declared(
-    program: Program, parameter: Parameter, declared: Mapping[str, torch.Tensor], places: list[str]
+    program: Program | VocabularyProgram,
+    parameter: Parameter,
+    declared: Mapping[str, torch.Tensor],
+    places: list[str],
 ) -> None:
     expected = _text(dtype_of(parameter.dtype), parameter.shape)
     for name in places or [parameter.name]:
         tensor = declared.get(name)
         found = "nothing" if tensor is None else _text(tensor.dtype, tensor.shape)
         if found != expected:
-            raise PlanError(
-                f"stage {program.stage} declares {found} as {name!r}, its program {expected}; emit it again"
-            )
+            raise PlanError(f"{_title(program)} declares {found} as {name!r}, its program {expected}; emit it again")
+
+
+def _title(program: Program | VocabularyProgram) -> str:
+    return f"stage {program.stage}" if isinstance(program, Program) else "the vocabulary"
 
 
 def _text(dtype: torch.dtype, shape: Sequence[int]) -> str:

@@ -216,10 +216,9 @@ def make_executor(
     return Executor(
         {pp.index: module},
         {pp.index: program},
-        plan.lists[pp.index],
+        plan,
         axes,
         torch.optim.AdamW(module.parameters(), lr=1e-2),
-        placement=plan.placement,
         clip_norm=clip_norm,
         bucket_bytes=bucket_bytes,
         on_gradients=on_gradients,

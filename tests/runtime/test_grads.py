@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.errors import PlanError
 from autopar.mesh import Mesh
 from autopar.runtime import Axes, Axis, Parameter, Program, grads
 from autopar.runtime.clip import clip_, global_norm
@@ -37,7 +36,7 @@ def reducer_of(axes: Axes, module: Chain, *, bucket_bytes: int = 64, reduce: tup
     dtype = str(module.a.dtype).removeprefix("torch.")
     specs = tuple(Parameter(name, (4,), (4,), dtype, {}, reduce) for name, _ in module.named_parameters())
     program = Program(0, 1, axes.mesh.to_json(), 1, (), (), (), (), specs)
-    return Reducer(module, program, reduce_groups({0: program}, axes, (0,)), axes, (0,), bucket_bytes)
+    return Reducer(module, program, reduce_groups([program], axes, (0,)), axes, (0,), bucket_bytes)
 
 
 def storages(module: nn.Module) -> list[int]:
@@ -63,7 +62,7 @@ def test_a_small_model_still_has_buckets_to_overlap() -> None:
         names = [name for name, _ in module.named_parameters()]
         specs = tuple(Parameter(name, (2**18,), (2**18,), "float32", {}, ("dp",)) for name in names)
         program = Program(0, 1, axes.mesh.to_json(), 1, (), (), (), (), specs)
-        Reducer(module, program, reduce_groups({0: program}, axes, (0,)), axes, (0,))
+        Reducer(module, program, reduce_groups([program], axes, (0,)), axes, (0,))
         torch.stack([p.sum() for p in module.parameters()]).sum().backward()
         return len(set(storages(module)))
 
@@ -183,7 +182,7 @@ def test_copies_of_tied_weights_share_buckets_however_large_their_stages_are() -
             for name, _ in module.named_parameters()
         )
         program = Program(stage, 2, axes.mesh.to_json(), 1, (), (), (), (), specs)
-        reducer = Reducer(module, program, reduce_groups({stage: program}, axes, (0, 1)), axes, (0, 1))
+        reducer = Reducer(module, program, reduce_groups([program], axes, (0, 1)), axes, (0, 1))
         reducer.expect_last()
         torch.stack([p.sum() * (stage + 1) for p in module.parameters()]).sum().backward()
         reducer.launch()
@@ -229,8 +228,7 @@ def test_placement_says_where_tied_stages_are() -> None:
     axes = Axes.alone(MESH, 5, "cpu")
     parameter = Parameter("w", (4,), (4,), "float32", shared_stages=(0, 7))
     assert reduce_ranks(parameter, axes, (0, 1, 2, 3, 3, 2, 1, 1)) == (1, 5)
-    with pytest.raises(PlanError, match=r"'w' is shared by stages \[0, 7\], two of them on one pipeline rank"):
-        reduce_ranks(parameter, axes, (1, 0, 2, 3, 3, 2, 0, 1))
+    assert reduce_ranks(parameter, axes, (1, 0, 3, 2, 2, 3, 0, 1)) == (5,)  # both are here: one Parameter
 
 
 def test_groups_are_named_after_all_their_axes() -> None:
@@ -241,7 +239,7 @@ def test_groups_are_named_after_all_their_axes() -> None:
             Parameter("plain", (4,), (4,), "float32", {}, ("dp",)),
         )
         program = Program(axes["pp"].index, 2, axes.mesh.to_json(), 1, (), (), (), (), specs)
-        groups = reduce_groups({0: program}, axes, (0, 1))
+        groups = reduce_groups([program], axes, (0, 1))
         found = [groups[reduce_ranks(spec, axes, (0, 1))] for spec in specs]
         return [axis.group.group_desc if axis.group else None for axis in found]
 
@@ -256,7 +254,7 @@ def norm_program(kind: str, dtype: torch.dtype) -> Callable[[Axes], tuple[float,
         module = Chain(("a",), dtype)
         spec = Parameter("a", (4,), (4,), str(dtype).removeprefix("torch."), {"tp": kind})
         program = Program(0, 1, axes.mesh.to_json(), 1, (), (), (), (), (spec,))
-        reducer = Reducer(module, program, reduce_groups({0: program}, axes, (0,)), axes, (0,))
+        reducer = Reducer(module, program, reduce_groups([program], axes, (0,)), axes, (0,))
         module(torch.full((4,), 3.0, dtype=dtype)).backward()
         norm, before = global_norm({0: reducer}, axes).item(), clip_({0: reducer}, axes, 1.5)
         return norm, before.item(), module.a.grad[0].item()  # type: ignore[index]

@@ -37,16 +37,16 @@ def test_what_is_sent_is_kept_until_it_has_arrived(monkeypatch: pytest.MonkeyPat
         return works[-1]
 
     monkeypatch.setattr(pipe, "send", send)
-    sender = Pipe(Axes.build(Mesh(), 0, "cpu"))
+    sender = Pipe(Axes.build(Mesh(), 0, "cpu"), (0, 1))
     first = torch.ones(3)
     alive = weakref.ref(first)
     for tensor in (first, torch.zeros(1)):
-        sender.send([tensor], sender.forward, 0)
+        sender.send([tensor], "F", 1)
     del first, tensor
     gc.collect()
     assert alive() is not None
     works[0].done = True
-    sender.send([torch.zeros(1)], sender.forward, 0)
+    sender.send([torch.zeros(1)], "F", 1)
     assert alive() is None
     sender.flush()
     assert [work.waited for work in works] == [True, True, True]
@@ -57,19 +57,23 @@ def test_the_directions_do_not_wait_for_each_other() -> None:
     specs = [Spec("a", (2,), "float32"), Spec("b", (1, 3), "int64")]
 
     def program(axes: Axes) -> list[list[float]]:
-        ends = Pipe(axes)
-        assert ends.forward.group is not ends.backward.group
+        ends = Pipe(axes, (0, 1, 1, 0))
         mine, peer = axes["pp"].index, 1 - axes["pp"].index
-        for axis in (ends.forward, ends.backward):
-            values = [torch.full((2,), mine + 0.5), torch.full((3, 1), mine + 10 * (axis is ends.forward)).T]
-            ends.send(values, axis, peer)
-        axes_in_order = [ends.backward, ends.forward] if mine else [ends.forward, ends.backward]
-        found = {id(axis): ends.receive(specs, axis, peer).wait() for axis in axes_in_order}
+        for what in ("F", "B"):
+            values = [torch.full((2,), mine + 0.5), torch.full((3, 1), mine + 10 * (what == "F")).T]
+            ends.send(values, what, peer)
+        found = {what: ends.receive(specs, what, peer).wait() for what in (("B", "F") if mine else ("F", "B"))}
         ends.flush()
-        return [x.flatten().tolist() for axis in (ends.forward, ends.backward) for x in found[id(axis)]]
+        return [x.flatten().tolist() for what in ("F", "B") for x in found[what]]
 
     results = on_ranks(Mesh(pp=2), program)
     assert results == [
         [[1.5, 1.5], [11, 11, 11], [1.5, 1.5], [1, 1, 1]],
         [[0.5, 0.5], [10, 10, 10], [0.5, 0.5], [0, 0, 0]],
     ]
+
+
+def test_lanes_are_those_that_stages_use() -> None:
+    assert pipe.lanes((0, 1, 2)) == (("F", True), ("B", False))
+    assert pipe.lanes((0, 1, 2, 2, 1, 0)) == (("F", True), ("F", False), ("B", True), ("B", False))
+    assert pipe.lanes((0, 0)) == ()

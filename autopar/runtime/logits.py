@@ -1,0 +1,161 @@
+"""The arithmetic of a head of which each rank holds some classes; no communication here.
+
+Notation of Yeung et al., "Balancing Pipeline Parallelism with Vocabulary Parallelism" (arXiv 2411.05288, section 4),
+for one microbatch of t tokens: logits ``y [t, rows]`` of this rank's classes, per token their maximum m',
+``e = exp(y - m')``, s' = sum e. Over all ranks, m is the maximum and s the sum of ``s' exp(m' - m)``. With q the
+gradient of the loss by a token's entropy and smoothing ε over C classes,
+
+    entropy = log s + m - (1 - ε) y[target] - ε/C sum y          dy = q (e exp(m' - m) / s - (1 - ε) [target] - ε/C)
+
+The product with the table and what shapes its result element by element are the model's own ops, and their
+derivatives autograd's: soft-capped or scaled logits need nothing of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.runtime.program import VocabularyProgram
+
+
+@dataclass
+class Logits:
+    """What one microbatch keeps between its passes. ``[t]`` is a number per token, ``[t, c]`` one per class too."""
+
+    leaf: Tensor  # [t, h], where the product's graph begins
+    product: Tensor  # [t, c]
+    inner: Tensor  # the product, where the graph of the logits begins
+    made: Tensor  # [t, c], the logits
+    counts: Tensor  # [t], whether the token has a target
+    here: Tensor  # [t], whether the target lies on this rank
+    rows: Tensor  # [t], the target's row; 0 elsewhere
+    wide: Tensor  # [t, c], logits in float32 at least, then their exponentials
+    top: Tensor  # [t], the maximum that the exponentials are taken under
+    weighted: Tensor | None = None  # [t, h]: e W
+    fixed: Tensor | None = None  # [t, h]: what is subtracted from it
+    correction: Tensor | None = None  # [t]: exp(m' - m) / s
+    scale: Tensor | None = None  # [t]: q, zero for tokens without a target
+
+
+class ShardedHead:
+    """Computes with the rows ``start`` to ``start + program.rows`` of the table, of which ``valid`` are no padding."""
+
+    def __init__(self, module: nn.Module, program: VocabularyProgram, start: int) -> None:
+        self._module: Any = module
+        self._program = program
+        self._start, self._valid = start, min(max(program.classes - start, 0), program.rows)
+        self._shapes = hasattr(module, "shape")
+        self._trained = [p for p in self._parameters() if p.requires_grad]
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        for name in (self._program.weight, self._program.bias):
+            if name is not None:
+                yield self._module.get_parameter(name)
+
+    def logits(self, entered: Tensor, targets: Tensor) -> Logits:
+        """From ``[t, h]`` and ``[t]``. Raises IndexError or RuntimeError for a target that is no class."""
+        program = self._program
+        leaf = entered.detach().requires_grad_()
+        product = self._module.product(leaf)
+        inner = product.detach().requires_grad_() if self._shapes else product
+        made = self._module.shape(inner) if self._shapes else product
+        counts = targets != program.ignore_index
+        here = counts & (targets >= self._start) & (targets < self._start + program.rows)
+        no_class = counts & ((targets < 0) | (targets >= program.classes))
+        rows = (targets - self._start).masked_fill(~here, 0).masked_fill(no_class, -1)  # gather refuses -1
+        wide = made.detach().to(torch.promote_types(made.dtype, torch.float32), copy=True)
+        wide[:, self._valid :] = torch.finfo(wide.dtype).min
+        return Logits(leaf, product, inner, made, counts, here, rows, wide, wide.amax(1))
+
+    def statistics(self, logits: Logits) -> Tensor:
+        """Take the exponentials; ``[4, t]``: maximum, their sum, the target's logit, the sum of logits."""
+        wide, top = logits.wide, logits.top
+        hit = wide.gather(1, logits.rows.unsqueeze(1)).squeeze(1).masked_fill(~logits.here, 0)
+        smooth = wide[:, : self._valid].sum(1) if self._program.label_smoothing else torch.zeros_like(top)
+        exponentials = wide.sub_(top.unsqueeze(1)).exp_()
+        return torch.stack([top, exponentials.sum(1), hit, smooth])
+
+    def input_gradient_terms(self, logits: Logits) -> None:
+        """The terms of the input's gradient that need no other rank: ``e W``, and the rows of targets."""
+        narrow = logits.wide.to(logits.made.dtype)
+        logits.weighted = self._pull_back(logits, narrow)
+        smoothing = self._program.label_smoothing
+        logits.fixed = (1 - smoothing) * self._target_rows(logits)
+        if smoothing:
+            even = torch.zeros_like(narrow)
+            even[:, : self._valid] = smoothing / self._program.classes
+            logits.fixed += self._pull_back(logits, even)
+
+    def entropy(self, logits: Logits, gathered: Tensor) -> Tensor:
+        """From all ranks' statistics ``[ranks, 4, t]``: the sum over tokens, or ``[t]``, as the model has it."""
+        tops, sums, hits, smooths = gathered.unbind(1)
+        top = tops.amax(0)
+        total = (sums * (tops - top).exp()).sum(0)
+        logits.correction = (logits.top - top).exp() / total
+        smoothing = self._program.label_smoothing
+        each = total.log() + top - (1 - smoothing) * hits.sum(0)
+        if smoothing:
+            each -= smoothing / self._program.classes * smooths.sum(0)
+        each = each.masked_fill(~logits.counts, 0).to(logits.made.dtype)
+        return each.sum() if self._program.reduction == "sum" else each
+
+    def corrected(self, logits: Logits) -> Tensor:
+        """``[t, h]``: this rank's term of the input's gradient, from :meth:`input_gradient_terms`."""
+        weighted, fixed = _there(logits.weighted), _there(logits.fixed)
+        logits.weighted = logits.fixed = None
+        term = weighted * _there(logits.correction).unsqueeze(1) - fixed
+        return (term * _there(logits.scale).unsqueeze(1)).to(weighted.dtype)
+
+    def backward(self, logits: Logits, *, with_input: bool) -> Tensor | None:
+        """Gradients of the table; ``[t, h]``, this rank's term of the input's, if asked for. Ends ``logits``."""
+        gradient = self._shaped(logits, self._logits_gradient(logits), keep=False)
+        into = [*([logits.leaf] if with_input else []), *self._trained]
+        if into:
+            torch.autograd.backward([logits.product], [gradient], inputs=into)
+        return logits.leaf.grad if with_input else None
+
+    def _logits_gradient(self, logits: Logits) -> Tensor:
+        """dy, in the memory of the exponentials."""
+        scale, smoothing = _there(logits.scale), self._program.label_smoothing
+        gradient = logits.wide.mul_((scale * _there(logits.correction)).unsqueeze(1))
+        at_target = (scale * logits.here * (smoothing - 1)).unsqueeze(1)
+        gradient.scatter_add_(1, logits.rows.unsqueeze(1), at_target)
+        if smoothing:
+            gradient[:, : self._valid] -= (smoothing / self._program.classes * scale).unsqueeze(1)
+        return gradient.to(logits.made.dtype)
+
+    def _pull_back(self, logits: Logits, gradient: Tensor) -> Tensor:
+        """From the logits to the input."""
+        at_product = self._shaped(logits, gradient, keep=True)
+        (pulled,) = torch.autograd.grad(logits.product, logits.leaf, at_product, retain_graph=True)
+        return pulled
+
+    def _shaped(self, logits: Logits, gradient: Tensor, *, keep: bool) -> Tensor:
+        """From the logits to the product."""
+        if not self._shapes:
+            return gradient
+        (inner,) = torch.autograd.grad(logits.made, logits.inner, gradient, retain_graph=keep)
+        return inner
+
+    def _target_rows(self, logits: Logits) -> Tensor:
+        """The gradient of the target's logit by the input: its row of the table, and the slope of its shape."""
+        weight = self._module.get_parameter(self._program.weight).detach()
+        rows = weight.index_select(self._program.weight_dim, logits.rows)
+        rows = rows if self._program.weight_dim == 0 else rows.t()
+        slope = logits.here.to(rows.dtype)
+        if self._shapes:
+            at = logits.inner.detach().gather(1, logits.rows.unsqueeze(1)).requires_grad_()
+            (inner,) = torch.autograd.grad(self._module.shape(at).sum(), at)
+            slope = slope * inner.squeeze(1)
+        made: Tensor = rows * slope.unsqueeze(1)
+        return made
+
+
+def _there(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None, "a pass ran before the one it needs"
+    return tensor

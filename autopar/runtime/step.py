@@ -1,0 +1,34 @@
+"""What lives within one training step of one rank. All is taken out once it is used: memory follows the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from autopar.runtime.pipe import Message
+
+Place = tuple[int, int]
+"""(stage, microbatch)."""
+
+
+@dataclass
+class Step:
+    """``totals`` by stage: scalars of the whole batch; ``loss`` is this rank's share of it so far."""
+
+    batch: Mapping[str, Tensor]
+    totals: dict[int, tuple[Tensor, ...]]
+    loss: Tensor
+    arriving: dict[Place, Message] = field(default_factory=dict)  # what a stage receives
+    outputs: dict[Place, tuple[Tensor, ...]] = field(default_factory=dict)  # what it makes, until sent
+    leaves: dict[Place, list[Tensor]] = field(default_factory=dict)  # received, waiting for gradients
+    roots: dict[Place, list[GradientEdge | None]] = field(default_factory=dict)  # where its backward begins
+    returning: dict[Place, Message] = field(default_factory=dict)  # the gradients it begins with
+    gradients: dict[Place, tuple[Tensor, ...]] = field(default_factory=dict)  # of received, until sent
+
+    @classmethod
+    def begin(cls, batch: Mapping[str, Tensor], totals: dict[int, tuple[Tensor, ...]], device: torch.device) -> Step:
+        return cls(batch, totals, torch.zeros((), dtype=torch.float64, device=device))
