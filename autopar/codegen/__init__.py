@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from autopar.codegen.emit import EmittedStage, emit
+from autopar.codegen.vocabulary import EmittedVocabulary, emit_vocabulary
 
-__all__ = ["EmittedStage", "emit"]
+__all__ = ["EmittedStage", "EmittedVocabulary", "emit", "emit_vocabulary"]

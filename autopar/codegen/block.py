@@ -34,13 +34,18 @@ class Writer:
 
         Returns what stands for each output; "" for one that wasn't needed.
         """
+        atoms = self.values(block, given, needed)
+        return [atoms.get(node, "") for node in block.outputs]
+
+    def values(self, block: Block, given: Mapping[fx.Node, Atom], needed: Collection[fx.Node]) -> dict[fx.Node, Atom]:
+        """The same, from what stands for any nodes to what stands for these and all that is written."""
         atoms: dict[fx.Node, Atom] = dict(given)
         for node in block.ops:
             number = next(self.random) if info(node).random else 0
             if node not in needed or node in atoms:
                 continue
             self.function.add(self._statement(node, atoms, number))
-        return [atoms.get(node, "") for node in block.outputs]
+        return atoms
 
     def _statement(self, node: fx.Node, atoms: dict[fx.Node, Atom], number: int) -> Statement:
         header = f"with rng(self.axes, {number}, {literal(_own_axes(node))}):" if info(node).random else ""

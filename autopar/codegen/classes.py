@@ -19,10 +19,10 @@ from autopar.codegen.text import Line, attribute, is_index, literal, spans
 from autopar.graph import INPUT_CALL, Call, Meta, RuntimeOp, Value, info
 
 RUNTIME_NAMES = (
-    *("Axes", "Container", "I", "Input", "P", "Parameter", "Program", "R", "S", "Tensor", "Total"),
+    *("Axes", "Container", "I", "Input", "P", "Parameter", "Program", "R", "S", "Tensor", "Total", "VocabularyProgram"),
     *("all_gather", "all_reduce", "all_to_all", "convert", "declare", "reduce_scatter", "rng"),
 )
-_OWN_NAMES = ("Stage", "PROGRAM", "aten", "nn", "torch", "self", "i")
+_OWN_NAMES = ("Stage", "Vocabulary", "PROGRAM", "aten", "nn", "torch", "self", "i")
 
 
 def runtime_names(job: Job) -> frozenset[str]:
@@ -115,6 +115,12 @@ def stage_class(job: Job, part: Part, methods: list[Line]) -> list[Line]:
     lines += [item[1].line() for item in held if item not in free]  # a layer comes before what it lends out
     declared = [d for _, d in held] + [layer for some in layers.values() for layer in some]
     return _class("Stage", "", declared, lines, methods)
+
+
+def vocabulary_class(job: Job, part: Part, methods: list[Line]) -> list[Line]:
+    """``class Vocabulary``: the tables, in the model's own tree."""
+    held = [declaration for _, declaration in _held(job, part)]
+    return _class("Vocabulary", "", held, [declaration.line() for declaration in held], methods)
 
 
 def _class(

@@ -15,6 +15,7 @@ from autopar.codegen.stage import forward, totals
 from autopar.codegen.text import Line, Origin, Row, layout, wrap
 from autopar.graph import Model
 from autopar.mesh import Mesh
+from autopar.passes.defer_weights import defer_weights
 from autopar.passes.hoist import hoist_parameter_sums
 from autopar.runtime.program import Program
 
@@ -33,15 +34,24 @@ class EmittedStage:
 
 
 def emit(
-    model: Model, stages: Sequence[Sequence[int]], mesh: Mesh, *, microbatches: int, digest: str
+    model: Model,
+    stages: Sequence[Sequence[int]],
+    mesh: Mesh,
+    *,
+    microbatches: int,
+    digest: str,
+    split_backward: bool = False,
 ) -> tuple[EmittedStage, ...]:
     """Write the program of every stage.
 
     ``model`` is solved and local on every axis, and stays as it is; ``stages`` are the call indices of each
-    stage (calls of tables are left out: every stage computes for itself what it needs of them). Raises
+    stage (calls of tables are left out: every stage computes for itself what it needs of them).
+    ``split_backward``: for a schedule with passes I and W, gradients of weights can be put off. Raises
     StageError where stages, calls and mesh don't fit, GraphError where a value can't become what is taken.
     """
     hoisted, reduce = hoist_parameter_sums(model)
+    if split_backward:
+        hoisted = defer_weights(hoisted)
     job = make_job(hoisted, stages, mesh, microbatches=microbatches, digest=digest, reduce=reduce)
     return tuple(_emit_stage(job, part) for part in parts(job))
 
@@ -61,13 +71,13 @@ def _emit_stage(job: Job, part: Part) -> EmittedStage:
         "",
         *program_lines(job, part, program),
     ]
-    text = [*header(job, part, program), *_imports(job, body), "", "aten = torch.ops.aten", *body]
-    lines = {number: row.origin for number, row in enumerate(_rows(text), 1) if isinstance(row, Row)}
+    text = [*header(job, part, program), *imports(job, body), "", "aten = torch.ops.aten", *body]
+    lines = {number: row.origin for number, row in enumerate(rows(text), 1) if isinstance(row, Row)}
     return EmittedStage(part.index, "\n".join(text) + "\n", program, lines)
 
 
-def _rows(text: Sequence[str]) -> Iterator[str]:
-    """Some entries of ``text`` are several rows."""
+def rows(text: Sequence[str]) -> Iterator[str]:
+    """The rows of a text; some entries are several."""
     for entry in text:
         yield from [entry] if isinstance(entry, Row) else entry.split("\n")
 
@@ -80,7 +90,7 @@ def _blocks(job: Job, part: Part) -> list[list[str]]:
     return [layout(layer_class(job, block, served)) for block, served in calls.items()]
 
 
-def _imports(job: Job, body: Sequence[str]) -> list[str]:
+def imports(job: Job, body: Sequence[str]) -> list[str]:
     """What the body reads of the runtime; local variables never have these names."""
     tree = ast.parse("\n".join(body))
     read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}

@@ -8,7 +8,7 @@ their default are left out.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -46,13 +46,16 @@ _BINARY: Final = {
 _UNARY: Final = {"aten.neg.default": "-", "aten.bitwise_not.default": "~"}
 _MEANINGLESS: Final = {"pin_memory": False, "cudnn_enable": False, "layout": torch.strided}
 """Arguments that capture writes down, and that change nothing at these values."""
+_TAKES_AXES: Final = {"linear", "matmul", "embedding_rows"}
+"""Functions of the runtime that are given all that the rank knows of itself, last."""
 
 
 def expression(node: fx.Node, atoms: Atoms) -> Code:
     """The source that computes ``node``. Raises GraphError for a target that is no op."""
     name, arguments = op_name(node), node.args
     if isinstance(node.target, RuntimeOp):
-        return _call(str(node.target), [("", a) for a in arguments] + list(node.kwargs.items()), atoms)
+        given = [*(("", a) for a in arguments), *node.kwargs.items()]
+        return _call(str(node.target), given, atoms, [("self.axes",)] if name in _TAKES_AXES else [])
     if overload(node) is None:
         raise GraphError(f"{where(node)} is no op that can be written as source")
     plain = not node.kwargs and all(isinstance(a, fx.Node | int | float) for a in arguments)
@@ -99,9 +102,9 @@ def _is_default(name: str, value: Any, default: Any) -> bool:
     return type(value) is type(default) and bool(value == default)
 
 
-def _call(function: str, given: list[tuple[str, Any]], atoms: Atoms) -> Code:
+def _call(function: str, given: Sequence[tuple[str, Any]], atoms: Atoms, last: Sequence[Code] = ()) -> Code:
     arguments = [(f"{key}=", *_value(value, atoms)) if key else _value(value, atoms) for key, value in given]
-    return (f"{function}(", *join(arguments), ")")
+    return (f"{function}(", *join([*arguments, *last]), ")")
 
 
 def _value(value: Any, atoms: Atoms) -> Code:

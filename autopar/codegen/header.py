@@ -11,20 +11,27 @@ from autopar.codegen.names import reads_parameter
 from autopar.codegen.text import WIDTH, spans
 from autopar.graph import INPUT_CALL, Block, Value, info, short_dtype
 from autopar.mesh import AXES
-from autopar.runtime.program import Program
+from autopar.runtime.program import Program, VocabularyProgram
 
 
 def header(job: Job, part: Part, program: Program) -> list[str]:
     """The docstring's lines, and an empty one."""
-    rows = [
-        ("Runs", _units(job, part)),
-        ("Ranks", _ranks(job, part)),
-        ("Batch", _batch(job)),
-        ("Loss", _loss(job, program)),
-        ("Plan", job.digest or "not sealed"),
-    ]
+    title = f"Stage {part.index} of {len(job.stages)}"
+    return _docstring(job, title, ("Runs", _units(job, part)), ("Ranks", _ranks(job, part)), program)
+
+
+def vocabulary_header(job: Job, part: Part, program: VocabularyProgram) -> list[str]:
+    """The same for a vocabulary that is split over all pipeline ranks."""
+    ranks = f"all {job.mesh.world}, each with its rows of every table, of mesh {job.mesh}"
+    return _docstring(job, "The vocabulary", ("Runs", _units(job, part)), ("Ranks", ranks), program)
+
+
+def _docstring(
+    job: Job, title: str, runs: tuple[str, str], ranks: tuple[str, str], program: Program | VocabularyProgram
+) -> list[str]:
+    rows = [runs, ranks, ("Batch", _batch(job)), ("Loss", _loss(job, program)), ("Plan", job.digest or "not sealed")]
     name = job.model.name.replace("\\", "").replace('"', "")
-    first = f'"""Stage {part.index} of {len(job.stages)} of {name}; written by autopar, not by hand.'
+    first = f'"""{title} of {name}; written by autopar, not by hand.'
     body = [line for label, text in rows for line in _row(label, text)]
     legend = "Comments show local shapes; S(1)@tp: dim 1 is split over tp, P@tp: a pending sum over tp."
     return [first, "", *body, *(["", legend] if job.axes else []), '"""', ""]
@@ -71,6 +78,8 @@ def _batch(job: Job) -> str:
     return "; ".join(shapes) + count
 
 
-def _loss(job: Job, program: Program) -> str:
+def _loss(job: Job, program: Program | VocabularyProgram) -> str:
+    if isinstance(program, Program) and job.vocabulary is not None:
+        return "in the vocabulary, of which every rank has a part"
     over: Sequence[str] = [*(["microbatches"] if job.microbatches > 1 else []), *program.loss_axes]
     return f"a pending sum over {' and '.join(over)}" if over else "whole on every rank"

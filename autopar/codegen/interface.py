@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, replace
 from typing import Any
 
 from autopar.codegen.classes import stage_parameters
-from autopar.codegen.cuts import Part
+from autopar.codegen.cuts import Part, Wire
 from autopar.codegen.function import Function, Var
 from autopar.codegen.job import Job
 from autopar.codegen.runs import number, runs
 from autopar.codegen.text import INDENT, literal, wrap
-from autopar.graph import Call, info
-from autopar.runtime.program import Input, Parameter, Program, Tensor, Total
-from autopar.spmd import P
+from autopar.graph import Call, arguments, info, is_aten
+from autopar.passes.vocabulary import VOCABULARY, Head, vocabulary_dims
+from autopar.runtime.program import Input, Parameter, Program, Tensor, Total, VocabularyProgram
+from autopar.spmd import P, S
 
 
 def program_of(job: Job, part: Part, forward: Function) -> Program:
     """The interface of one stage; names are those that ``forward`` has in the text."""
     names = [argument.name for argument in forward.arguments]
     received, read = len(part.receives), len(part.inputs)
-    returned = [r.name if isinstance(r, Var) else r for r in forward.results]
     arguments = zip(names, part.receives, strict=False)
     return Program(
         stage=part.index,
@@ -33,11 +34,64 @@ def program_of(job: Job, part: Part, forward: Function) -> Program:
         totals=tuple(
             Total(n, total.total_axes or ()) for n, total in zip(names[received + read :], part.totals, strict=True)
         ),
-        sends=tuple(_tensor(name, wire) for name, wire in zip(returned, part.sends, strict=False)),
+        sends=tuple(_tensor(name, wire) for name, wire in zip(_returned(forward), part.sends, strict=False)),
         parameters=tuple(_parameters(job, part)),
         loss_axes=loss_axes(job),
         plan_digest=job.digest,
+        returns_loss=job.vocabulary is None or part.index < len(job.stages) - 1,
     )
+
+
+def vocabulary_program(job: Job, part: Part, head: Head, methods: Mapping[str, Function]) -> VocabularyProgram:
+    """The interface of a vocabulary that is split over the pipeline; names are those that the methods have."""
+    (hidden,), embedding = part.receives, part.sends
+    _, *given = (argument.name for argument in methods["tail"].arguments)
+    read = len(part.inputs)
+    _, call = _head_call(job)
+    names = dict(zip(job.model.block_of(call).parameters, call.parameters, strict=True))
+    weight_dim = vocabulary_dims(job.model.block_of(call))[head.weight]
+    known = job.model.parameters[names[head.weight]]
+    return VocabularyProgram(
+        mesh=job.mesh.to_json(),
+        stages=len(job.stages),
+        microbatches=job.microbatches,
+        inputs=tuple(_input(job, n, i) for n, i in zip(given, part.inputs, strict=False)),
+        totals=tuple(Total(n, t.total_axes or ()) for n, t in zip(given[read:], part.totals, strict=True)),
+        parameters=tuple(_parameters(job, part)),
+        hidden=_tensor(methods["enter"].arguments[0].name, hidden),
+        embedding=_tensor(_returned(methods["embed_ids"])[0], embedding[0]) if embedding else None,
+        weight=names[head.weight],
+        bias=names[head.bias] if head.bias is not None else None,
+        weight_dim=weight_dim,
+        classes=known.meta.shape[weight_dim],
+        rows=info(head.weight).meta.shape[weight_dim],
+        loss_axes=loss_axes(job),
+        plan_digest=job.digest,
+        **_entropy_options(head),
+    )
+
+
+def _head_call(job: Job) -> tuple[int, Call]:
+    assert job.vocabulary is not None
+    return job.vocabulary.head, job.model.calls[job.vocabulary.head]
+
+
+def _entropy_options(head: Head) -> dict[str, Any]:
+    """Reduction, ignored index and smoothing of the cross entropy, whole or in the form that is split over tp."""
+    node = head.entropy
+    if not is_aten(node):
+        named = {"reduction": "sum", "ignore_index": -100, "label_smoothing": 0.0}
+        return {name: node.kwargs.get(name, default) for name, default in named.items()}
+    given = arguments(node)
+    return {
+        "reduction": "none" if given["reduction"] == 0 else "sum",
+        "ignore_index": given["ignore_index"],
+        "label_smoothing": given["label_smoothing"],
+    }
+
+
+def _returned(function: Function) -> list[str]:
+    return [r.name if isinstance(r, Var) else r for r in function.results]
 
 
 def loss_axes(job: Job) -> tuple[str, ...]:
@@ -47,7 +101,7 @@ def loss_axes(job: Job) -> tuple[str, ...]:
     return tuple(axis for axis in job.axes if info(node).types().get(axis) == P)
 
 
-def _tensor(name: str, wire: Any) -> Tensor:
+def _tensor(name: str, wire: Wire) -> Tensor:
     return Tensor(name, wire.meta.shape, _dtype(wire.meta), wire.meta.needs_grad)
 
 
@@ -85,14 +139,28 @@ def _parameter(job: Job, call: Call, position: int, holders: tuple[int, ...]) ->
         is_buffer=known.is_buffer,
         shared_stages=holders if trains and len(holders) > 1 else (),
         aliases=known.aliases,
+        padding=_padding(job, call, position),
     )
 
 
-def program_lines(job: Job, part: Part, program: Program) -> list[str]:
+def _padding(job: Job, call: Call, position: int) -> tuple[int, int] | None:
+    """The rows that the ranks' parts of a table have beside those of the model."""
+    block, node = job.model.block_of(call), job.parameter(call, position)
+    if block.kind != VOCABULARY:
+        return None
+    dim, data = vocabulary_dims(block)[node], info(node)
+    rows = data.meta.shape[dim] * math.prod(job.mesh.size(a) for a, kind in data.types().items() if kind == S(dim))
+    added = rows - job.model.parameters[call.parameters[position]].meta.shape[dim]
+    return (dim, added) if added else None
+
+
+def program_lines(job: Job, part: Part, program: Program | VocabularyProgram) -> list[str]:
     """``PROGRAM = Program(…)``; the rows of equal layers are folded into one comprehension."""
-    lines = ["PROGRAM = Program("]
+    lines = [f"PROGRAM = {type(program).__name__}("]
     for entry in fields(program):
         value = getattr(program, entry.name)
+        if entry.name == "returns_loss" and value:
+            continue
         if entry.name == "parameters":
             lines += [f"{INDENT}parameters=(", *_folded(job, part, program.parameters), f"{INDENT}),"]
         else:
@@ -101,6 +169,8 @@ def program_lines(job: Job, part: Part, program: Program) -> list[str]:
 
 
 def _entry(name: str, value: Any) -> list[str]:
+    if isinstance(value, Tensor):
+        return wrap(f"{INDENT}{name}={_row(value)},")
     if not isinstance(value, tuple) or not value or isinstance(value[0], str):
         return wrap(f"{INDENT}{name}={literal(value)},")
     rows = [row for item in value for row in wrap(f"{INDENT * 2}{_row(item)},")]

@@ -12,11 +12,13 @@ from autopar.codegen.names import value_names
 from autopar.errors import StageError
 from autopar.graph import INPUT_CALL, Call, Meta, Model, Value, info
 from autopar.mesh import AXES, Mesh
+from autopar.passes.vocabulary import STAGELESS, VocabularyCalls, vocabulary_calls
 
 
 @dataclass(frozen=True)
 class Job:
-    """``stages`` are the calls of each pipeline stage, tables left out; ``reduce`` is what hoisting found."""
+    """``stages`` are the calls of each pipeline stage, those that belong to none left out; ``reduce`` is what hoisting
+    found."""
 
     model: Model
     stages: tuple[tuple[int, ...], ...]
@@ -31,8 +33,26 @@ class Job:
 
     @cached_property
     def stage_of(self) -> dict[int, int]:
-        """Call -> its stage. Calls that compute tables have none."""
+        """Call -> its stage. Calls that compute tables have none, nor have those of a vocabulary that is split."""
         return {call: stage for stage, calls in enumerate(self.stages) for call in calls}
+
+    @cached_property
+    def vocabulary(self) -> VocabularyCalls | None:
+        """The calls that all pipeline ranks have a part of."""
+        return vocabulary_calls(self.model)
+
+    def is_table(self, call: int) -> bool:
+        return self.model.block_of(self.model.calls[call]).kind == "tables"
+
+    @cached_property
+    def places(self) -> dict[int, int]:
+        """Call -> where it is in the pipeline: a split embedding is before the first stage, the head after the last."""
+        places = dict(self.stage_of)
+        if self.vocabulary is not None:
+            places[self.vocabulary.head] = len(self.stages)
+            if self.vocabulary.embedding is not None:
+                places[self.vocabulary.embedding] = -1
+        return places
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
@@ -115,12 +135,12 @@ def make_job(
     reduce: Mapping[str, tuple[str, ...]],
 ) -> Job:
     """Raises StageError where the cut is not the model's calls in order, or doesn't fit the mesh."""
-    tables = {i for i, call in enumerate(model.calls) if model.block_of(call).kind == "tables"}
-    cut = tuple(tuple(call for call in stage if call not in tables) for stage in stages)
+    left_out = {i for i, call in enumerate(model.calls) if model.block_of(call).kind in STAGELESS}
+    cut = tuple(tuple(call for call in stage if call not in left_out) for stage in stages)
     calls = [call for stage in cut for call in stage]
-    expected = [call for call in range(len(model.calls)) if call not in tables]
+    expected = [call for call in range(len(model.calls)) if call not in left_out]
     if calls != expected or not all(cut):
         raise StageError(f"stages {cut} are not the calls {expected} in order, cut into parts that are not empty")
-    if len(cut) != mesh.pp:
-        raise StageError(f"{len(cut)} stages can't run on {mesh.pp} pipeline ranks; give one stage for each")
+    if len(cut) % mesh.pp:
+        raise StageError(f"{len(cut)} stages can't run on {mesh.pp} pipeline ranks; give as many for each")
     return Job(model, cut, mesh, microbatches, digest, reduce)

@@ -16,6 +16,7 @@ from torch import fx
 from autopar.codegen.aten import packet
 from autopar.codegen.function import identifier
 from autopar.graph import Block, Model, RuntimeOp, Value, info, is_getitem, is_view, operands
+from autopar.passes.vocabulary import vocabulary_calls
 
 STREAM: Final = "h"
 
@@ -48,6 +49,7 @@ _SHORT: Final = {
     "cross_entropy_sharded": "loss",
     "embedding": "embed",
     "embedding_sharded": "embed",
+    "embedding_rows": "embed",
     "mean_of_whole": "mean",
     "arange": "position",
 }
@@ -165,6 +167,8 @@ def reads_parameter(node: fx.Node) -> bool:
 def value_names(model: Model) -> dict[Value, str]:
     """The names of values that pass between calls, the same on both sides."""
     names: dict[Value, str] = {model.loss: "loss"}
+    if (split := vocabulary_calls(model)) is not None:
+        names.setdefault(Value(split.head, 0), "entropy")
     tables: dict[int, dict[fx.Node, str]] = {}
     said = {number: roles(block) for number, block in enumerate(model.blocks)}
     for call in model.calls:

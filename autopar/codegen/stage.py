@@ -33,6 +33,11 @@ class Body:
     def argument(self, value: Edge, base: str, note: str = "") -> None:
         self.atoms[value] = self.function.argument(base, note)
 
+    def inputs(self) -> None:
+        """What the part reads of the batch, as arguments."""
+        for position in self.part.inputs:
+            self.argument(Edge(Value(INPUT_CALL, position)), identifier(self.job.model.inputs[position].name))
+
     def take(self, into: Edge) -> Atom:
         """What stands for the value behind an edge; writes the transitions that aren't there yet."""
         if into not in self.atoms:
@@ -64,8 +69,17 @@ class Body:
             return identifier(self.job.model.inputs[value.output].name)
         return self.job.names[value]
 
-    def inline(self, index: int, edges: Mapping[int, Edge], needed: Collection[fx.Node]) -> None:
-        """Write the ``needed`` ops of a call into this method."""
+    def inline(
+        self,
+        index: int,
+        edges: Mapping[int, Edge],
+        needed: Collection[fx.Node],
+        known: Mapping[fx.Node, Atom] | None = None,
+    ) -> dict[fx.Node, Atom]:
+        """Write the ``needed`` ops of a call into this method, of which some may be ``known`` already.
+
+        Returns what stands for each op.
+        """
         job = self.job
         call = job.model.calls[index]
         block = job.model.block_of(call)
@@ -74,9 +88,9 @@ class Body:
         inputs = {n: self._base(call.operands[k]) for k, n in enumerate(block.inputs)}
         outputs = {n: job.names[Value(index, k)] for k, n in enumerate(block.outputs)}
         writer = Writer(self.function, bases(block, inputs, outputs), count(job.random_offsets[index]), index)
-        for k, atom in enumerate(writer.write(block, given, needed)):
-            if atom:
-                self.atoms[Edge(Value(index, k))] = atom
+        atoms = writer.values(block, given | dict(known or {}), needed)
+        self.atoms |= {Edge(Value(index, k)): atoms[n] for k, n in enumerate(block.outputs) if n in atoms}
+        return atoms
 
     def tables(self, needed: Mapping[int, Collection[fx.Node]]) -> None:
         for index, nodes in needed.items():
@@ -144,7 +158,7 @@ def forward(job: Job, part: Part, reserved: frozenset[str]) -> Function:
     for wire in part.receives:
         types = changed_types(made_types(job.model, wire.value), wire.changes)
         body.argument(Edge(wire.value, wire.changes), job.names[wire.value], comments.typed(wire.meta, types))
-    _input_arguments(body)
+    body.inputs()
     for total in part.totals:
         body.argument(total, job.names[total.value])
     body.tables(part.tables)
@@ -156,7 +170,7 @@ def forward(job: Job, part: Part, reserved: frozenset[str]) -> Function:
             body.inline(index, {k: part.edges[index, k] for k in positions}, set(ops))
         else:
             body.run(run)
-    if part.index == len(job.stages) - 1:
+    if part.index == len(job.stages) - 1 and job.vocabulary is None:
         body.function.results = (body.take(Edge(job.model.loss)),)
     else:
         body.function.results = tuple(body.take(Edge(wire.value, wire.changes)) for wire in part.sends)
@@ -169,12 +183,7 @@ def totals(job: Job, part: Part, reserved: frozenset[str]) -> Function | None:
     if not part.totals:
         return None
     body = Body(job, part, Function("totals", [], reserved, always_tuple=True))
-    _input_arguments(body)
+    body.inputs()
     body.tables(part.total_tables)
     body.function.results = tuple(body.take(Edge(total.value)) for total in part.totals)
     return body.function
-
-
-def _input_arguments(body: Body) -> None:
-    for position in body.part.inputs:
-        body.argument(Edge(Value(INPUT_CALL, position)), identifier(body.job.model.inputs[position].name))

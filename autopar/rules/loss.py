@@ -34,7 +34,7 @@ def class_dim(op: Op) -> int:
 
 def _classes_split(op: Op) -> Iterable[Choice]:
     indices = not op.operands[1].dtype.is_floating_point
-    if indices and len(op.operands) == 2 and op.arg(3, "reduction", _MEAN) != _NONE:
+    if indices and len(op.operands) == 2 and op.arg(3, "reduction", _MEAN) != _MEAN:
         yield Choice((S(class_dim(op)), R), I, "cross_entropy_sharded")
 
 
@@ -43,12 +43,13 @@ def _local_cross_entropy(op: Op, choice: Choice, size: int, axis: str) -> Local:
         return Local.same()
     ignored, smoothing = op.arg(4, "ignore_index", -100), op.arg(5, "label_smoothing", 0.0)
     named = {"ignore_index": ignored} if ignored != -100 else {}
-    return Local(
-        {2: AxisRef(axis)},
-        named | ({"label_smoothing": smoothing} if smoothing else {}),
-        target="cross_entropy_sharded",
-        keep=2,
-    )
+    named |= {"label_smoothing": smoothing} if smoothing else {}
+    named |= {"reduction": "none"} if op.arg(3, "reduction", _MEAN) == _NONE else {}
+    return Local({2: AxisRef(axis)}, named, target="cross_entropy_sharded", keep=2)
+
+
+def _sharded(op: Op) -> str:
+    return f"t v! ..., t ... -> {'t ...' if op.kwargs.get('reduction') == 'none' else ''}"
 
 
 def _statistics(op: Op, choice: Choice) -> Communication:
@@ -73,7 +74,7 @@ RULES: dict[str, Rule] = {
     "aten.cross_entropy_loss.default": Spec(
         _by_class, sums=True, forms=_classes_split, local=_local_cross_entropy, inside=_statistics
     ),
-    "cross_entropy_sharded": Spec("t v! ..., t ... -> ", sums=True, inside=_statistics),
+    "cross_entropy_sharded": Spec(_sharded, sums=True, inside=_statistics),
     "aten.nll_loss_nd.default": Spec(_by_class, sums=True),
     "aten.nll_loss.default": Spec(_by_class, sums=True),
     "aten.mse_loss.default": _elementwise(2),

@@ -1,0 +1,237 @@
+"""split_vocabulary: the layers with the vocabulary's tables become calls of their own.
+
+Every pipeline rank can then run its rows of the tables (Yeung et al., "Balancing Pipeline Parallelism with Vocabulary
+Parallelism", MLSys 2025). Guarantees: equal loss and gradients. After it, beside the calls of the layers, there are
+
+* the *head*, of kind "vocabulary": ``x -> rows -> [t, h] -> product (-> bias) -> elements -> [t, classes] ->
+  cross_entropy(targets [t])``, where *rows* choose and arrange rows, and *elements* change each logit alone;
+* the *embedding*, of kind "vocabulary": one lookup of ids that the batch determines (where that can be split);
+* the *tail*, of kind "tail": what comes after the cross entropy (where something does); of the batch alone otherwise.
+
+What is left of their calls stays where it was. Tables get rows of zeros, up to what the ranks divide, in the graph;
+:class:`~autopar.graph.ParameterInfo` keeps the model's shape. It is for the runtime to leave out the logits of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from autopar.errors import StageError
+from autopar.graph import Block, Model, arguments, info, op_name, operands, set_info, verify, where
+from autopar.passes.logits import CROSS_ENTROPY, rewrite, trace
+from autopar.passes.recut import Piece, closure, is_batch, merge_calls, split_call
+from autopar.passes.vocabulary import TAIL, VOCABULARY, head_of, is_head, vocabulary_calls, vocabulary_dims
+
+_EMBEDDING = "aten.embedding.default"
+_WAY_OUT = 'vocabulary="stage" keeps embedding and head whole, on pipeline stages'
+
+
+def split_vocabulary(model: Model, pp: int, tp: int) -> Model:
+    """Cut head, embedding and tail out of a canonical model, for ``pp`` x ``tp`` ranks; the given one stays as it is.
+
+    Raises StageError where the model has no head that can be split, naming what is missing, and where a table is read
+    by another call too, naming both.
+    """
+    try:
+        made = _cut_embedding(_cut_head(model))
+        _check_readers(made)
+    except StageError as error:
+        raise StageError(f"the vocabulary can't be split over the pipeline: {error}; {_WAY_OUT}") from error
+    made = _padded(made, 2 * pp * tp)
+    verify(made, "split_vocabulary")
+    return made
+
+
+# --- head and tail ----------------------------------------------------------------------------------
+
+
+def _cut_head(model: Model) -> Model:
+    first = _entropy_call(model)
+    while True:
+        merged = merge_calls(model, first, _glue_name(model, first))
+        block = merged.blocks[merged.calls[first].block]
+        found = trace(next(n for n in block.ops if op_name(n) == CROSS_ENTROPY))
+        if not isinstance(found, fx.Node):
+            break
+        source = merged.calls[first].operands[block.inputs.index(found)] if found in block.inputs else None
+        if source is None or is_batch(merged, source):
+            raise StageError(f"{where(found)}: the logits are no product with a parameter")
+        first = source.call
+    entropy = rewrite(found)
+    _drop_dead(block)
+    return split_call(merged, first, _head_pieces(merged, first, block, entropy, found.x))
+
+
+def _entropy_call(model: Model) -> int:
+    """The call with the one cross entropy."""
+    found = [
+        (index, node)
+        for index, call in enumerate(model.calls)
+        for node in model.block_of(call).ops
+        if op_name(node) == CROSS_ENTROPY
+    ]
+    if not found:
+        raise StageError("the loss has no cross entropy over classes")
+    if len(found) > 1:
+        raise StageError(f"there are {len(found)} cross entropies, {' and '.join(where(n) for _, n in found)}")
+    return found[0][0]
+
+
+def _glue_name(model: Model, first: int) -> str:
+    """The name of the call that the head is cut from; that of the block where it is glue already."""
+    block = model.block_of(model.calls[first])
+    return block.name if block.kind == "glue" else _free("glue", {b.name for b in model.blocks})
+
+
+def _free(name: str, taken: Collection[str]) -> str:
+    while name in taken:
+        name += "_"
+    return name
+
+
+def _drop_dead(block: Block) -> None:
+    for node in reversed(block.ops):
+        if not node.users:
+            block.graph.erase_node(node)
+
+
+def _head_pieces(model: Model, index: int, block: Block, head: fx.Node, x: fx.Node) -> list[Piece]:
+    """What of the merged call comes before the head (``x`` and all that leads to it), the head, and the tail."""
+    of_batch = _batch_values(model, index, block)
+    target = operands(head)[1]
+    if target not in of_batch:
+        raise StageError(f"{where(target)}: the targets of {where(head)} are made from values of layers")
+    tail = _dependents(block, head)
+    for node in tail:
+        for operand in node.all_input_nodes:
+            if operand not in tail and operand is not head and operand not in of_batch:
+                raise StageError(
+                    f"{where(node)} comes after the cross entropy and reads {where(operand)}; there, values of layers "
+                    "and trained parameters (of an auxiliary loss, say) can't be read"
+                )
+    taken = {b.name for b in model.blocks}
+    return [
+        Piece(block.name, block.kind, closure([x])),
+        Piece(_free("head", taken), VOCABULARY, closure([head], without={x})),
+        Piece(_free("tail", taken), TAIL, closure(tail, without={head})),
+    ]
+
+
+def _dependents(block: Block, source: fx.Node) -> list[fx.Node]:
+    found = {source}
+    for node in block.ops:
+        if found.intersection(node.all_input_nodes):
+            found.add(node)
+    return [node for node in block.ops if node in found and node is not source]
+
+
+def _batch_values(model: Model, index: int, block: Block) -> set[fx.Node]:
+    """What of the block depends on the batch, buffers and constants alone, and is not random."""
+    sources = zip(block.inputs, model.calls[index].operands, strict=True)
+    found = {node for node, value in sources if is_batch(model, value)} | set(block.placeholders("buffer"))
+    for node in block.ops:
+        if not info(node).random and found.issuperset(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+# --- embedding --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Lookup:
+    """One lookup in a table: a call, the op in its block, and the table's name."""
+
+    call: int
+    node: fx.Node
+    table: str
+
+
+def _cut_embedding(model: Model) -> Model:
+    """The lookup of the batch's ids in the table that the head has too, or else in the largest."""
+    calls = vocabulary_calls(model)
+    assert calls is not None
+    tied, classes = _head_table(model, calls.head)
+    found = max(
+        _lookups(model),
+        key=lambda lookup: (lookup.table == tied, _rows(lookup) == classes, _rows(lookup)),
+        default=None,
+    )
+    if found is None or _readers(model, found.table) != {found.call} | ({calls.head} if found.table == tied else set()):
+        return model
+    block = model.block_of(model.calls[found.call])
+    if len(next(p for p in operands(found.node) if info(p).role == "parameter").users) > 1:
+        return model
+    rest = closure(block.outputs, without={found.node})
+    name = _free("embedding", {b.name for b in model.blocks})
+    pieces = [Piece(name, VOCABULARY, closure([found.node])), Piece(block.name, block.kind, rest)]
+    return split_call(model, found.call, pieces)
+
+
+def _head_table(model: Model, index: int) -> tuple[str, int]:
+    """The name of the head's weight, and how many classes it has."""
+    call, block = model.calls[index], model.block_of(model.calls[index])
+    weight = head_of(block).weight
+    return call.parameters[block.parameters.index(weight)], info(weight).meta.shape[vocabulary_dims(block)[weight]]
+
+
+def _rows(lookup: _Lookup) -> int:
+    return info(operands(lookup.node)[0]).meta.shape[0]
+
+
+def _lookups(model: Model) -> Iterator[_Lookup]:
+    """All lookups of ids of the batch that can be split by rows."""
+    for index, call in enumerate(model.calls):
+        block = model.block_of(call)
+        names = dict(zip(block.parameters, call.parameters, strict=True))
+        for node in block.ops:
+            if op_name(node) == _EMBEDDING and _has_plain_gradient(node):
+                table, ids = operands(node)
+                if table in block.placeholders("parameter") and ids in _batch_values(model, index, block):
+                    yield _Lookup(index, node, names[table])
+
+
+def _has_plain_gradient(node: fx.Node) -> bool:
+    given = arguments(node)
+    return not given["scale_grad_by_freq"] and not given["sparse"]
+
+
+def _readers(model: Model, name: str) -> set[int]:
+    return {index for index, call in enumerate(model.calls) if name in call.parameters}
+
+
+# --- what must hold, and padding --------------------------------------------------------------------
+
+
+def _check_readers(model: Model) -> None:
+    """Nobody else reads what is split."""
+    calls = vocabulary_calls(model)
+    assert calls is not None
+    for own in [i for i in (calls.embedding, calls.head) if i is not None]:
+        for name in model.calls[own].parameters:
+            others = _readers(model, name) - {calls.embedding, calls.head}
+            for other in sorted(others):
+                call = model.calls[other]
+                raise StageError(
+                    f"parameter {name!r} of the head is read by {call.path or model.block_of(call).name} too"
+                )
+
+
+def _padded(model: Model, multiple: int) -> Model:
+    """Tables, and the logits, become longer, up to a multiple of so many rows."""
+    for block in (b for b in model.blocks if b.kind == VOCABULARY):
+        for node, dim in vocabulary_dims(block).items():
+            _lengthen(node, dim, multiple)
+        for node in head_of(block).path if is_head(block) else ():
+            _lengthen(node, 1, multiple)
+    return model
+
+
+def _lengthen(node: fx.Node, dim: int, multiple: int) -> None:
+    data = info(node)
+    shape = list(data.meta.shape)
+    shape[dim] = -(-shape[dim] // multiple) * multiple
+    set_info(node, replace(data, outputs=(replace(data.meta, shape=tuple(shape)),)))
