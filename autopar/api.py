@@ -16,7 +16,7 @@ from autopar import recipe, simulate
 from autopar.batch import Structure, flatten
 from autopar.capture import Loss, capture
 from autopar.cluster import Cluster
-from autopar.codegen import EmittedStage, emit
+from autopar.codegen import EmittedStage, EmittedVocabulary, emit, emit_vocabulary
 from autopar.errors import ArgumentError, PlanError
 from autopar.graph import Model, verify
 from autopar.mesh import Mesh
@@ -24,8 +24,11 @@ from autopar.passes.canonicalize import canonicalize
 from autopar.passes.fold import fold
 from autopar.passes.functionalize import functionalize
 from autopar.passes.normalize_losses import normalize_losses
+from autopar.passes.split_vocabulary import split_vocabulary
 from autopar.plan import Plan
 from autopar.planner.build import Built, Request, build
+from autopar.planner.modes import mode_of
+from autopar.planner.pipeline import Wanted
 from autopar.runtime import Input, batches
 from autopar.runtime.executor import Executor
 from autopar.runtime.job import (
@@ -40,6 +43,7 @@ from autopar.runtime.job import (
     text_of_rank_zero,
 )
 from autopar.runtime.weights import RecipeSource, Source, StateSource
+from autopar.schedules import Schedule
 from autopar.verification import Verification, verify_job
 from autopar.write import write_directory
 
@@ -78,9 +82,12 @@ def compile(
     optimizer: Optimizer = adamw,
     mesh: Mapping[str, int] | None = None,
     microbatches: int | None = None,
+    microbatch: int | None = None,
     cluster: str | Path | Cluster | None = None,
     plan: Plan | None = None,
     schedule: str = "1f1b",
+    chunks: int | None = None,
+    vocabulary: str = "redistributed",
     clip_norm: float | None = None,
     batch_dim: int = 0,
     seed: int = 0,
@@ -90,6 +97,10 @@ def compile(
     ``sample`` is what the one-device model is called with (a tensor, tuple or mapping; the global batch). The loss is
     the model's own (a scalar, ``.loss``, ``["loss"]`` or the first output) or ``loss(output, batch)``. ``optimizer``
     makes an optimizer from parameters. ``mesh`` pins degrees, ``{"pp": 2, "dp": 2, "tp": 2}`` (default: all ``dp``).
+    ``microbatches`` per step, or ``microbatch`` rows in each on a rank. ``schedule`` is the name of a pipeline schedule
+    (:data:`autopar.schedules.SCHEDULES`; ``"synthesized"``: the best order for this model and cluster), ``chunks`` how
+    many stages a pipeline rank holds, ``vocabulary`` how embedding and head are computed
+    (:data:`autopar.planner.modes.MODES`: on stages, or their rows split over the pipeline).
     ``plan`` takes the decisions of an earlier plan. ``clip_norm`` clips the global gradient norm. ``batch_dim`` is the
     dim of batch tensors that ``dp`` and microbatches split.
 
@@ -100,19 +111,22 @@ def compile(
     sizes = _mesh(mesh, plan, gpus)
     captured, constants, structure = prepare(model, sample, loss, batch_dim)
     _check_plan(captured, plan)
+    wanted = Wanted(schedule, vocabulary, chunks)
+    count = _microbatches(captured, sizes, microbatches, microbatch)
     if plan is None and _launched():
-        built = _built_together(captured, sizes, microbatches, cluster, schedule)
+        built = _built_together(captured, sizes, count, cluster, wanted)
     else:
-        built = build(captured, _request(captured, sizes, microbatches, cluster, plan, schedule), plan)
-    programs = emit(built.model, built.stages, sizes, microbatches=built.plan.microbatches, digest=built.plan.digest)
+        built = build(captured, _request(captured, sizes, count, cluster, plan, wanted), plan)
+    programs = Programs.of(built)
     return ParallelModel(
         model=model,
         built=built,
         programs=programs,
         structure=structure,
         job=Job(
-            texts=tuple(p.text for p in programs),
-            schedule=built.schedule,
+            texts=tuple(p.text for p in programs.stages),
+            schedule=built.pipeline.schedule,
+            vocabulary=programs.vocabulary.text if programs.vocabulary else None,
             mesh=sizes,
             source=_source(model, constants, seed),
             optimizer=optimizer,
@@ -136,6 +150,24 @@ def prepare(
     return folded, constants, flatten(sample)[1]
 
 
+@dataclass(frozen=True)
+class Programs:
+    """The emitted modules: one per pipeline stage, one for vocabulary layers that all ranks have a part of."""
+
+    stages: tuple[EmittedStage, ...]
+    vocabulary: EmittedVocabulary | None
+
+    @classmethod
+    def of(cls, built: Built) -> Programs:
+        plan, pipeline = built.plan, built.pipeline
+        sizes: dict[str, Any] = {"microbatches": plan.microbatches, "digest": plan.digest}
+        split = bool(pipeline.schedule.split)
+        return cls(
+            emit(built.model, pipeline.stages, plan.mesh, split_backward=split, **sizes),
+            emit_vocabulary(built.model, pipeline.stages, plan.mesh, **sizes),
+        )
+
+
 class ParallelModel:
     """A compiled model: its plan and programs, ready to be written, simulated, verified or trained."""
 
@@ -144,7 +176,7 @@ class ParallelModel:
         *,
         model: nn.Module,
         built: Built,
-        programs: tuple[EmittedStage, ...],
+        programs: Programs,
         structure: Structure,
         job: Job,
         loss: Loss | None,
@@ -168,22 +200,27 @@ class ParallelModel:
     @property
     def timeline(self) -> Any:
         """The predicted step, to draw (:func:`autopar.schedules.render`)."""
-        return self._built.timeline
+        return self._built.pipeline.timeline
+
+    @property
+    def schedule(self) -> Schedule:
+        """What each pipeline rank does, in order."""
+        return self._built.pipeline.schedule
 
     def source(self, rank: int) -> str:
-        """The emitted module that ``rank`` runs."""
-        return self._programs[self._stage(rank)].text
-
-    def _stage(self, rank: int) -> int:
-        return self.plan.mesh.coordinates(rank)["pp"]
+        """The emitted modules that ``rank`` runs: one per stage it holds, and its rows of split vocabulary layers."""
+        texts = [self._programs.stages[stage].text for stage in self._job.stages(rank)]
+        if self._programs.vocabulary is not None:
+            texts.append(self._programs.vocabulary.text)
+        return "\n\n".join(texts)
 
     def write(self, directory: str | Path) -> Path:
         """Write plan, programs, action lists, weights and how to launch them; all or nothing. Returns the path."""
-        return write_directory(Path(directory), self.plan, self._programs, self._job)
+        return write_directory(Path(directory), self.plan, self._job)
 
-    def module(self, rank: int) -> nn.Module:
-        """The emitted module of ``rank`` with that rank's weights (its collectives need the rank's process)."""
-        return self._job.module(rank)
+    def modules(self, rank: int) -> list[nn.Module]:
+        """The emitted modules of ``rank`` with that rank's weights (their collectives need the rank's process)."""
+        return self._job.modules(rank)
 
     def step(self, batch: Any) -> torch.Tensor:
         """One optimizer step of this rank under ``torchrun``; the global batch in, the global loss out."""
@@ -222,8 +259,10 @@ class ParallelModel:
         return copy.deepcopy(self._model)
 
     def whole_graph(self, batch: Any) -> Model:
-        """The captured graph of one device, before any axis was solved."""
-        return prepare(self._model, batch, self._loss, self._batch_dim)[0]
+        """The captured graph of one device, before any axis was solved, cut into the calls of the ranks' graph."""
+        model = prepare(self._model, batch, self._loss, self._batch_dim)[0]
+        mesh = self.plan.mesh
+        return split_vocabulary(model, mesh.pp, mesh.tp) if mode_of(self.plan.vocabulary).head else model
 
     @property
     def lowered(self) -> Model:
@@ -231,7 +270,7 @@ class ParallelModel:
         return self._built.model
 
     @property
-    def programs(self) -> tuple[EmittedStage, ...]:
+    def programs(self) -> Programs:
         return self._programs
 
     @property
@@ -285,19 +324,39 @@ def _mesh(mesh: Mapping[str, int] | None, plan: Plan | None, gpus: int) -> Mesh:
 def _request(
     model: Model,
     mesh: Mesh,
-    microbatches: int | None,
+    microbatches: int,
     cluster: str | Path | Cluster | None,
     plan: Plan | None,
-    schedule: str,
+    wanted: Wanted,
 ) -> Request:
     if plan is not None:
-        return Request(mesh, plan.microbatches, Cluster.parse(plan.cluster_toml, origin="the plan"), plan.schedule)
+        taken = Wanted(plan.schedule, plan.vocabulary, plan.chunks)
+        return Request(mesh, plan.microbatches, Cluster.parse(plan.cluster_toml, origin="the plan"), taken)
     if cluster is None:
         cluster = "h100" if torch.cuda.is_available() else "cpu"
+    found = cluster if isinstance(cluster, Cluster) else Cluster.load(cluster)
+    return Request(mesh, microbatches, found, wanted)
+
+
+def _microbatches(model: Model, mesh: Mesh, microbatches: int | None, microbatch: int | None) -> int:
+    """Of a step. Raises ArgumentError for numbers below 1, and a microbatch that doesn't divide what a rank gets."""
     if microbatches is not None and microbatches < 1:
         raise ArgumentError(f"microbatches={microbatches}; it must be at least 1")
-    found = cluster if isinstance(cluster, Cluster) else Cluster.load(cluster)
-    return Request(mesh, microbatches or _default_microbatches(model, mesh), found, schedule)
+    if microbatch is None:
+        return microbatches or _default_microbatches(model, mesh)
+    rows = model.batch_size // mesh.dp
+    if microbatch < 1 or rows % microbatch or model.batch_size % mesh.dp:
+        fits = [size for size in range(1, rows + 1) if rows % size == 0]
+        raise ArgumentError(
+            f"microbatch={microbatch} rows, but each of dp {mesh.dp} ranks gets {rows} of a batch of "
+            f"{model.batch_size}; microbatch may be one of {fits}"
+        )
+    if microbatches not in (None, rows // microbatch):
+        raise ArgumentError(
+            f"microbatch={microbatch} makes {rows // microbatch} microbatches, not microbatches={microbatches}; "
+            "leave one of the two out"
+        )
+    return rows // microbatch
 
 
 def _default_microbatches(model: Model, mesh: Mesh) -> int:
@@ -317,20 +376,16 @@ def _check_plan(model: Model, plan: Plan | None) -> None:
 
 
 def _built_together(
-    model: Model,
-    mesh: Mesh,
-    microbatches: int | None,
-    cluster: str | Path | Cluster | None,
-    schedule: str,
+    model: Model, mesh: Mesh, microbatches: int, cluster: str | Path | Cluster | None, wanted: Wanted
 ) -> Built:
     """Rank 0 plans; the others wait for its plan and take its decisions, so that all run the same program."""
     rank, _, _ = join_world()
     if rank == 0:
-        built = build(model, _request(model, mesh, microbatches, cluster, None, schedule))
+        built = build(model, _request(model, mesh, microbatches, cluster, None, wanted))
         text_of_rank_zero(built.plan.to_json())
         return built
     plan = Plan.from_json(text_of_rank_zero(""))
-    return build(model, _request(model, mesh, None, None, plan, plan.schedule), plan)
+    return build(model, _request(model, mesh, microbatches, None, plan, wanted), plan)
 
 
 def _source(model: nn.Module, constants: Mapping[str, torch.Tensor], seed: int) -> Source:

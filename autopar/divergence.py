@@ -31,6 +31,13 @@ Place = tuple[int, str]
 """(call, node): one op of the model."""
 
 
+class Emitted(Protocol):
+    """The programs of a job; those of its stages are looked at, vocabulary layers split over them are not."""
+
+    @property
+    def stages(self) -> tuple[EmittedStage, ...]: ...
+
+
 class Compiled(Protocol):
     """What is looked at of a compiled model; :class:`autopar.ParallelModel` is one."""
 
@@ -41,7 +48,7 @@ class Compiled(Protocol):
     def job(self) -> Job: ...
 
     @property
-    def programs(self) -> tuple[EmittedStage, ...]: ...
+    def programs(self) -> Emitted: ...
 
     @property
     def lowered(self) -> Model: ...
@@ -133,7 +140,7 @@ def _run(node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
 
 
 def _rank_values(job: Compiled, tensors: Mapping[str, Tensor]) -> list[list[Seen]]:
-    lines = [program.lines for program in job.programs]
+    lines = {f"stage_{program.stage}.py": program.lines for program in job.programs.stages}
     paths = {call.path: i for i, call in enumerate(job.lowered.calls) if call.path}
 
     def rank_program(rank: int) -> list[Seen]:
@@ -146,15 +153,14 @@ def _watched_step(
     job: Job,
     rank: int,
     tensors: Mapping[str, Tensor],
-    lines: list[Mapping[int, Origin]],
+    lines: Mapping[str, Mapping[int, Origin]],
     paths: Mapping[str, int],
 ) -> list[Seen]:
     """One step of this rank, with what every emitted line assigned."""
     axes = Axes.build(job.mesh, rank, "cpu", job.seed)
     executor = start(job, axes)
-    stage = axes["pp"].index
     seen: list[Seen] = []
-    tracer = _tracer(f"stage_{stage}.py", lines[stage], paths, axes, seen)
+    tracer = _tracer(lines, paths, axes, seen)
     sys.settrace(tracer)
     try:
         executor.step(tensors)
@@ -164,15 +170,15 @@ def _watched_step(
 
 
 def _tracer(
-    filename: str, lines: Mapping[int, Origin], paths: Mapping[str, int], axes: Axes, seen: list[Seen]
+    lines: Mapping[str, Mapping[int, Origin]], paths: Mapping[str, int], axes: Axes, seen: list[Seen]
 ) -> Callable[[FrameType, str, Any], Any]:
     last: dict[FrameType, int] = {}
 
     def note(frame: FrameType) -> None:
-        number = last.get(frame)
-        if number is None or number not in lines:
+        number, known = last.get(frame), lines[frame.f_code.co_filename]
+        if number is None or number not in known:
             return
-        origin = lines[number]
+        origin = known[number]
         value = frame.f_locals.get(origin.variable)
         scope = getattr(getattr(frame.f_locals.get("self"), "axes", None), "scope", "")
         if isinstance(value, Tensor):
@@ -188,7 +194,7 @@ def _tracer(
         return local
 
     def outer(frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_filename != filename or frame.f_code.co_name != "forward":
+        if frame.f_code.co_filename not in lines or frame.f_code.co_name != "forward":
             return None
         return local
 

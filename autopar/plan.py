@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from autopar.errors import AutoparError, PlanError
 from autopar.mesh import Mesh
 
-VERSION: Final = 1
+VERSION: Final = 2
 
 
 class _Value(BaseModel):
@@ -53,17 +53,29 @@ class BlockPlan(_Value):
 
 
 class StagePlan(_Value):
-    """One pipeline stage: calls ``first .. last`` of the model, what they are, what a rank of it costs."""
+    """One pipeline stage: calls ``first .. last`` of the model, what they are, what they cost a microbatch.
 
+    ``rank`` is the pipeline rank that holds it, which keeps ``inflight`` microbatches of it when it keeps the most.
+    """
+
+    rank: int
     first: int
     last: int
     units: list[str]
     forward_seconds: float
     backward_seconds: float
     parameter_bytes: int
-    state_bytes: int
     saved_bytes: int
     inflight: int
+
+
+class RankPlan(_Value):
+    """What one pipeline rank holds: its stages, its rows of split vocabulary layers, its memory at the peak."""
+
+    stages: list[int]
+    vocabulary_bytes: int
+    state_bytes: int
+    activation_bytes: int
     peak_bytes: int
 
 
@@ -79,7 +91,11 @@ class CostPlan(_Value):
 
 
 class Plan(_Value):
-    """See the module docstring. ``peak_bytes`` has one entry per rank."""
+    """See the module docstring. ``peak_bytes`` has one entry per rank.
+
+    ``chunks`` is how many stages a pipeline rank holds; ``vocabulary`` how embedding and head are computed; ``actions``
+    the list of a schedule that was made for this plan's costs, None for one that has a name.
+    """
 
     version: int = VERSION
     model_name: str
@@ -92,7 +108,11 @@ class Plan(_Value):
     inputs: list[InputPlan]
     blocks: list[BlockPlan]
     stage_plans: list[StagePlan]
+    rank_plans: list[RankPlan]
     schedule: str
+    chunks: int
+    vocabulary: str
+    actions: str | None
     replicated_ops: list[str]
     cost: CostPlan
     digest: str = Field(default="")
@@ -125,7 +145,7 @@ class Plan(_Value):
     @property
     def peak_bytes(self) -> list[int]:
         mesh = self.mesh
-        return [self.stage_plans[mesh.coordinate(rank, "pp")].peak_bytes for rank in range(mesh.world)]
+        return [self.rank_plans[mesh.coordinate(rank, "pp")].peak_bytes for rank in range(mesh.world)]
 
     def sealed(self) -> Plan:
         """This plan with its digest filled in."""
@@ -206,7 +226,8 @@ def _explain(plan: Plan) -> Iterator[str]:
     yield f"{plan.model_name} on {plan.mesh.world} x {plan.cluster}: {plan.mesh}   (plan {plan.digest})"
     per_rank = plan.batch_size // plan.microbatches // plan.mesh.dp
     batch = f"{plan.batch_size} = {plan.microbatches} microbatches x dp {plan.mesh.dp} x {per_rank}"
-    yield f"batch {batch}, schedule {plan.schedule}"
+    chunks = f" of {plan.chunks} chunks a rank" if plan.chunks > 1 else ""
+    yield f"batch {batch}, schedule {plan.schedule}{chunks}, vocabulary {plan.vocabulary}"
     gap = 100 * (1 - cost.bound_seconds / cost.step_seconds) if cost.step_seconds else 0.0
     bound = f"nothing on this mesh is below {seconds_text(cost.bound_seconds)} ({gap:.1f} % gap)"
     yield f"step {seconds_text(cost.step_seconds)}; {bound}"
@@ -215,10 +236,17 @@ def _explain(plan: Plan) -> Iterator[str]:
     yield "  " + ", ".join(f"{name} {seconds_text(value)}" for name, value in parts)
     yield ""
     for k, stage in enumerate(plan.stage_plans):
+        where = f" on pipeline rank {stage.rank}" if plan.chunks > 1 else ""
         yield (
-            f"stage {k}: {_units_text(stage.units)}   forward {seconds_text(stage.forward_seconds)}, backward "
+            f"stage {k}{where}: {_units_text(stage.units)}   forward {seconds_text(stage.forward_seconds)}, backward "
             f"{seconds_text(stage.backward_seconds)}, parameters {bytes_text(stage.parameter_bytes)}, "
-            f"peak {bytes_text(stage.peak_bytes)} ({stage.inflight} in flight)"
+            f"{stage.inflight} in flight"
+        )
+    for k, rank in enumerate(plan.rank_plans):
+        rows = f" (vocabulary rows {bytes_text(rank.vocabulary_bytes)})" if rank.vocabulary_bytes else ""
+        yield (
+            f"pipeline rank {k}: peak {bytes_text(rank.peak_bytes)} = state {bytes_text(rank.state_bytes)}{rows} "
+            f"+ activations {bytes_text(rank.activation_bytes)}"
         )
     for block in plan.blocks:
         yield ""

@@ -9,9 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from autopar.codegen import EmittedStage
 from autopar.errors import ArgumentError
-from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.runtime.job import Job
 
@@ -39,14 +37,14 @@ It trains on random batches of the planned shapes; `--batches FILE` takes a safe
 |---|---|
 | `plan.json` | every decision, with its predicted cost; `autopar show plan.json` explains it |
 {programs}
-| `actions.txt` | what each pipeline rank does, in order: forward, backward, send, receive, reduce, step |
+| `actions.txt` | what each pipeline rank does, in order (`autopar.schedules.actions` says what each stands for) |
 | `{weights}` | {weights_note} |
 | `job.json` | what else a rank needs: mesh, seed, clipping |
 | `train.py` | the launch script |
 """
 
 
-def write_directory(directory: Path, plan: Plan, programs: tuple[EmittedStage, ...], job: Job) -> Path:
+def write_directory(directory: Path, plan: Plan, job: Job) -> Path:
     """Write everything beside ``directory`` first, then move it there: all or nothing.
 
     Raises ArgumentError where ``directory`` exists and is not a job written before, or can't be written.
@@ -58,7 +56,7 @@ def write_directory(directory: Path, plan: Plan, programs: tuple[EmittedStage, .
     except OSError as error:
         raise ArgumentError(f"can't write {directory}: {error.strerror or error}") from error
     try:
-        _write(staging, plan, programs, job)
+        _write(staging, plan, job)
         staging.chmod(0o755)
         if directory.exists():
             old = staging.with_suffix(".old")
@@ -80,32 +78,39 @@ def _check_target(directory: Path) -> None:
         raise ArgumentError(f"{directory} holds something else than a job; name an empty or a new directory")
 
 
-def _write(directory: Path, plan: Plan, programs: tuple[EmittedStage, ...], job: Job) -> None:
+def _write(directory: Path, plan: Plan, job: Job) -> None:
     (directory / "plan.json").write_text(plan.to_json())
-    for program in programs:
-        (directory / program_file(program.stage)).write_text(program.text)
+    for stage, text in enumerate(job.texts):
+        (directory / program_file(stage)).write_text(text)
+    if job.vocabulary is not None:
+        (directory / VOCABULARY_FILE).write_text(job.vocabulary)
     (directory / "actions.txt").write_text(job.schedule.to_text())
     weights, note = job.source.save(directory)
     settings = {"mesh": plan.mesh.to_json(), "seed": job.seed, "clip_norm": job.clip_norm, "weights": weights}
     (directory / "job.json").write_text(json.dumps(settings, indent=1) + "\n")
     (directory / "train.py").write_text(_TRAIN.format(world=plan.mesh.world))
-    rows = "\n".join(f"| `{program_file(p.stage)}` | {_who_runs(plan.mesh, p.stage)} |" for p in programs)
+    rows = [f"| `{program_file(stage)}` | {_who_runs(job, stage)} |" for stage in range(len(job.texts))]
+    if job.vocabulary is not None:
+        rows.append(f"| `{VOCABULARY_FILE}` | embedding and head, of which every rank has some rows |")
     text = _README.format(
         model=plan.model_name,
         world=plan.mesh.world,
         mesh=plan.mesh,
         digest=plan.digest,
-        programs=rows,
+        programs="\n".join(rows),
         weights=weights,
         weights_note=note,
     )
     (directory / "README.md").write_text(text)
 
 
+VOCABULARY_FILE: Final = "vocabulary.py"
+
+
 def program_file(stage: int) -> str:
     return f"stage_{stage}.py"
 
 
-def _who_runs(mesh: Mesh, stage: int) -> str:
-    ranks = [r for r in range(mesh.world) if mesh.coordinate(r, "pp") == stage]
+def _who_runs(job: Job, stage: int) -> str:
+    ranks = [r for r in range(job.mesh.world) if stage in job.stages(r)]
     return f"the program of pipeline stage {stage}, run by rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

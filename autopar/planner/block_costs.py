@@ -19,11 +19,13 @@ from autopar.spmd import R, Type, transition
 @dataclass(frozen=True)
 class BlockCost:
     """Per call and microbatch: seconds of the passes, bytes kept from forward to backward, bytes and elements of
-    its parameters."""
+    its parameters. ``weight_seconds`` is the part of the backward that can be put off, which keeps ``later_bytes``."""
 
     forward_seconds: float
     backward_seconds: float
+    weight_seconds: float
     saved_bytes: int
+    later_bytes: int
     parameter_bytes: int
     parameters: int
 
@@ -42,14 +44,33 @@ class Machine:
 
 
 def block_cost(block: Block, machine: Machine) -> BlockCost:
-    forward = backward = 0.0
+    forward = backward = weights = 0.0
+    later: dict[fx.Node, int] = {}
     for node in block.ops:
         there, back = _node_seconds(node, machine)
         forward += there
         backward += back
+        if (factor := weight_product(node)) is not None:
+            weights += back / max(1, sum(info(o).meta.needs_grad for o in operands(node)))
+            later[factor] = info(factor).meta.bytes
+            later[node] = info(node).meta.bytes  # the gradient of the result
     metas = [info(p).meta for p in block.placeholders("parameter")]
     held, elements = sum(m.bytes for m in metas), sum(m.numel for m in metas)
-    return BlockCost(forward, backward, saved_bytes(block), held, elements)
+    return BlockCost(forward, backward, weights, saved_bytes(block), sum(later.values()), held, elements)
+
+
+def weight_product(node: fx.Node) -> fx.Node | None:
+    """The other factor of a product with a parameter, whose weight gradient can be put off; else None."""
+    if not lookup(op_name(node)).flops(Op.of(node)):
+        return None
+    factors = [operand for operand in operands(node) if not _is_weight(operand)]
+    return factors[0] if len(factors) == 1 and len(operands(node)) == 2 else None
+
+
+def _is_weight(node: fx.Node) -> bool:
+    while op_name(node) == "convert":
+        node = operands(node)[0]
+    return info(node).role == "parameter" and len(info(node).meta.shape) == 2
 
 
 def _node_seconds(node: fx.Node, machine: Machine) -> tuple[float, float]:

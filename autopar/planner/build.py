@@ -6,25 +6,27 @@ is emitted from) so that what is executed is what was costed.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from autopar.cluster import Cluster
-from autopar.cost_models import collective, step
-from autopar.errors import PlanError, ShardingError
-from autopar.graph import Block, Call, Model, info, op_name, verify, where
+from autopar.errors import ShardingError
+from autopar.graph import Model, info, op_name, verify, where
 from autopar.mesh import Mesh
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.localize import localize
-from autopar.plan import BlockPlan, CostPlan, InputPlan, NodePlan, Plan, StagePlan
+from autopar.passes.split_vocabulary import split_vocabulary
+from autopar.plan import BlockPlan, CostPlan, InputPlan, NodePlan, Plan, RankPlan, StagePlan
 from autopar.planner.block_costs import BlockCost, Machine, block_cost
+from autopar.planner.modes import mode_of
 from autopar.planner.onehot import Solution
+from autopar.planner.pipeline import SYNTHESIZED, Pipeline, Wanted, compute_only, lay_out
 from autopar.planner.prices import STATE_COPIES, MicrobatchPrices, RankPrices
 from autopar.planner.sharding import AxisProblem, apply_choices, solve_axis
-from autopar.planner.stages import Partition, Unit, partition
 from autopar.rules import has_rule
 from autopar.rules.attention import heads
 from autopar.rules.base import Op
-from autopar.schedules import Costs, Schedule, Timeline, generate, lower, simulate_timeline
+from autopar.schedules import Timeline
 
 
 @dataclass(frozen=True)
@@ -34,18 +36,16 @@ class Request:
     mesh: Mesh
     microbatches: int
     cluster: Cluster
-    schedule: str
+    wanted: Wanted
 
 
 @dataclass
 class Built:
-    """The plan, and what it was made for: the local model, the calls of each stage, the lowered schedule."""
+    """The plan, and what it was made for: the local model and its pipeline."""
 
     plan: Plan
     model: Model
-    stages: tuple[tuple[int, ...], ...]
-    schedule: Schedule
-    timeline: Timeline
+    pipeline: Pipeline
 
 
 def build(model: Model, request: Request, pinned: Plan | None = None) -> Built:
@@ -54,19 +54,21 @@ def build(model: Model, request: Request, pinned: Plan | None = None) -> Built:
     Raises ShardingError, StageError, ScheduleError or PlanError.
     """
     _check_batch(model, request)
+    if mode_of(request.wanted.vocabulary).head:
+        model = split_vocabulary(model, request.mesh.pp, request.mesh.tp)
     solutions = [_place(model, problem, pinned) for problem in _axes(request)]
     _check_heads(model, request)
     machine = _machine(request)
     costs = [block_cost(block, machine) for block in model.blocks]
-    calls = [i for i, call in enumerate(model.calls) if model.block_of(call).kind != "tables"]
-    schedule = lower(generate(request.schedule, request.mesh.pp, request.microbatches))
-    inflight = _inflight(schedule)
-    units = [_unit(model, model.calls[i], i, costs, machine) for i in calls]
-    cut = _cut(units, inflight, request, pinned)
-    stages = _stages(calls, cut)
-    timeline = simulate_timeline(schedule, _schedule_costs(model, stages, costs, units, calls, machine))
-    plan = pinned or _plan(model, request, solutions, stages, cut, costs, timeline, inflight)
-    return Built(plan, model, stages, schedule, timeline)
+    starts, actions = (_starts(pinned), pinned.actions) if pinned else (None, None)
+    pipeline = lay_out(model, costs, machine, request.microbatches, request.wanted, starts, actions)
+    plan = pinned or _plan(model, request, solutions, pipeline, costs)
+    return Built(plan, model, pipeline)
+
+
+def _starts(plan: Plan) -> list[int]:
+    """The first unit of each stage."""
+    return [0, *itertools.accumulate(len(stage.units) for stage in plan.stage_plans[:-1])]
 
 
 def _check_batch(model: Model, request: Request) -> None:
@@ -128,95 +130,10 @@ def _machine(request: Request) -> Machine:
     return Machine(request.cluster.device, links, {axis: mesh.size(axis) for axis in links})
 
 
-def _inflight(schedule: Schedule) -> list[int]:
-    """How many microbatches each rank keeps between forward and backward at most."""
-    peaks = []
-    for actions in schedule.lists:
-        now = peak = 0
-        for action in actions:
-            now += {"F": 1, "B": -1}.get(action.kind, 0)
-            peak = max(peak, now)
-        peaks.append(peak)
-    return peaks
-
-
-def _unit(model: Model, call: Call, index: int, costs: list[BlockCost], machine: Machine) -> Unit:
-    cost = costs[call.block]
-    crossing = _crossing_bytes(model, index)
-    seconds = 2 * collective.seconds("send", crossing, 2, machine.links["pp"]) if machine.sizes["pp"] > 1 else 0.0
-    name = call.path or model.block_of(call).name
-    return Unit(name, cost.seconds, STATE_COPIES * cost.parameter_bytes, cost.saved_bytes, seconds)
-
-
-def _crossing_bytes(model: Model, index: int) -> int:
-    """Bytes of the values made before call ``index`` and used from it on (what tables make is recomputed)."""
-    crossing = {
-        value
-        for call in model.calls[index:]
-        for value in call.operands
-        if 0 <= value.call < index and model.block_of(model.calls[value.call]).kind != "tables"
-    }
-    return sum(info(_block_of(model, v.call).outputs[v.output]).meta.bytes for v in crossing)
-
-
-def _block_of(model: Model, call: int) -> Block:
-    return model.block_of(model.calls[call])
-
-
-def _cut(units: list[Unit], inflight: list[int], request: Request, pinned: Plan | None) -> Partition:
-    if pinned is None:
-        return partition(units, inflight, request.cluster.device.memory_bytes)
-    starts = []
-    position = 0
-    for stage in pinned.stage_plans:
-        starts.append(position)
-        position += len(stage.units)
-    if position != len(units) or len(starts) != request.mesh.pp:
-        raise PlanError(f"the plan's stages hold {position} units, the model has {len(units)}: plan again")
-    slowest = max(stage.forward_seconds + stage.backward_seconds for stage in pinned.stage_plans)
-    return Partition(tuple(starts), slowest, slowest)
-
-
-def _stages(calls: list[int], cut: Partition) -> tuple[tuple[int, ...], ...]:
-    ends = [*cut.starts[1:], len(calls)]
-    return tuple(tuple(calls[a:b]) for a, b in zip(cut.starts, ends, strict=True))
-
-
-def _schedule_costs(
-    model: Model,
-    stages: tuple[tuple[int, ...], ...],
-    costs: list[BlockCost],
-    units: list[Unit],
-    calls: list[int],
-    machine: Machine,
-) -> Costs:
-    per_stage = [[costs[model.calls[i].block] for i in stage] for stage in stages]
-    state = [sum(c.parameter_bytes for c in stage) for stage in per_stage]
-    elements = [sum(c.parameters for c in stage) for stage in per_stage]
-    cut = {i: unit.cut_seconds / 2 for i, unit in zip(calls, units, strict=True)}
-    send_backward = tuple(0.0 if k == 0 else cut[stage[0]] for k, stage in enumerate(stages))
-    reduce = tuple(collective.seconds("all_reduce", b, machine.sizes["dp"], machine.links["dp"]) for b in state)
-    return Costs(
-        forward_seconds=tuple(sum(c.forward_seconds for c in s) for s in per_stage),
-        backward_seconds=tuple(sum(c.backward_seconds for c in s) for s in per_stage),
-        send_forward_seconds=(*send_backward[1:], 0.0),
-        send_backward_seconds=send_backward,
-        reduce_seconds=reduce,
-        activation_bytes=tuple(sum(c.saved_bytes for c in s) for s in per_stage),
-        step_seconds=tuple(step.optimizer_seconds(n, machine.device) for n in elements),
-    )
-
-
 def _plan(
-    model: Model,
-    request: Request,
-    solutions: list[Solution],
-    stages: tuple[tuple[int, ...], ...],
-    cut: Partition,
-    costs: list[BlockCost],
-    timeline: Timeline,
-    inflight: list[int],
+    model: Model, request: Request, solutions: list[Solution], pipeline: Pipeline, costs: list[BlockCost]
 ) -> Plan:
+    schedule = pipeline.schedule
     return Plan(
         model_name=model.name,
         model_fingerprint=model.fingerprint,
@@ -227,10 +144,14 @@ def _plan(
         microbatches=request.microbatches,
         inputs=[_input_plan(item) for item in model.inputs],
         blocks=[_block_plan(model, i) for i in range(len(model.blocks))],
-        stage_plans=[_stage_plan(model, s, costs, inflight[k]) for k, s in enumerate(stages)],
-        schedule=request.schedule,
+        stage_plans=[_stage_plan(model, k, pipeline, costs) for k in range(schedule.stages)],
+        rank_plans=[_rank_plan(model, rank, pipeline, costs) for rank in range(schedule.ranks)],
+        schedule=request.wanted.schedule,
+        chunks=schedule.chunks,
+        vocabulary=request.wanted.vocabulary,
+        actions=compute_only(schedule) if request.wanted.schedule == SYNTHESIZED else None,
         replicated_ops=_replicated(model),
-        cost=_cost_plan(request, solutions, stages, model, costs, cut, timeline),
+        cost=_cost_plan(request, solutions, model, costs, pipeline),
     ).sealed()
 
 
@@ -255,21 +176,34 @@ def _block_plan(model: Model, index: int) -> BlockPlan:
     return BlockPlan(name=block.name, kind=block.kind, paths=paths, nodes=nodes)
 
 
-def _stage_plan(model: Model, stage: tuple[int, ...], costs: list[BlockCost], inflight: int) -> StagePlan:
+def _stage_plan(model: Model, number: int, pipeline: Pipeline, costs: list[BlockCost]) -> StagePlan:
+    stage = pipeline.stages[number]
     mine = [costs[model.calls[i].block] for i in stage]
-    parameters = sum(c.parameter_bytes for c in mine)
-    saved = sum(c.saved_bytes for c in mine)
     return StagePlan(
+        rank=pipeline.schedule.placement[number],
         first=stage[0],
         last=stage[-1],
         units=[model.calls[i].path or model.block_of(model.calls[i]).name for i in stage],
         forward_seconds=sum(c.forward_seconds for c in mine),
         backward_seconds=sum(c.backward_seconds for c in mine),
-        parameter_bytes=parameters,
-        state_bytes=STATE_COPIES * parameters,
-        saved_bytes=saved,
-        inflight=inflight,
-        peak_bytes=STATE_COPIES * parameters + inflight * saved,
+        parameter_bytes=sum(c.parameter_bytes for c in mine),
+        saved_bytes=sum(c.saved_bytes for c in mine),
+        inflight=pipeline.inflight[number],
+    )
+
+
+def _rank_plan(model: Model, rank: int, pipeline: Pipeline, costs: list[BlockCost]) -> RankPlan:
+    stages = [k for k, home in enumerate(pipeline.schedule.placement) if home == rank]
+    parameters = sum(costs[model.calls[i].block].parameter_bytes for k in stages for i in pipeline.stages[k])
+    vocabulary = pipeline.vocabulary.parameter_bytes if pipeline.vocabulary else 0
+    state = STATE_COPIES * (parameters + vocabulary)
+    activations = pipeline.timeline.peak_activation_bytes[rank]
+    return RankPlan(
+        stages=stages,
+        vocabulary_bytes=vocabulary,
+        state_bytes=state,
+        activation_bytes=activations,
+        peak_bytes=state + activations,
     )
 
 
@@ -279,27 +213,26 @@ def _replicated(model: Model) -> list[str]:
 
 
 def _cost_plan(
-    request: Request,
-    solutions: list[Solution],
-    stages: tuple[tuple[int, ...], ...],
-    model: Model,
-    costs: list[BlockCost],
-    cut: Partition,
-    timeline: Timeline,
+    request: Request, solutions: list[Solution], model: Model, costs: list[BlockCost], pipeline: Pipeline
 ) -> CostPlan:
-    total = sum(costs[model.calls[i].block].seconds for stage in stages for i in stage)
-    ideal = request.microbatches * total / request.mesh.pp
+    timeline, microbatches = pipeline.timeline, request.microbatches
+    vocabulary = pipeline.vocabulary.pass_seconds if pipeline.vocabulary else 0.0
+    total = sum(costs[model.calls[i].block].seconds for stage in pipeline.stages for i in stage)
+    ideal = microbatches * (total / request.mesh.pp + vocabulary)
     gap = min((s.bound_seconds / s.seconds for s in solutions if s.seconds > 0), default=1.0)
-    bound = max(ideal, request.microbatches * cut.bound_seconds) * gap
-    optimizer = max(e.end_seconds - e.start_seconds for e in timeline.events if e.action.kind == "STEP")
-    reduce = max((e.end_seconds - e.start_seconds for e in timeline.events if e.action.kind == "REDUCE"), default=0.0)
-    compute = request.microbatches * max(sum(costs[model.calls[i].block].seconds for i in stage) for stage in stages)
-    bubble = max(0.0, timeline.makespan_seconds - compute - optimizer)
+    bound = max(ideal, microbatches * (pipeline.bound_seconds + vocabulary)) * gap
+    ends = {kind: _longest(timeline, kind) for kind in ("STEP", "REDUCE", "REDUCE_V")}
+    optimizer = ends["STEP"]
+    compute = max(timeline.busy_seconds) - optimizer
     return CostPlan(
         step_seconds=timeline.makespan_seconds,
         bound_seconds=min(bound + optimizer, timeline.makespan_seconds),
         compute_seconds=compute,
-        bubble_seconds=bubble,
-        reduce_seconds=reduce,
+        bubble_seconds=max(0.0, timeline.makespan_seconds - compute - optimizer),
+        reduce_seconds=max(ends["REDUCE"], ends["REDUCE_V"]),
         optimizer_seconds=optimizer,
     )
+
+
+def _longest(timeline: Timeline, kind: str) -> float:
+    return max((e.end_seconds - e.start_seconds for e in timeline.events if e.action.kind == kind), default=0.0)

@@ -13,6 +13,7 @@ from torch import fx
 
 from autopar.errors import PlanError, ShardingError
 from autopar.graph import INPUT_CALL, Choice, Model, info, op_name, operands, where
+from autopar.passes.vocabulary import VOCABULARY, head_of, is_head, vocabulary_dims
 from autopar.planner.onehot import Edge, Problem, Solution, Vertex, solve
 from autopar.planner.prices import FORBIDDEN_SECONDS, STATE_COPIES, Prices
 from autopar.rules import has_rule, lookup
@@ -201,9 +202,11 @@ def _vertex(
 
 
 def _parameter_vertex(build: _Build, number: int, node: fx.Node, count: int) -> None:
-    meta, size = info(node).meta, build.problem.size
+    meta, size, block = info(node).meta, build.problem.size, build.model.blocks[number]
     kinds: list[Type] = [I if meta.needs_grad and build.problem.axis != "mb" else R]
-    if not build.problem.splits_batch and meta.needs_grad:
+    if not build.problem.splits_batch and block.kind == VOCABULARY and node in (dims := vocabulary_dims(block)):
+        kinds = [S(dims[node])]
+    elif not build.problem.splits_batch and meta.needs_grad:
         kinds += _shards(build.splits[number, node], meta.shape, size)
     parts = [size if k.is_shard else 1 for k in kinds]
     stored = [meta.bytes * STATE_COPIES // part for part in parts]
@@ -235,10 +238,37 @@ def _op_vertex(build: _Build, number: int, node: fx.Node, count: int) -> None:
     inputs = [build.splits[number, o] for o in operands(node)]
     choices = legal_choices(rule, op, build.problem.size, inputs, build.splits[number, node])
     choices = [c for c in choices if not _splits_batch(build, (number, node), c.result)]
+    choices = [c for c in choices if _keeps_vocabulary(build, number, node, c)]
     if _is_loss(build.model, number, node):
         choices = [c for c in choices if c.result in (P, I)]
     seconds = [build.problem.prices.op(node, op, rule, c) for c in choices]
     _vertex(build, (number, node), choices, seconds, [0] * len(choices), count, node.name)
+
+
+def _keeps_vocabulary(build: _Build, number: int, node: fx.Node, choice: Choice) -> bool:
+    """Whether a choice leaves the vocabulary split over pp to do: by its rows on tp, by tokens on ``mb`` and ``dp``.
+
+    From the product to the logits nothing is exchanged then, and a table's gradient is a sum over ``dp`` alone.
+    """
+    block = build.model.blocks[number]
+    if block.kind != VOCABULARY:
+        return True
+    if build.problem.splits_batch:
+        return _keeps_tokens(build, number, node, choice)
+    if not is_head(block):
+        return True
+    head = head_of(block)
+    return bool(choice.form) if node is head.entropy else node not in head.path or choice.result == S(1)
+
+
+def _keeps_tokens(build: _Build, number: int, node: fx.Node, choice: Choice) -> bool:
+    """Parameters are taken ``R``, and logits have the type that the split of the batch gives them."""
+    block = build.model.blocks[number]
+    path = head_of(block).path if is_head(block) else ()
+    pairs = [*zip(operands(node), choice.operands, strict=True), (node, choice.result)]
+    wanted = {other: build.batch[number, other] for other in path if (number, other) in build.batch}
+    wanted |= {other: R for other, _ in pairs if _is_parameter((number, other))}
+    return all(wanted.get(other, kind) == kind for other, kind in pairs)
 
 
 def _is_loss(model: Model, number: int, node: fx.Node) -> bool:

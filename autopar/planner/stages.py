@@ -1,24 +1,28 @@
 """Where to cut a model into contiguous pipeline stages: an ILP over the folded calls, solved by CP-SAT.
 
 Sets
-    units i = 0..n-1 (calls in order: embedding, layers, head with loss), stages k = 0..p-1
+    units i = 0..n-1 (calls in order: embedding, layers, head with loss), stages k = 0..K-1, ranks r = placement[k]
 Variables
-    c_k in 0..n, c_0 = 0, c_p = n, c_k < c_{k+1}            first unit of stage k           :func:`_cuts`
-    T >= seconds of every stage, M >= bytes of every stage              :func:`_maximum`
+    c_k in 0..n, c_0 = 0, c_K = n, c_k < c_{k+1}            first unit of stage k           :func:`_cuts`
+    T >= seconds of every rank, L >= seconds of every stage, M >= bytes of every rank       :func:`_maximum`
 Objective
-    min T (the slowest stage sets the pace of a pipeline), then, at that T, min M
+    min T (the slowest rank sets the pace of a pipeline), then L at that T, then M at both
 Constraints
     seconds_k = time[c_{k+1}] - time[c_k] + send[c_k] + send[c_{k+1}]   prefix sums by element  :func:`_stage_seconds`
-    bytes_k   = state[c_{k+1}] - state[c_k] + inflight_k * (saved[c_{k+1}] - saved[c_k]) <= budget :func:`_stage_bytes`
+    bytes_k   = state[c_{k+1}] - state[c_k] + inflight_k * (saved[c_{k+1}] - saved[c_k])        :func:`_stage_bytes`
+    T, M      : sums over the stages of a rank; bytes of a rank <= budget                       :func:`_per_rank`
 
-``inflight_k`` is how many microbatches the schedule keeps between forward and backward on stage k.
+``inflight_k`` is how many microbatches the schedule keeps between forward and backward of stage k when its rank keeps
+the most.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ortools.sat.python import cp_model
 
@@ -31,49 +35,94 @@ _KIB = 1024
 @dataclass(frozen=True)
 class Unit:
     """One call: seconds of forward plus backward per microbatch, bytes of state (parameters, gradients, optimizer),
-    bytes saved per microbatch in flight, and seconds to send what crosses a cut before it."""
+    bytes saved per microbatch in flight, and seconds to send what crosses a cut before it. Units of one ``kind`` are
+    calls of one block."""
 
     name: str
     seconds: float
     state_bytes: int
     saved_bytes: int
     cut_seconds: float
+    kind: int = 0
 
 
 @dataclass(frozen=True)
 class Partition:
-    """``starts[k]`` is the first unit of stage k; the bound on the slowest stage is proven."""
+    """``starts[k]`` is the first unit of stage k; the bound on the slowest rank is proven (0.0: none was)."""
 
     starts: tuple[int, ...]
     slowest_seconds: float
     bound_seconds: float
 
 
-def partition(units: Sequence[Unit], inflight: Sequence[int], budget_bytes: int | None) -> Partition:
-    """The best contiguous partition into ``len(inflight)`` stages.
+def partition(
+    units: Sequence[Unit],
+    inflight: Sequence[int],
+    budget_bytes: int | None,
+    placement: Sequence[int] | None = None,
+) -> Partition:
+    """The best contiguous partition into ``len(inflight)`` stages; ``placement[k]`` is stage k's rank (None: k).
 
     Raises StageError where there are fewer units than stages, or no partition fits ``budget_bytes`` per rank.
     """
     stages = len(inflight)
-    if len(units) < stages:
-        raise StageError(
-            f"the model has {len(units)} units to cut between ({', '.join(u.name for u in units)}), "
-            f"fewer than pp={stages}; use pp <= {len(units)}"
-        )
+    placement = range(stages) if placement is None else placement
+    _check_count(units, stages, len(set(placement)))
     model = cp_model.CpModel()
     cuts = _cuts(model, len(units), stages)
     seconds = _stage_seconds(model, units, cuts)
-    bytes_ = _stage_bytes(model, units, cuts, inflight, budget_bytes)
-    slowest = _maximum(model, seconds, "slowest")
+    bytes_ = _per_rank(_stage_bytes(model, units, cuts, inflight), placement)
+    if budget_bytes is not None:
+        for term in bytes_:
+            model.add(term <= budget_bytes // _KIB)
+    slowest = _maximum(model, _per_rank(seconds, placement), "slowest")
+    longest = _maximum(model, seconds, "longest")
     largest = _maximum(model, bytes_, "largest")
     model.minimize(slowest)
-    pace = _solve(model, units, inflight, budget_bytes)
-    bound = pace.best_objective_bound * _NANOSECOND
-    model.add(slowest <= pace.value(slowest))
-    model.minimize(largest)
-    even = _solve(model, units, inflight, budget_bytes)
-    starts = tuple(even.value(c) for c in cuts[:-1])
-    return Partition(starts, even.value(slowest) * _NANOSECOND, bound)
+    solver = _solve(model, units, inflight, budget_bytes)
+    bound = solver.best_objective_bound * _NANOSECOND
+    for settled, objective in ((slowest, longest), (longest, largest)):
+        model.add(settled <= solver.value(settled))
+        model.minimize(objective)
+        solver = _solve(model, units, inflight, budget_bytes)
+    starts = tuple(solver.value(c) for c in cuts[:-1])
+    return Partition(starts, solver.value(slowest) * _NANOSECOND, bound)
+
+
+def even_partition(units: Sequence[Unit], stages: int, placement: Sequence[int] | None = None) -> Partition:
+    """Equal numbers of layers per stage, the rest to the first ones; what is no layer stays with its neighbour.
+
+    Layers are the units of the kind that there is most of. This is how pipelines are cut by hand, and what others are
+    compared with. Raises StageError where there are fewer layers than stages.
+    """
+    placement = range(stages) if placement is None else placement
+    kinds = Counter(unit.kind for unit in units)
+    most = kinds.most_common(1)[0][0]
+    layers = [i for i, unit in enumerate(units) if unit.kind == most]
+    _check_count([units[i] for i in layers], stages, len(set(placement)))
+    size, more = divmod(len(layers), stages)
+    firsts = list(itertools.accumulate((size + (k < more) for k in range(stages - 1)), initial=0))
+    starts = (0, *(layers[first] for first in firsts[1:]))
+    ends = (*starts[1:], len(units))
+    seconds = [sum(u.seconds for u in units[a:b]) for a, b in zip(starts, ends, strict=True)]
+    return Partition(starts, max(_per_rank(seconds, placement)), 0.0)
+
+
+def _check_count(units: Sequence[Unit], stages: int, ranks: int) -> None:
+    if len(units) >= stages:
+        return
+    chunks = stages // ranks
+    use = f"use pp <= {len(units)}"
+    if chunks > 1:
+        use = f"use pp x chunks <= {len(units)}"
+    raise StageError(
+        f"the model has {len(units)} units to cut between ({', '.join(u.name for u in units)}), "
+        f"fewer than pp={ranks}{f' x {chunks} chunks' if chunks > 1 else ''}; {use}"
+    )
+
+
+def _per_rank(terms: Sequence[Any], placement: Sequence[int]) -> list[Any]:
+    return [sum(t for t, home in zip(terms, placement, strict=True) if home == rank) for rank in sorted(set(placement))]
 
 
 def _maximum(model: cp_model.CpModel, terms: Sequence[cp_model.LinearExprT], name: str) -> cp_model.IntVar:
@@ -124,17 +173,12 @@ def _stage_bytes(
     units: Sequence[Unit],
     cuts: list[cp_model.IntVar],
     inflight: Sequence[int],
-    budget_bytes: int | None,
 ) -> Sequence[cp_model.LinearExprT]:
     state = _prefix([_kib(u.state_bytes) for u in units])
     saved = _prefix([_kib(u.saved_bytes) for u in units])
     held = [_element(model, state, cut, "state") for cut in cuts]
     kept = [_element(model, saved, cut, "saved") for cut in cuts]
-    terms = [held[k + 1] - held[k] + inflight[k] * (kept[k + 1] - kept[k]) for k in range(len(inflight))]
-    if budget_bytes is not None:
-        for term in terms:
-            model.add(term <= budget_bytes // _KIB)
-    return terms
+    return [held[k + 1] - held[k] + inflight[k] * (kept[k + 1] - kept[k]) for k in range(len(inflight))]
 
 
 def _element(model: cp_model.CpModel, table: list[int], index: cp_model.IntVar, name: str) -> cp_model.IntVar:

@@ -1,0 +1,246 @@
+"""The pipeline of a plan: which calls make up a stage, in which order ranks run them, and how long that takes.
+
+The cut needs to know how many microbatches the schedule keeps, cost-aware schedules need the costs of the cut: so a
+schedule is generated twice, first with equal passes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autopar.cost_models import collective, step
+from autopar.errors import ArgumentError, PlanError
+from autopar.graph import Block, Call, Model, info
+from autopar.passes.vocabulary import STAGELESS
+from autopar.planner.block_costs import BlockCost, Machine
+from autopar.planner.modes import mode_of
+from autopar.planner.prices import STATE_COPIES
+from autopar.planner.stages import Partition, Unit, even_partition, partition
+from autopar.planner.vocabulary_costs import VocabularyCost, vocabulary_cost
+from autopar.schedules import Costs, Schedule, Timeline, generate, lower, simulate_timeline
+from autopar.schedules.flow import COMPUTE
+from autopar.schedules.pass_times import PassTimes
+
+SYNTHESIZED = "synthesized"
+"""The name of a schedule that is made for the costs at hand instead of taken from the literature."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is pinned of a pipeline: schedule by name, stages per rank, how the vocabulary is computed."""
+
+    schedule: str
+    vocabulary: str
+    chunks: int | None = None
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """``stages`` are the calls of each stage; ``inflight[k]`` how many microbatches of stage k its rank keeps when it
+    keeps the most. ``bound_seconds`` is a proven bound on the slowest rank's passes of one microbatch."""
+
+    stages: tuple[tuple[int, ...], ...]
+    schedule: Schedule
+    timeline: Timeline
+    inflight: tuple[int, ...]
+    slowest_seconds: float
+    bound_seconds: float
+    vocabulary: VocabularyCost | None
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What a pipeline is made of."""
+
+    model: Model
+    calls: list[int]
+    units: list[Unit]
+    costs: list[BlockCost]
+    machine: Machine
+    vocabulary: VocabularyCost | None
+
+
+def lay_out(
+    model: Model,
+    costs: list[BlockCost],
+    machine: Machine,
+    microbatches: int,
+    wanted: Wanted,
+    starts: Sequence[int] | None = None,
+    actions: str | None = None,
+) -> Pipeline:
+    """Cut ``model`` (local on all axes) and schedule it. With ``starts``, take that cut; with ``actions``, that list.
+
+    Raises StageError, ScheduleError, ArgumentError or PlanError.
+    """
+    ranks = machine.sizes["pp"]
+    calls = [i for i, call in enumerate(model.calls) if model.block_of(call).kind not in STAGELESS]
+    units = [_unit(model, model.calls[i], i, costs, machine) for i in calls]
+    vocabulary = vocabulary_cost(model, mode_of(wanted.vocabulary).head, costs, machine)
+    parts = _Parts(model, calls, units, costs, machine, vocabulary)
+    name = _schedule_name(wanted, ranks)
+    draft = _generate(name, ranks, microbatches, wanted, None, parts)
+    inflight = kept_stages(lower(draft))
+    cut = _cut(parts, draft.placement, inflight, wanted, starts)
+    stages = _stages(calls, cut)
+    schedule_costs = _schedule_costs(parts, stages, draft.placement)
+    if actions is not None:
+        schedule = lower(Schedule.from_text(actions))
+    elif wanted.schedule == SYNTHESIZED:
+        schedule = _synthesized(draft, schedule_costs, parts)
+    else:
+        times = PassTimes.of(schedule_costs)
+        schedule = lower(_generate(name, ranks, microbatches, wanted, times, parts))
+    return Pipeline(
+        stages=stages,
+        schedule=schedule,
+        timeline=simulate_timeline(schedule, schedule_costs),
+        inflight=kept_stages(schedule),
+        slowest_seconds=cut.slowest_seconds,
+        bound_seconds=cut.bound_seconds,
+        vocabulary=vocabulary,
+    )
+
+
+def compute_only(schedule: Schedule) -> str:
+    """The text of a lowered schedule without what lowering adds; :func:`lay_out` takes it as ``actions``."""
+    lists = tuple(tuple(a for a in row if a.kind in COMPUTE) for row in schedule.lists)
+    return replace(schedule, lists=lists).to_text()
+
+
+def _schedule_name(wanted: Wanted, ranks: int) -> str:
+    """The named schedule that the request starts from. Raises ArgumentError where it doesn't fit the vocabulary."""
+    mode = mode_of(wanted.vocabulary)
+    if mode.head and ranks == 1:
+        raise ArgumentError(
+            f"vocabulary={wanted.vocabulary!r} splits the vocabulary over the pipeline, but pp=1; use pp of 2 or more"
+        )
+    name = "1f1b" if wanted.schedule == SYNTHESIZED else wanted.schedule
+    if mode.schedule and name not in ("1f1b", mode.schedule):
+        raise ArgumentError(
+            f"vocabulary={wanted.vocabulary!r} has a schedule of its own; leave schedule={wanted.schedule!r} out, or "
+            "use vocabulary='vocab-1' with it"
+        )
+    return mode.schedule or name
+
+
+def _generate(
+    name: str, ranks: int, microbatches: int, wanted: Wanted, times: PassTimes | None, parts: _Parts
+) -> Schedule:
+    head = mode_of(wanted.vocabulary).head
+    embedding = parts.vocabulary is not None and parts.vocabulary.has_embedding
+    return generate(
+        name, ranks, microbatches, chunks=wanted.chunks, costs=times, head=head, embedding=bool(head) and embedding
+    )
+
+
+def _synthesized(draft: Schedule, costs: Costs, parts: _Parts) -> Schedule:
+    """The best order for these costs, in the memory that a rank has left for activations."""
+    from autopar.planner.synthesis import synthesize
+
+    return lower(
+        synthesize(
+            draft.placement,
+            draft.microbatches,
+            costs,
+            head=draft.head,
+            embedding=draft.embedding,
+        ).schedule
+    )
+
+
+def kept_stages(schedule: Schedule) -> tuple[int, ...]:
+    """Per stage, how many microbatches its rank keeps of it when it keeps the most of all its stages."""
+    most = [0] * schedule.stages
+    for actions in schedule.lists:
+        kept: Counter[int] = Counter()
+        peak = 0
+        for action in actions:
+            if action.kind in ("F", "B", "W"):
+                kept[action.stage] += 1 if action.kind == "F" else -1
+            if kept.total() > peak:
+                peak = kept.total()
+                for stage, count in kept.items():
+                    most[stage] = count
+    return tuple(most)
+
+
+def _unit(model: Model, call: Call, index: int, costs: list[BlockCost], machine: Machine) -> Unit:
+    cost = costs[call.block]
+    crossing = _crossing_bytes(model, index)
+    seconds = 2 * collective.seconds("send", crossing, 2, machine.links["pp"]) if machine.sizes["pp"] > 1 else 0.0
+    name = call.path or model.block_of(call).name
+    return Unit(name, cost.seconds, STATE_COPIES * cost.parameter_bytes, cost.saved_bytes, seconds, call.block)
+
+
+def _crossing_bytes(model: Model, index: int) -> int:
+    """Bytes of the values made before call ``index`` and used from it on (what tables make is recomputed)."""
+    crossing = {
+        value
+        for call in model.calls[index:]
+        for value in call.operands
+        if 0 <= value.call < index and _block_of(model, value.call).kind not in STAGELESS
+    }
+    return sum(info(_block_of(model, v.call).outputs[v.output]).meta.bytes for v in crossing)
+
+
+def _block_of(model: Model, call: int) -> Block:
+    return model.block_of(model.calls[call])
+
+
+def _cut(
+    parts: _Parts, placement: Sequence[int], inflight: Sequence[int], wanted: Wanted, starts: Sequence[int] | None
+) -> Partition:
+    if starts is not None:
+        return _pinned_cut(parts, placement, starts)
+    if not mode_of(wanted.vocabulary).balanced:
+        return even_partition(parts.units, len(placement), placement)
+    reserved = parts.vocabulary.held_bytes if parts.vocabulary else 0
+    budget = max(0, parts.machine.device.memory_bytes - reserved)
+    return partition(parts.units, inflight, budget, placement)
+
+
+def _pinned_cut(parts: _Parts, placement: Sequence[int], starts: Sequence[int]) -> Partition:
+    ends = [*starts[1:], len(parts.units)]
+    fits = len(starts) == len(placement) and all(a < b for a, b in zip(starts, ends, strict=True))
+    if not fits:
+        raise PlanError(f"the plan cuts {len(parts.units)} units at {list(starts)}, which makes no stages: plan again")
+    seconds = [sum(u.seconds for u in parts.units[a:b]) for a, b in zip(starts, ends, strict=True)]
+    slowest = max(sum(s for s, r in zip(seconds, placement, strict=True) if r == rank) for rank in set(placement))
+    return Partition(tuple(starts), slowest, 0.0)
+
+
+def _stages(calls: list[int], cut: Partition) -> tuple[tuple[int, ...], ...]:
+    ends = [*cut.starts[1:], len(calls)]
+    return tuple(tuple(calls[a:b]) for a, b in zip(cut.starts, ends, strict=True))
+
+
+def _step_seconds(parts: _Parts, per_stage: list[list[BlockCost]], placement: Sequence[int]) -> tuple[float, ...]:
+    elements = [parts.vocabulary.parameters if parts.vocabulary else 0] * parts.machine.sizes["pp"]
+    for home, stage in zip(placement, per_stage, strict=True):
+        elements[home] += sum(c.parameters for c in stage)
+    return tuple(step.optimizer_seconds(count, parts.machine.device) for count in elements)
+
+
+def _schedule_costs(parts: _Parts, stages: tuple[tuple[int, ...], ...], placement: Sequence[int]) -> Costs:
+    model, machine, vocabulary = parts.model, parts.machine, parts.vocabulary
+    per_stage = [[parts.costs[model.calls[i].block] for i in stage] for stage in stages]
+    state = [sum(c.parameter_bytes for c in stage) for stage in per_stage]
+    cut = {i: unit.cut_seconds / 2 for i, unit in zip(parts.calls, parts.units, strict=True)}
+    send_backward = tuple(0.0 if k == 0 else cut[stage[0]] for k, stage in enumerate(stages))
+    reduce = tuple(collective.seconds("all_reduce", b, machine.sizes["dp"], machine.links["dp"]) for b in state)
+    return Costs(
+        forward_seconds=tuple(sum(c.forward_seconds for c in s) for s in per_stage),
+        backward_seconds=tuple(sum(c.backward_seconds for c in s) for s in per_stage),
+        send_forward_seconds=(*send_backward[1:], 0.0),
+        send_backward_seconds=send_backward,
+        reduce_seconds=reduce,
+        activation_bytes=tuple(sum(c.saved_bytes for c in s) for s in per_stage),
+        step_seconds=_step_seconds(parts, per_stage, placement),
+        weight_seconds=tuple(sum(c.weight_seconds for c in s) for s in per_stage),
+        later_bytes=tuple(sum(c.later_bytes for c in s) for s in per_stage),
+        vocabulary_seconds=vocabulary.seconds if vocabulary else {},
+        logits_bytes=vocabulary.logits_bytes if vocabulary else 0,
+    )
