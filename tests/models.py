@@ -54,11 +54,11 @@ def gpt2(batch: int, *, layers: int = 4, dropout: float = 0.0) -> Case:
     return Case(GPT2LMHeadModel(config), {"input_ids": tokens(batch), "labels": labels_with_gaps(batch)})
 
 
-def llama(batch: int, *, layers: int = 4, tied: bool = False) -> Case:
+def llama(batch: int, *, layers: int = 4, tied: bool = False, vocabulary: int = VOCABULARY) -> Case:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=layers,
@@ -217,8 +217,13 @@ class Float64(TorchFunctionMode):
 
 def make(name: str, batch: int, dtype: torch.dtype = torch.float64) -> Case:
     """The case in ``dtype``, weights from seed 0, biases not zero."""
+    return prepared(lambda: CASES[name](batch), dtype)
+
+
+def prepared(case_of: Callable[[], Case], dtype: torch.dtype = torch.float64) -> Case:
+    """What :func:`make` makes of any case."""
     torch.manual_seed(0)
-    case = CASES[name](batch)
+    case = case_of()
     model = case.model.to(dtype).train()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cost_models import collective, step
-from autopar.errors import ArgumentError, PlanError
+from autopar.errors import ArgumentError, PlanError, StageError
 from autopar.graph import Block, Call, Model, info
 from autopar.passes.vocabulary import STAGELESS
 from autopar.planner.block_costs import BlockCost, Machine
@@ -85,6 +85,8 @@ def lay_out(
     inflight = kept_stages(lower(draft))
     cut = _cut(parts, draft.placement, inflight, wanted, starts)
     stages = _stages(calls, cut)
+    if draft.is_asynchronous:
+        _refuse_ties(model, stages, wanted)
     schedule_costs = _schedule_costs(parts, stages, draft.placement)
     if actions is not None:
         schedule = lower(Schedule.from_text(actions))
@@ -102,6 +104,18 @@ def lay_out(
         bound_seconds=cut.bound_seconds,
         vocabulary=vocabulary,
     )
+
+
+def _refuse_ties(model: Model, stages: tuple[tuple[int, ...], ...], wanted: Wanted) -> None:
+    """Copies of a weight that are updated at different times are no longer one weight."""
+    owner: dict[str, int] = {}
+    for number, stage in enumerate(stages):
+        for name in (name for call in stage for name in model.calls[call].parameters):
+            if owner.setdefault(name, number) != number:
+                raise StageError(
+                    f"schedule {wanted.schedule!r} is asynchronous: each stage updates its weights by itself, but "
+                    f"{name!r} is in stages {owner[name]} and {number}. Use a synchronous schedule, or untie it"
+                )
 
 
 def compute_only(schedule: Schedule) -> str:

@@ -8,8 +8,8 @@ busiest rank allows, or the next longer one that the limits of memory allow.
 Sets
     passes a of one microbatch on all ranks, each on rank r(a), of d_a ticks; exchanges e of d_e ticks
 Variables
-    o_a = T q_a + x_a, 0 <= x_a < T, q_a >= 0       start of a, in intervals and inside one     :func:`_starts`
-    y_e >= 0                                        start of exchange e                          :func:`_starts`
+    o_a = T q_a + x_a, 0 <= x_a < T, q_a >= 0       start of a, in intervals and inside one     :meth:`_Model._starts`
+    y_e >= 0                                        start of exchange e                          :meth:`_Model._starts`
     b_ta in {0, 1}, b_ta = 1 iff x_t < x_a          order inside the interval, one rank's passes :func:`_earlier`
     S >= o_a + d_a                                  span of the microbatch
 Objective
@@ -21,7 +21,7 @@ Constraints
     sum over a of bytes_a N_a(t) <= limit_r  for each t on r that adds bytes                     :func:`_memory`
 
 ``N_a(t) = q_t - q_a - b_ta`` counts the microbatches that have begun a at the time of t, up to a constant that is the
-same for all a and cancels: what a microbatch keeps, its last pass gives back, so the bytes of its passes add up to none.
+same for all a and cancels: what a microbatch keeps it gives back, so the bytes of its passes add up to none.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def repeating_block(job: Job, hint: Run, *, deterministic_seconds: float = 4.0) 
     tick = max(_work_seconds(job)) / _TICKS
     if not tick:
         return None
-    ticks = {item: round(_seconds(job, item) / tick) for item in _passes(job)}
+    ticks = {item: round(pass_seconds(job, item) / tick) for item in block_passes(job)}
     shortest = max(sum(ticks[item] for item in ticks if item.rank == rank) for rank in range(job.ranks))
     for stretch in _STRETCHES:
         model = _Model(job, ticks, tick, round(shortest * stretch))
@@ -88,21 +88,21 @@ def repeating_block(job: Job, hint: Run, *, deterministic_seconds: float = 4.0) 
     return None
 
 
-def _passes(job: Job) -> Iterator[Pass]:
+def block_passes(job: Job) -> Iterator[Pass]:
     for rank, stages in enumerate(job.held):
         for kind in ("F", "I", "W") if job.split else ("F", "B"):
             yield from (Pass(rank, kind, stage) for stage in stages)
         yield from (Pass(rank, kind, ABSENT) for kind in passes(job.head, job.embedding))
 
 
-def _seconds(job: Job, item: Pass) -> float:
+def pass_seconds(job: Job, item: Pass) -> float:
     return job.costs.seconds(item.rank, Action(item.kind, 0, item.stage))
 
 
 def _work_seconds(job: Job) -> list[float]:
     work = [0.0] * job.ranks
-    for item in _passes(job):
-        work[item.rank] += _seconds(job, item)
+    for item in block_passes(job):
+        work[item.rank] += pass_seconds(job, item)
     return work
 
 
@@ -114,7 +114,9 @@ class _Model:
         self.model = cp_model.CpModel()
         self.table = exchanges(job.head, job.embedding)
         self.horizon = _LONGEST * (sum(t for item, t in ticks.items() if item.stage >= 0) + 4 * interval)
-        _starts(self)
+        self.turn, self.offset = self._starts()
+        self.start = {item: interval * self.turn[item] + self.offset[item] for item in ticks}
+        self.exchange = {e.kind: self.model.new_int_var(0, self.horizon, e.kind) for e in self.table}
         _no_overlap(self)
         _precedence(self)
         if job.limit_bytes is not None:
@@ -123,6 +125,11 @@ class _Model:
         for item, start in self.start.items():
             self.model.add(self.span >= start + ticks[item])
         self.model.minimize(self.span)
+
+    def _starts(self) -> tuple[dict[Pass, cp_model.IntVar], dict[Pass, cp_model.IntVar]]:
+        turns = self.horizon // self.interval + 1
+        turn = {item: self.model.new_int_var(0, turns, f"q {item}") for item in self.ticks}
+        return turn, {item: self.model.new_int_var(0, self.interval - 1, f"x {item}") for item in self.ticks}
 
     def solve(self, hint: Run, deterministic_seconds: float) -> dict[Pass, int] | None:
         for item, start in _steady(hint).items():
@@ -139,14 +146,6 @@ class _Model:
 
     def backward(self, stage: int) -> Pass:
         return Pass(self.job.placement[stage], "I" if self.job.split else "B", stage)
-
-
-def _starts(m: _Model) -> None:
-    turns = m.horizon // m.interval + 1
-    m.turn = {item: m.model.new_int_var(0, turns, f"q {item}") for item in m.ticks}
-    m.offset = {item: m.model.new_int_var(0, m.interval - 1, f"x {item}") for item in m.ticks}
-    m.start = {item: m.interval * m.turn[item] + m.offset[item] for item in m.ticks}
-    m.exchange = {e.kind: m.model.new_int_var(0, m.horizon, e.kind) for e in m.table}
 
 
 def _no_overlap(m: _Model) -> None:

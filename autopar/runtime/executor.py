@@ -178,7 +178,7 @@ class Executor:
             self.reducers[action.stage].expect_last()
         self._run_backward(step, action)
         if self._versions:
-            self._versions[action.stage].take_gradients(action.microbatch)
+            self._versions[action.stage].take_gradients(action.microbatch, self.reducers[action.stage].put)
 
     def _backward_of_input(self, step: Step, action: Action) -> None:
         with self.axes.later.putting_off(_place(action)):

@@ -164,6 +164,12 @@ class Reducer:
         accumulate(parameter, left, right, into=view)
         self._count(bucket)
 
+    def put(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """``gradient`` is the first of the step that ``parameter`` gets, and was made elsewhere."""
+        parameter.grad = gradient
+        if parameter in self._place:
+            self._accumulated(parameter)
+
     def launch(self) -> None:
         """Start the sums that have not been started by the last backward."""
         self._armed = False

@@ -6,7 +6,7 @@ microbatches are under way, so the version that a microbatch has seen is kept un
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,11 +33,13 @@ class WeightVersions:
         self._used[microbatch] = self._current
         return torch.func.functional_call(self._module, self._current, tuple(arguments))
 
-    def take_gradients(self, microbatch: int) -> None:
-        """After the backward of ``microbatch``: its gradients become those of the stage's own parameters."""
+    def take_gradients(self, microbatch: int, put: Callable[[nn.Parameter, Tensor], None]) -> None:
+        """After the backward of ``microbatch``: ``put`` its gradients to the stage's own parameters."""
         version = self._used.pop(microbatch)
         for name, parameter in self._module.named_parameters():
-            parameter.grad, version[name].grad = version[name].grad, None
+            gradient, version[name].grad = version[name].grad, None
+            if gradient is not None:
+                put(parameter, gradient)
 
     def updated(self) -> None:
         """The stage's weights have changed: the next forward makes a new version."""
