@@ -1,10 +1,13 @@
-"""``autopar plan | show | simulate | verify | train``: the command line, each with ``--json`` for machines."""
+"""``autopar plan | show | simulate | verify | train | timeline``: the command line, with ``--json`` for machines."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +20,12 @@ from autopar.cost_models.catalogue import FORMULAS
 from autopar.errors import ArgumentError, AutoparError
 from autopar.model_names import Named, resolve
 from autopar.plan import Plan, bytes_text
-from autopar.schedules import render
+from autopar.report import chrome_trace, compare, merged_trace, read_steps, record, timeline_html, timeline_svg
+from autopar.schedules import Costs, Timeline, generate, lower, render, simulate_timeline
+from autopar.schedules import Schedule as Actions
+from autopar.schedules.flow import COMPUTE, EXCHANGES, VOCABULARY_KINDS
+from autopar.schedules.pass_times import PassTimes
+from autopar.schedules.registry import SCHEDULES, placement
 
 _HELP = "Compile PyTorch models into parallel training programs."
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=_HELP)
@@ -35,6 +43,9 @@ Steps = Annotated[int, typer.Option(help="optimizer steps")]
 Clip = Annotated[float | None, typer.Option("--clip-norm", help="clip the global gradient norm")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON for machines")]
 PlanFile = Annotated[Path | None, typer.Option("--plan", help="take the decisions of this plan.json")]
+Html = Annotated[Path | None, typer.Option("--html", help="write the timeline as a page")]
+Svg = Annotated[Path | None, typer.Option("--svg", help="write the timeline as a picture")]
+Trace = Annotated[Path | None, typer.Option("--trace", help="write the timeline as a trace for ui.perfetto.dev")]
 
 
 def main() -> None:
@@ -82,6 +93,10 @@ def plan_command(
     clip_norm: Clip = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="write the plan to this file")] = None,
     write: Annotated[Path | None, typer.Option(help="write the whole job to this directory")] = None,
+    html: Html = None,
+    svg: Svg = None,
+    trace: Trace = None,
+    measured: Annotated[Path | None, typer.Option(help="compare with what train --profile wrote here")] = None,
     json_: Json = False,
 ) -> None:
     """Plan a job; the model stays on the meta device unless the job is written."""
@@ -92,16 +107,39 @@ def plan_command(
         _write_atomically(out, job.plan.to_json())
     if write is not None:
         job.write(write)
+    comparison = _draw(job.timeline, html, svg, trace, _traces(job.plan, measured))
     if json_:
         print(job.plan.to_json(), end="")
         return
     _show(_console(), job.plan, job)
+    if comparison:
+        print(f"\n{comparison}")
+
+
+def _traces(plan: Plan, folder: Path | None) -> list[Path]:
+    """Of each pipeline rank, the trace of its first data and tensor parallel rank."""
+    if folder is None:
+        return []
+    return [folder / f"rank{plan.mesh.rank(pp=index)}.json" for index in range(plan.mesh.pp)]
+
+
+def _draw(timeline: Timeline, html: Path | None, svg: Path | None, trace: Path | None, measured: list[Path]) -> str:
+    """Write the pictures that were asked for; the comparison with what was measured, if anything was."""
+    if html is not None:
+        _write_atomically(html, timeline_html(timeline))
+    if svg is not None:
+        _write_atomically(svg, timeline_svg(timeline))
+    ranks = read_steps(timeline.schedule, measured) if measured else ()
+    if trace is not None:
+        value = merged_trace(timeline, ranks) if ranks else chrome_trace(timeline)
+        _write_atomically(trace, json.dumps(value, separators=(",", ":")))
+    return str(compare(timeline, ranks)) if ranks else ""
 
 
 def _write_atomically(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.write_text(text)
+        partial.write_text(text, encoding="utf-8")
         os.replace(partial, path)
     except OSError as error:
         partial.unlink(missing_ok=True)
@@ -217,6 +255,7 @@ def train_command(
     steps: Steps = 3,
     clip_norm: Clip = None,
     plan: PlanFile = None,
+    profile: Annotated[Path | None, typer.Option(help="write a torch.profiler trace per rank here")] = None,
     json_: Json = False,
 ) -> None:
     """Train under torchrun on the sample batch: ``torchrun --nproc-per-node 4 -m autopar train MODEL``."""
@@ -224,7 +263,147 @@ def train_command(
     named = resolve(model, batch=batch, sequence=sequence, dtype=dtype, meta=False)
     options = {"microbatches": microbatches, "cluster": cluster, "schedule": schedule, "clip_norm": clip_norm}
     job = _job(named, gpus, mesh, plan, **options)
-    losses = [float(job.step(named.sample)) for _ in range(steps)]
+    with record(job.running.axes, profile) if profile is not None else nullcontext():
+        losses = [float(job.step(named.sample)) for _ in range(steps)]
     if int(os.environ.get("RANK", "0")) == 0:
         text = ", ".join(f"{loss:.6f}" for loss in losses)
         print(json.dumps({"losses": losses}) if json_ else f"loss per step: {text}")
+
+
+@app.command("timeline")
+def timeline_command(
+    schedule: Annotated[str | None, typer.Argument(help="a schedule's name; --list prints them")] = None,
+    ranks: Annotated[int, typer.Option(help="pipeline ranks")] = 4,
+    microbatches: Annotated[int | None, typer.Option(help="microbatches per step (default: 2 per rank)")] = None,
+    chunks: Annotated[int | None, typer.Option(help="stages per rank")] = None,
+    limit: Annotated[int | None, typer.Option(help="most microbatches in flight, where a schedule takes one")] = None,
+    head: Annotated[str, typer.Option(help="split the output layer: naive, vocab-1 or vocab-2")] = "",
+    embedding: Annotated[bool, typer.Option("--embedding", help="split the input embedding too")] = False,
+    forward: Annotated[float, typer.Option(help="ms of a microbatch's forward on one rank, all its chunks")] = 1.0,
+    backward: Annotated[float, typer.Option(help="the same of its backward")] = 2.0,
+    weight: Annotated[float | None, typer.Option(help="the part of it for weights (default: half)")] = None,
+    send: Annotated[float, typer.Option(help="ms of a message between ranks")] = 0.0,
+    reduce: Annotated[float, typer.Option(help="ms of a rank's gradient reduction, all its chunks")] = 0.0,
+    step: Annotated[float, typer.Option(help="ms of the optimizer step, or of an update")] = 0.0,
+    passes: Annotated[str, typer.Option(help="ms of vocabulary passes and exchanges")] = "S=.5,T=.5,U=.2,E=.1,G=.1",
+    activation: Annotated[float, typer.Option(help="MiB that a rank keeps of a microbatch, all its chunks")] = 0.0,
+    actions: Annotated[Path | None, typer.Option(help="draw the action lists in this file")] = None,
+    html: Html = None,
+    svg: Svg = None,
+    trace: Trace = None,
+    list_: Annotated[bool, typer.Option("--list", help="print the table of schedules")] = False,
+    json_: Json = False,
+) -> None:
+    """Draw a schedule, by name or from a file of action lists, with the pass times given."""
+    if list_:
+        _console().print(_schedules())
+        return
+    if (schedule is None) == (actions is None):
+        raise ArgumentError("name one schedule to draw (--list prints them), or a file with --actions")
+    times = _Times(forward, backward, weight, send, reduce, step, activation, _pass_times(passes))
+    if actions is not None:
+        drawn = _read_actions(actions)
+    else:
+        count = 2 * ranks if microbatches is None else microbatches
+        drawn = _named(schedule or "", ranks, count, chunks, limit, head, embedding, times)
+    timeline = simulate_timeline(drawn, times.costs(drawn))
+    _draw(timeline, html, svg, trace, [])
+    if json_:
+        print(json.dumps({name: getattr(timeline, name) for name in _FIGURES} | {"schedule": drawn.to_json()}))
+        return
+    console = _console()
+    console.print(render(timeline, width=min(console.width, 160)))
+
+
+_FIGURES = (
+    "makespan_seconds",
+    "bubble_ratio",
+    "busy_seconds",
+    "idle_seconds",
+    "exposed_communication_seconds",
+    "peak_in_flight",
+    "peak_activation_bytes",
+)
+
+
+def _schedules() -> Table:
+    table = Table("schedule", "stages per rank", "placement", "backward", "output layer split", "what it is")
+    for name, row in SCHEDULES.items():
+        backward = "split" if row.splits_backward else "whole"
+        heads = ", ".join(filter(None, row.heads)) or "no"
+        table.add_row(name, str(row.chunks or "any"), row.placement, backward, heads, row.summary)
+    return table
+
+
+@dataclass(frozen=True)
+class _Times:
+    """What a rank's passes take, all its chunks together, in ms; ``activation`` in MiB."""
+
+    forward: float
+    backward: float
+    weight: float | None
+    send: float
+    reduce: float
+    step: float
+    activation: float
+    passes: dict[str, float]
+
+    def __post_init__(self) -> None:
+        if self.weight is not None and not 0 <= self.weight <= self.backward:
+            raise ArgumentError(f"--weight {self.weight} is part of --backward {self.backward}; give 0 up to that")
+        if not 0 <= self.activation < math.inf:
+            raise ArgumentError(f"--activation is {self.activation}; it must be finite, from 0 up")
+
+    def costs(self, schedule: Actions) -> Costs:
+        share = 1e-3 / schedule.chunks
+        return Costs.uniform(
+            schedule,
+            forward_seconds=self.forward * share,
+            backward_seconds=self.backward * share,
+            weight_seconds=None if self.weight is None else self.weight * share,
+            send_seconds=self.send * 1e-3,
+            reduce_seconds=self.reduce * share,
+            step_seconds=self.step * 1e-3,
+            activation_bytes=round(self.activation * 2**20 / schedule.chunks),
+            vocabulary_seconds={kind: ms * 1e-3 for kind, ms in self.passes.items()},
+        )
+
+
+def _pass_times(text: str) -> dict[str, float]:
+    kinds = (*VOCABULARY_KINDS, *EXCHANGES)
+    try:
+        times = {kind.strip(): float(ms) for kind, ms in (part.split("=") for part in text.split(",") if part)}
+    except ValueError as error:
+        raise ArgumentError(f"--passes {text!r} doesn't read as S=0.5,T=0.5") from error
+    if not set(times) <= set(kinds):
+        raise ArgumentError(f"--passes {text!r} names other passes than {', '.join(kinds)}")
+    return times
+
+
+def _named(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int | None,
+    limit: int | None,
+    head: str,
+    embedding: bool,
+    times: _Times,
+) -> Actions:
+    """The complete lists of a schedule of the registry; where pass times decide on their order, these."""
+    places = placement(name, ranks, chunks)
+    sizes = Actions(name, len(places), microbatches, places, ((),) * ranks)
+    order_by = PassTimes.of(times.costs(sizes))
+    options: dict[str, Any] = {"chunks": chunks, "limit": limit, "head": head, "embedding": embedding}
+    return lower(generate(name, ranks, microbatches, costs=order_by, **options))
+
+
+def _read_actions(path: Path) -> Actions:
+    """The lists in a file, complete or of compute actions alone."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentError(f"can't read the action lists {path}: {error}") from error
+    schedule = Actions.from_text(text)
+    is_compute = all(action.kind in COMPUTE for row in schedule.lists for action in row)
+    return lower(schedule) if is_compute else schedule

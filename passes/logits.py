@@ -54,9 +54,8 @@ def trace(entropy: fx.Node) -> Logits | fx.Node:
     user = entropy
     while node.op == "call_function":
         if set(node.users) != {user}:
-            raise StageError(
-                f"{where(node)}: logits are used otherwise than by the cross entropy, {_others(node, user)}"
-            )
+            others = " and ".join(where(n) for n in node.users if n is not user)
+            raise StageError(f"{where(node)}: logits are used otherwise than by the cross entropy, by {others}")
         user, factor, added = node, _factor(node), _added(node)
         if factor is not None and dim == len(_shape(node)) - 1:
             x, weight, transposed = factor
@@ -162,10 +161,6 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
     return info(node).meta.shape
 
 
-def _others(node: fx.Node, user: fx.Node) -> str:
-    return "by " + ", ".join(where(n) for n in node.users if n is not user)
-
-
 # --- which op is what -------------------------------------------------------------------------------
 
 
@@ -190,9 +185,9 @@ def _order(node: fx.Node) -> list[int]:
     rank = len(_shape(node))
     order = list(range(rank))
     if op_name(node) == "aten.permute.default":
-        return [d % rank for d in node.args[1]]  # type: ignore[union-attr,operator]
+        return [d % rank for d in arguments(node)["dims"]]
     if op_name(node) == "aten.transpose.int":
-        a, b = (d % rank for d in node.args[1:])  # type: ignore[operator]
+        a, b = (arguments(node)[name] % rank for name in ("dim0", "dim1"))
         order[a], order[b] = order[b], order[a]
         return order
     return order[::-1]
@@ -234,7 +229,8 @@ def _slice_rows(node: fx.Node, dim: int) -> int | None:
 
 
 def _select_rows(node: fx.Node, dim: int) -> int | None:
-    return dim + (arguments(node)["dim"] % (len(_shape(node)) + 1) <= dim)
+    at: int = arguments(node)["dim"] % (len(_shape(node)) + 1)
+    return dim + (at <= dim)
 
 
 def _unsqueeze_rows(node: fx.Node, dim: int) -> int | None:

@@ -198,6 +198,11 @@ CASES: Final[dict[str, Callable[[int], Case]]] = {
     "mlp": mlp,
 }
 
+MORE: Final[dict[str, Callable[[int], Case]]] = {
+    "llama_deep": lambda batch: llama(batch, layers=8, vocabulary=50),
+}
+"""Cases for tests of one thing: enough layers for two stages on each of four ranks, a vocabulary that none divides."""
+
 
 class Float64(TorchFunctionMode):
     """transformers casts to float32 in norms, rotary tables and the loss; within this mode such casts go to float64.
@@ -217,7 +222,7 @@ class Float64(TorchFunctionMode):
 
 def make(name: str, batch: int, dtype: torch.dtype = torch.float64) -> Case:
     """The case in ``dtype``, weights from seed 0, biases not zero."""
-    return prepared(lambda: CASES[name](batch), dtype)
+    return prepared(lambda: (CASES | MORE)[name](batch), dtype)
 
 
 def prepared(case_of: Callable[[], Case], dtype: torch.dtype = torch.float64) -> Case:

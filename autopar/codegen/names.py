@@ -156,7 +156,7 @@ def _role_operands(node: fx.Node) -> list[fx.Node | None]:
 def _module_results(block: Block) -> dict[fx.Node, str]:
     """The last op of every module that has parameters of its own -> the module's short name."""
     owners = {info(node).module for node in block.ops if reads_parameter(node)} - {""}
-    last = {info(node).module: node for node in block.ops if not isinstance(node.target, RuntimeOp)}
+    last = {info(node).module: node for node in block.ops if source(node) is node}
     return {node: short(module) for module, node in last.items() if module in owners}
 
 

@@ -7,8 +7,9 @@ schedule is generated twice, first with equal passes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from autopar.cost_models import collective, step
 from autopar.errors import ArgumentError, PlanError, StageError
@@ -18,6 +19,7 @@ from autopar.planner.block_costs import BlockCost, Machine
 from autopar.planner.modes import mode_of
 from autopar.planner.prices import STATE_COPIES
 from autopar.planner.stages import Partition, Unit, even_partition, partition
+from autopar.planner.synthesis import synthesize
 from autopar.planner.vocabulary_costs import VocabularyCost, vocabulary_cost
 from autopar.schedules import Costs, Schedule, Timeline, generate, lower, simulate_timeline
 from autopar.schedules.flow import COMPUTE
@@ -59,6 +61,8 @@ class _Parts:
     units: list[Unit]
     costs: list[BlockCost]
     machine: Machine
+    microbatches: int
+    wanted: Wanted
     vocabulary: VocabularyCost | None
 
 
@@ -75,53 +79,100 @@ def lay_out(
 
     Raises StageError, ScheduleError, ArgumentError or PlanError.
     """
-    ranks = machine.sizes["pp"]
     calls = [i for i, call in enumerate(model.calls) if model.block_of(call).kind not in STAGELESS]
     units = [_unit(model, model.calls[i], i, costs, machine) for i in calls]
     vocabulary = vocabulary_cost(model, mode_of(wanted.vocabulary).head, costs, machine)
-    parts = _Parts(model, calls, units, costs, machine, vocabulary)
-    name = _schedule_name(wanted, ranks)
-    draft = _generate(name, ranks, microbatches, wanted, None, parts)
-    inflight = kept_stages(lower(draft))
-    cut = _cut(parts, draft.placement, inflight, wanted, starts)
-    stages = _stages(calls, cut)
-    if draft.is_asynchronous:
-        _refuse_ties(model, stages, wanted)
-    schedule_costs = _schedule_costs(parts, stages, draft.placement)
+    parts = _Parts(model, calls, units, costs, machine, microbatches, wanted, vocabulary)
     if actions is not None:
-        schedule = lower(Schedule.from_text(actions))
-    elif wanted.schedule == SYNTHESIZED:
-        schedule = _synthesized(draft, schedule_costs, parts)
-    else:
-        times = PassTimes.of(schedule_costs)
-        schedule = lower(_generate(name, ranks, microbatches, wanted, times, parts))
+        written = Schedule.from_text(actions)
+        return _pipeline(parts, written, starts, lambda *_: lower(written))
+    if wanted.schedule != SYNTHESIZED:
+        name = _schedule_name(wanted, machine.sizes["pp"])
+        draft = _generate(parts, name, wanted.chunks, None)
+        return _pipeline(parts, draft, starts, partial(_named, parts, name))
+    return _best_synthesized(parts, starts)
+
+
+def _pipeline(
+    parts: _Parts,
+    draft: Schedule,
+    starts: Sequence[int] | None,
+    schedule_for: Callable[[Costs, list[int]], Schedule],
+) -> Pipeline:
+    """Cut for what ``draft`` keeps, then schedule by the costs of that cut and the bytes left for activations."""
+    cut = _cut(parts, draft.placement, kept_stages(draft), starts)
+    stages = _stages(parts.calls, cut)
+    if draft.is_asynchronous:
+        _refuse_ties(parts, stages)
+    costs = _schedule_costs(parts, stages, draft.placement)
+    schedule = schedule_for(costs, _free_bytes(parts, stages, draft))
     return Pipeline(
         stages=stages,
         schedule=schedule,
-        timeline=simulate_timeline(schedule, schedule_costs),
+        timeline=simulate_timeline(schedule, costs),
         inflight=kept_stages(schedule),
         slowest_seconds=cut.slowest_seconds,
         bound_seconds=cut.bound_seconds,
-        vocabulary=vocabulary,
+        vocabulary=parts.vocabulary,
     )
 
 
-def _refuse_ties(model: Model, stages: tuple[tuple[int, ...], ...], wanted: Wanted) -> None:
-    """Copies of a weight that are updated at different times are no longer one weight."""
-    owner: dict[str, int] = {}
-    for number, stage in enumerate(stages):
-        for name in (name for call in stage for name in model.calls[call].parameters):
-            if owner.setdefault(name, number) != number:
-                raise StageError(
-                    f"schedule {wanted.schedule!r} is asynchronous: each stage updates its weights by itself, but "
-                    f"{name!r} is in stages {owner[name]} and {number}. Use a synchronous schedule, or untie it"
-                )
+def _named(parts: _Parts, name: str, costs: Costs, free_bytes: list[int]) -> Schedule:
+    return lower(_generate(parts, name, parts.wanted.chunks, PassTimes.of(costs)))
+
+
+def _best_synthesized(parts: _Parts, starts: Sequence[int] | None) -> Pipeline:
+    """The fastest over the placements that the pinned number of chunks allows."""
+    ranks, chunks = parts.machine.sizes["pp"], parts.wanted.chunks
+    name = _schedule_name(parts.wanted, ranks)
+    bases: dict[int, list[tuple[str, int | None]]] = {1: [(name, None)], 2: [("interleaved", 2), ("v-half", None)]}
+    if chunks is not None:
+        wanted = bases.get(chunks, [("interleaved", chunks)])
+    else:
+        wanted = [*bases[1], *(bases[2] if len(parts.units) >= 2 * ranks else [])]
+    drafts = [_generate(parts, base, count, None) for base, count in wanted]
+    found = [_pipeline(parts, draft, starts, partial(_synthesized, draft)) for draft in drafts]
+    return min(found, key=lambda pipeline: pipeline.timeline.makespan_seconds)
+
+
+def _synthesized(draft: Schedule, costs: Costs, free_bytes: list[int]) -> Schedule:
+    """The best order of ``draft``'s passes for these costs."""
+    found = synthesize(
+        draft.placement,
+        draft.microbatches,
+        costs,
+        limit_bytes=free_bytes,
+        head=draft.head,
+        embedding=draft.embedding,
+    )
+    return found.schedule
+
+
+def _free_bytes(parts: _Parts, stages: tuple[tuple[int, ...], ...], draft: Schedule) -> list[int]:
+    """Per pipeline rank, what it has left beside parameters, gradients and optimizer."""
+    rows = parts.vocabulary.parameter_bytes if parts.vocabulary else 0
+    held = [rows] * draft.ranks
+    for home, stage in zip(draft.placement, stages, strict=True):
+        held[home] += sum(parts.costs[parts.model.calls[i].block].parameter_bytes for i in stage)
+    return [max(0, parts.machine.device.memory_bytes - STATE_COPIES * bytes_) for bytes_ in held]
 
 
 def compute_only(schedule: Schedule) -> str:
     """The text of a lowered schedule without what lowering adds; :func:`lay_out` takes it as ``actions``."""
     lists = tuple(tuple(a for a in row if a.kind in COMPUTE) for row in schedule.lists)
     return replace(schedule, lists=lists).to_text()
+
+
+def _refuse_ties(parts: _Parts, stages: tuple[tuple[int, ...], ...]) -> None:
+    """Copies of a weight that are updated at different times are no longer one weight."""
+    owner: dict[str, int] = {}
+    for number, stage in enumerate(stages):
+        for name in (name for call in stage for name in parts.model.calls[call].parameters):
+            if owner.setdefault(name, number) != number:
+                raise StageError(
+                    f"schedule {parts.wanted.schedule!r} is asynchronous: each stage updates its weights by itself, "
+                    f"but {name!r} is in stages {owner[name]} and {number}. Use a synchronous schedule, or untie it"
+                )
 
 
 def _schedule_name(wanted: Wanted, ranks: int) -> str:
@@ -140,29 +191,11 @@ def _schedule_name(wanted: Wanted, ranks: int) -> str:
     return mode.schedule or name
 
 
-def _generate(
-    name: str, ranks: int, microbatches: int, wanted: Wanted, times: PassTimes | None, parts: _Parts
-) -> Schedule:
-    head = mode_of(wanted.vocabulary).head
-    embedding = parts.vocabulary is not None and parts.vocabulary.has_embedding
-    return generate(
-        name, ranks, microbatches, chunks=wanted.chunks, costs=times, head=head, embedding=bool(head) and embedding
-    )
-
-
-def _synthesized(draft: Schedule, costs: Costs, parts: _Parts) -> Schedule:
-    """The best order for these costs, in the memory that a rank has left for activations."""
-    from autopar.planner.synthesis import synthesize
-
-    return lower(
-        synthesize(
-            draft.placement,
-            draft.microbatches,
-            costs,
-            head=draft.head,
-            embedding=draft.embedding,
-        ).schedule
-    )
+def _generate(parts: _Parts, name: str, chunks: int | None, times: PassTimes | None) -> Schedule:
+    head = mode_of(parts.wanted.vocabulary).head
+    embedding = bool(head) and parts.vocabulary is not None and parts.vocabulary.has_embedding
+    ranks = parts.machine.sizes["pp"]
+    return generate(name, ranks, parts.microbatches, chunks=chunks, costs=times, head=head, embedding=embedding)
 
 
 def kept_stages(schedule: Schedule) -> tuple[int, ...]:
@@ -204,12 +237,10 @@ def _block_of(model: Model, call: int) -> Block:
     return model.block_of(model.calls[call])
 
 
-def _cut(
-    parts: _Parts, placement: Sequence[int], inflight: Sequence[int], wanted: Wanted, starts: Sequence[int] | None
-) -> Partition:
+def _cut(parts: _Parts, placement: Sequence[int], inflight: Sequence[int], starts: Sequence[int] | None) -> Partition:
     if starts is not None:
         return _pinned_cut(parts, placement, starts)
-    if not mode_of(wanted.vocabulary).balanced:
+    if not mode_of(parts.wanted.vocabulary).balanced:
         return even_partition(parts.units, len(placement), placement)
     reserved = parts.vocabulary.held_bytes if parts.vocabulary else 0
     budget = max(0, parts.machine.device.memory_bytes - reserved)

@@ -140,6 +140,7 @@ class _Model:
         solver.parameters.num_workers = 1  # the same block on every machine
         solver.parameters.random_seed = 0
         solver.parameters.max_deterministic_time = deterministic_seconds
+        solver.parameters.relative_gap_limit = 0.02
         if solver.solve(self.model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return None
         return {item: solver.value(start) for item, start in self.start.items()}

@@ -13,7 +13,7 @@ Candidates
     named      every schedule of the family on the same placement                                :func:`_named`
     greedy     list scheduling by the rules of :data:`autopar.schedules.greedy.RULES`            :func:`_greedy`
     block      the repeating block that CP-SAT finds (:mod:`autopar.planner.repeating_block`),
-               repeated as it is, and as priorities                                              :func:`_blocks`
+               repeated as it is, and as priorities                                             :func:`_blocks`
     justified  the best of them, run again by how late their passes could start, as long as
                that helps                                                                        :func:`_justified`
 Bound
@@ -44,7 +44,7 @@ from autopar.schedules.timeline import Costs, Timeline, simulate_timeline
 
 _HOLDS: Final = (0.0, 0.5, 1.0)
 _ROUNDS: Final = 4
-_JUSTIFY: Final = 3
+_JUSTIFY: Final = 2
 """How many of the best runs are justified."""
 
 _TIMED: Final = 3
@@ -95,7 +95,7 @@ def synthesize(
     head: str = "",
     embedding: bool = False,
     split: bool = True,
-    solver_seconds: float = 1.0,
+    solver_seconds: float = 0.5,
 ) -> Synthesis:
     """The best schedule of ``microbatches`` through stages placed on the ranks ``stages``.
 
@@ -108,23 +108,27 @@ def synthesize(
     ranks = max(stages) + 1
     limits = (limit_bytes,) * ranks if isinstance(limit_bytes, int) else limit_bytes
     whole = Job(tuple(stages), microbatches, costs, head, embedding, False, None if limits is None else tuple(limits))
-    jobs = [whole, *_split(whole, split)]
+    job = _split(whole) if split else whole
     named = _named(whole, split)
-    runs = [run for job in jobs for run in _runs(job, named, solver_seconds)]
+    runs = _runs(job, named, solver_seconds)
     seconds, timelines = _timed([*_Candidate.of(runs), *named], whole)
     if not timelines:
         raise ScheduleError(
             f"none of {len(runs) + len(named)} schedules of {microbatches} microbatches on {ranks} ranks can run"
         )
     best = min(timelines, key=lambda name: (timelines[name].makespan_seconds, name))
-    return Synthesis(timelines[best].schedule, timelines[best], makespan_bound(jobs[-1]), seconds)
+    return Synthesis(timelines[best].schedule, timelines[best], makespan_bound(job), seconds)
 
 
-def _split(whole: Job, split: bool) -> Iterator[Job]:
-    """The same job with split backwards, if these are allowed and fit; they may keep more after ``I``."""
-    if split:
-        with contextlib.suppress(ScheduleError):
-            yield replace(whole, split=True)
+def _split(whole: Job) -> Job:
+    """The same job with split backwards, unless these don't fit: more may be kept after ``I`` than before.
+
+    Nothing is lost by splitting all: a whole backward is an ``I`` and a ``W`` in a row that sends its gradient late.
+    """
+    try:
+        return replace(whole, split=True)
+    except ScheduleError:
+        return whole
 
 
 @dataclass(frozen=True)
@@ -191,15 +195,13 @@ def _replayed(job: Job, schedule: Schedule) -> Run | None:
 
 
 def _runs(job: Job, named: Sequence[_Candidate], solver_seconds: float) -> list[Run]:
-    """All runs of one job that are no named schedule's."""
+    """All runs of the job that are no named schedule's."""
     seeds = [c.run for c in named if c.run is not None and c.run.job.split == job.split]
     runs = _greedy(job)
-    best = min([*seeds, *runs], key=_makespan)
-    runs += _blocks(job, best, solver_seconds)
+    runs += _blocks(job, min([*seeds, *runs], key=_makespan), solver_seconds)
     for run in sorted([*seeds, *runs], key=_makespan)[:_JUSTIFY]:
         runs += _justified(run)
-    suffix = ", split" if job.split else ""
-    return [replace(run, name=run.name + suffix) for run in runs]
+    return runs
 
 
 def _makespan(run: Run) -> float:
@@ -207,9 +209,8 @@ def _makespan(run: Run) -> float:
 
 
 def _greedy(job: Job) -> list[Run]:
-    rules = [rule for rule in RULES if job.stages > job.ranks or rule.forwards == "oldest"]
-    if job.head and job.limit_bytes is not None and job.costs.logits_bytes:
-        rules += [replace(rule, name=f"{rule.name}, no reserve", reserve=0) for rule in rules]
+    deep, reserve = job.stages > job.ranks, bool(job.head and job.limit_bytes is not None and job.costs.logits_bytes)
+    rules = (rule for rule in RULES if (deep or not rule.deep) and (reserve or rule.reserve))
     return [greedy(job, rule) for rule in rules]
 
 

@@ -8,11 +8,12 @@ the vocabulary layers take no time here.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from math import inf
 from typing import Final, NamedTuple, Protocol
 
 from autopar.errors import ScheduleError
-from autopar.schedules.actions import Action, Schedule
+from autopar.schedules.actions import Action
 from autopar.schedules.exchanges import HEAD_PASSES
 from autopar.schedules.pass_times import PassTimes
 
@@ -70,11 +71,25 @@ class Eager:
             now, rank = heapq.heappop(self._wakes)
             if self.free[rank] <= now:
                 self._step(policy, rank, now)
-        return self.made()
+        self._require_complete()
+        return self.made
 
+    @property
     def made(self) -> tuple[tuple[Action, ...], ...]:
-        """What each rank has run so far, in order."""
+        """What each rank has run, in order."""
         return tuple(map(tuple, self.lists))
+
+    def _require_complete(self) -> None:
+        for rank, actions in enumerate(self.lists):
+            due = self.microbatches * self.placement.count(rank)
+            begun = Counter(action.kind for action in actions)
+            for what, count, of in (("F", begun["F"], due), ("B", begun["B"] + begun["I"], due)):
+                if count < of:
+                    raise ScheduleError(f"rank {rank} begins {count} of {of} {what}: the order it keeps to can't run")
+            if begun["W"] < begun["I"]:
+                raise ScheduleError(
+                    f"rank {rank} begins {begun['W']} of {begun['I']} W: the order it keeps to lacks some"
+                )
 
     def _step(self, policy: Policy, rank: int, now: float) -> None:
         if self._vocabulary.due(rank, now):

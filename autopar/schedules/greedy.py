@@ -8,17 +8,13 @@ Memory can't run into a corner. A rank admits a pass of microbatch j only if aft
 still be finished one after another, the oldest first, inside its limit (the banker's algorithm: E. W. Dijkstra,
 EWD 623, with microbatches for customers, which ask in the order of their age). So on every rank the oldest unfinished
 microbatch is always admitted, and it can always go on.
-
-:func:`latest_starts` turns a finished run around: how late each pass could start without a longer step, on ranks that
-keep their order. As priorities of a second run these times improve the first (double justification: V. Valls,
-F. Ballestín, S. Quintanilla, European J. Operational Research 165(2), 2005).
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
@@ -26,7 +22,7 @@ from typing import Final, NamedTuple
 
 from autopar.errors import ArgumentError, ScheduleError
 from autopar.schedules.actions import Action, Schedule
-from autopar.schedules.exchanges import Exchange, exchanges, passes
+from autopar.schedules.exchanges import exchanges, passes
 from autopar.schedules.timeline import Costs
 
 Row = tuple[Action, ...]
@@ -51,7 +47,9 @@ class Job:
     limit_bytes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        Schedule("greedy", self.stages, self.microbatches, self.placement, ((),) * self.ranks, self.head, self.embedding)
+        Schedule(
+            "greedy", self.stages, self.microbatches, self.placement, ((),) * self.ranks, self.head, self.embedding
+        )
         if len(self.costs.forward_seconds) != self.stages or len(self.costs.step_seconds) != self.ranks:
             raise ArgumentError(
                 f"costs are of {len(self.costs.forward_seconds)} stages and {len(self.costs.step_seconds)} ranks, "
@@ -83,7 +81,7 @@ class Job:
 
     @cached_property
     def least_bytes(self) -> tuple[int, ...]:
-        """Per rank, what a microbatch keeps that runs alone: no schedule needs less, and one at a time needs no more."""
+        """Per rank, what a microbatch keeps that runs alone: no schedule needs less, one after the other no more."""
         return tuple(map(self._least, range(self.ranks)))
 
     def _least(self, rank: int) -> int:
@@ -109,17 +107,17 @@ class Rule:
     """What a free rank prefers.
 
     ``order``: kinds of passes, the first first. ``alternate``: after a forward, the stages' backwards go before
-    forwards, and the other way round. ``forwards``: of several chunks, the ``oldest`` microbatch, the ``deep`` or the
-    ``shallow`` chunk. ``hold``: the share of a pass's time that a rank waits for a preferred one known to arrive.
-    ``reserve``: of how many microbatches' logits forwards leave the room free. ``ahead``: how many microbatches before its forward in the first stage an embedding is computed.
-    ``plan``: instead of all that, the pass with the earliest planned start. ``lists``: nothing is free; each rank runs
-    its list in order.
+    forwards, and the other way round. ``deep``: of several chunks' forwards, the later stage goes first, not the older
+    microbatch. ``hold``: the share of a pass's time that a rank waits for a preferred one known to arrive.
+    ``ahead``: how many microbatches before its forward in the first stage an embedding is computed. ``reserve``: of how
+    many microbatches' logits forwards leave the room free. ``plan``: instead of all that, the pass with the earliest
+    planned start. ``lists``: nothing is free; each rank runs its list in order.
     """
 
     name: str
     order: tuple[str, ...] = ("E", "S", "U", "T", "B", "G", "F", "W")
     alternate: bool = False
-    forwards: str = "oldest"
+    deep: bool = False
     hold: float = 0.0
     ahead: int = 2
     reserve: int = 1
@@ -135,14 +133,13 @@ RULES: Final = (
     Rule("backward, T late, hold", _LATE_T, hold=0.5),
     Rule("alternate", alternate=True, ahead=4),
     Rule("alternate, T late", _LATE_T, alternate=True),
+    Rule("alternate, no reserve", alternate=True, ahead=4, reserve=0),
     Rule("forward", _FORWARD, ahead=4),
-    Rule("backward, deep", forwards="deep"),
-    Rule("backward, deep, hold", _LATE_T, forwards="deep", hold=0.5),
-    Rule("backward, shallow", forwards="shallow"),
-    Rule("forward, deep", _FORWARD, forwards="deep"),
-    Rule("alternate, deep", alternate=True, forwards="deep"),
+    Rule("forward, no reserve", _FORWARD, ahead=4, reserve=0),
+    Rule("forward, deep", _FORWARD, deep=True),
+    Rule("alternate, deep", alternate=True, deep=True),
 )
-"""Priorities worth trying; those that name a chunk only matter where a rank has several."""
+"""Priorities worth trying; depth matters where a rank has several chunks, a reserve where logits are kept."""
 
 
 class Ran(NamedTuple):
@@ -177,12 +174,7 @@ def greedy(job: Job, rule: Rule) -> Run:
 
 def replay(job: Job, schedule: Schedule) -> Run:
     """A run that keeps the order of a schedule of compute actions. Raises ScheduleError as :func:`greedy`."""
-    return greedy(job, Rule(schedule.name, lists=schedule.lists))
-
-
-def justify(run: Run) -> Rule:
-    """The rule that plans each pass at the latest time at which ``run`` could have started it."""
-    return Rule(f"{run.name}, justified", plan=latest_starts(run), ahead=4)
+    return greedy(job, Rule(schedule.name, lists=schedule.lists, ahead=job.microbatches))
 
 
 class _Lane:
@@ -332,11 +324,11 @@ class _Engine:
     def _key(self, rank: int, lane: _Lane, microbatch: int) -> tuple[float, ...]:
         if self.rule.plan is not None:
             return (self.rule.plan[rank].get(_action(lane, microbatch), inf), microbatch)
-        position = self.position[lane.kind]
+        position: float = self.position[lane.kind]
         if self.rule.alternate and lane.kind == "F":
             position = self.position["B"] + (-0.5 if self.turn[rank] == "F" else 0.5)
-        if lane.kind == "F" and self.rule.forwards != "oldest":
-            return (position, lane.stage if self.rule.forwards == "shallow" else -lane.stage, microbatch)
+        if lane.kind == "F" and self.rule.deep:
+            return (position, -lane.stage, microbatch)
         return (position, microbatch, -lane.stage)
 
     def _waits(self, rank: int, key: tuple[float, ...], until: float) -> bool:
@@ -497,68 +489,3 @@ def _lanes(job: Job, rank: int) -> dict[tuple[str, int], _Lane]:
 
 def _action(lane: _Lane, microbatch: int) -> Action:
     return Action(lane.kind, microbatch, lane.stage)
-
-
-def latest_starts(run: Run) -> Plan:
-    """Per rank, how late each pass could start with the same end of the step, if ranks keep their order."""
-    latest = _Latest(run)
-    passes_ = [(ran, rank) for rank, row in enumerate(run.rows) for ran in row]
-    for ran, rank in sorted(passes_, key=lambda item: (-item[0].start_seconds, -item[0].end_seconds, item[1])):
-        latest.take(rank, ran)
-    return latest.starts
-
-
-class _Latest:
-    """Latest starts, found from the end of the step to its beginning."""
-
-    def __init__(self, run: Run) -> None:
-        self.job, self.split = run.job, run.job.split
-        self.starts: tuple[dict[Action, float], ...] = tuple({} for _ in range(run.job.ranks))
-        self.following = [run.makespan_seconds - seconds for seconds in run.job.costs.step_seconds]
-        self.table = exchanges(run.job.head, run.job.embedding)
-        self.kinds = {e.kind: run.job.costs.seconds(0, Action(e.kind, 0)) for e in self.table}
-        self.due: dict[tuple[str, int], float] = {}
-
-    def take(self, rank: int, ran: Ran) -> None:
-        end = min([self.following[rank], *self._users(ran.action)])
-        self.following[rank] = self.starts[rank][ran.action] = end - (ran.end_seconds - ran.start_seconds)
-
-    def _users(self, action: Action) -> Iterator[float]:
-        """When those who use what a pass makes need it."""
-        kind, microbatch, stage, costs = action.kind, action.microbatch, action.stage, self.job.costs
-        if kind == "F" and stage < self.job.stages - 1:
-            yield self._at("F", microbatch, stage + 1) - self._sending(costs.send_forward_seconds, stage, stage + 1)
-        elif kind == "F" and not self.job.head:
-            yield self._at("B", microbatch, stage)
-        elif kind in ("B", "I") and stage > 0:
-            yield self._at("B", microbatch, stage - 1) - self._sending(costs.send_backward_seconds, stage, stage - 1)
-        if kind == "I":
-            yield self._at("W", microbatch, stage)
-        role = "B" if kind == "I" else kind
-        for e in self.table:
-            if e.source == role and (not e.source_at or stage == self._stage(e.source_at)):
-                yield self._exchange_due(e.kind, microbatch) - self.kinds[e.kind]
-
-    def _at(self, role: str, microbatch: int, stage: int) -> float:
-        kind = "I" if role == "B" and self.split else role
-        return self.starts[self.job.placement[stage]].get(Action(kind, microbatch, stage), inf)
-
-    def _sending(self, seconds: tuple[float, ...], source: int, target: int) -> float:
-        return 0.0 if self.job.placement[source] == self.job.placement[target] else seconds[source]
-
-    def _stage(self, at: str) -> int:
-        return 0 if at == "first" else self.job.stages - 1
-
-    def _exchange_due(self, kind: str, microbatch: int) -> float:
-        """When an exchange has to be complete; its users start after its sources, so they are known by then."""
-        if (kind, microbatch) not in self.due:
-            self.due[kind, microbatch] = min(t for e in self.table if e.kind == kind for t in self._needed(e, microbatch))
-        return self.due[kind, microbatch]
-
-    def _needed(self, e: Exchange, microbatch: int) -> Iterator[float]:
-        if e.target in self.kinds:
-            yield self._exchange_due(e.target, microbatch) - self.kinds[e.target]
-        elif e.target_at:
-            yield self._at(e.target, microbatch, self._stage(e.target_at))
-        else:
-            yield from (starts.get(Action(e.target, microbatch), inf) for starts in self.starts)

@@ -34,9 +34,7 @@ def _list(stage: int, stages: int, microbatches: int) -> tuple[Action, ...]:
     return (*forwards[:warm_up], *steady, *backwards[microbatches - warm_up :])
 
 
-def one_f_one_b_vocabulary(
-    ranks: int, microbatches: int, head: str, embedding: bool, times: PassTimes
-) -> Schedule:
+def one_f_one_b_vocabulary(ranks: int, microbatches: int, head: str, embedding: bool, times: PassTimes) -> Schedule:
     """1F1B with the passes of ``head`` and of a split input embedding.
 
     Rank ``r`` keeps ``ranks - r`` activations and one more per barrier of ``head``. All ranks run the passes of a
@@ -102,7 +100,9 @@ class _VocabularyRow:
             yield from self._slot()
             if not mine.after_forward:
                 yield from self._forward()
-        while self.slot < self.microbatches + len(self.passes) - 1 or self.scattered < self.microbatches * self.embedding:
+        while (
+            self.slot < self.microbatches + len(self.passes) - 1 or self.scattered < self.microbatches * self.embedding
+        ):
             yield from self._slot()
 
     def _warm_up(self, slots: int) -> Iterator[Action]:

@@ -39,7 +39,7 @@ class PassTimes:
     @classmethod
     def unit(cls, stages: int, ranks: int) -> PassTimes:
         """Forward and both parts of the backward take 1 in each stage, the head's passes half of that."""
-        head = {kind: (0.5,) * ranks for kind in ("S", "U", "T")}
+        head = dict.fromkeys(("S", "U", "T"), (0.5,) * ranks)
         return cls((1.0,) * stages, (1.0,) * stages, (1.0,) * stages, head)
 
     @classmethod

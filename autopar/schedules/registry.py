@@ -8,7 +8,9 @@ from typing import Final
 
 from autopar.errors import ScheduleError
 from autopar.schedules.actions import HEADS, Schedule
+from autopar.schedules.dualpipe_v import dualpipe_v
 from autopar.schedules.gpipe import gpipe
+from autopar.schedules.interlaced import interlaced
 from autopar.schedules.interleaved import interleaved
 from autopar.schedules.naive import naive
 from autopar.schedules.one_f_one_b import one_f_one_b, one_f_one_b_vocabulary
@@ -91,6 +93,11 @@ SCHEDULES: Final[Mapping[str, Row]] = {
     ),
     "gpipe": Row(_plain(lambda r: gpipe(r.ranks, r.microbatches)), "all forwards, then all backwards"),
     "1f1b": Row(_one_f_one_b, "one forward, one backward; PipeDream-Flush, DAPPLE"),
+    "interlaced": Row(
+        lambda r: interlaced(r.ranks, r.microbatches, r.head, r.embedding),
+        "1F1B with a synchronous split output layer: one and a half times the memory",
+        heads=HEADS[1:],
+    ),
     "pipedream": Row(
         lambda r: pipedream(r.ranks, r.microbatches),
         "1F1B that updates the weights after every backward: stale weights, another result",
@@ -157,10 +164,17 @@ SCHEDULES: Final[Mapping[str, Row]] = {
         splits_backward=True,
         cost_aware=True,
     ),
+    "dualpipe-v": Row(
+        lambda r: dualpipe_v(r.ranks, r.microbatches),
+        "V placement, forwards and backwards as neighbours that can overlap; for expert parallelism",
+        placement="v",
+        chunks=2,
+        splits_backward=True,
+        heads=("",),
+        least_per_rank=2,
+    ),
 }
 """All schedules, by name."""
-
-GENERATORS: Final = SCHEDULES
 
 
 def placement(name: str, ranks: int, chunks: int | None = None) -> tuple[int, ...]:
@@ -263,7 +277,9 @@ def _times(name: str, costs: PassTimes | None, ranks: int, stages: int) -> PassT
         raise ScheduleError(f"schedule {name!r} has {stages} stages, but costs has pass times of {len(costs.forward)}")
     for kind, seconds in costs.vocabulary.items():
         if len(seconds) != ranks:
-            raise ScheduleError(f"schedule {name!r} has {ranks} ranks, but costs has times of {kind} for {len(seconds)}")
+            raise ScheduleError(
+                f"schedule {name!r} has {ranks} ranks, but costs has times of {kind} for {len(seconds)}"
+            )
     return costs
 
 

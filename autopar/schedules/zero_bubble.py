@@ -7,7 +7,7 @@ times under a limit on the microbatches in flight, and so is ZB-V (section 6), w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -44,14 +44,18 @@ def zero_bubble(
     shortest time that the busiest rank takes from its first to its last pass.
     Compute actions only; stage ``s`` on rank ``s``.
     """
+
+    def policies(count: int) -> list[Policy]:
+        slopes = dict.fromkeys((1.0, 2.0, (limit - 1) / max(ranks - 1, 1)))
+        fixed = [InOrder(_fixed(ranks, count, limit, slope)) for slope in slopes]
+        anywhere, short = _warm_ups(ranks, limit, 0.0), _warm_ups(ranks, limit, 1.0)
+        rules = [Rule(anywhere, fills, first, True) for fills, first in product((False, True), (False, True))]
+        rules.append(Rule(short, True, False, True))
+        return [*fixed, *(_Greedy(placement, count, limit, rule) for rule in rules)]
+
     placement = looped(ranks)
-    slopes = dict.fromkeys((1.0, 2.0, (limit - 1) / max(ranks - 1, 1)))
-    policies: list[Policy] = [InOrder(_fixed(ranks, microbatches, limit, slope)) for slope in slopes]
-    for slope, fills, backward_first in product((0.0, 1.0, 2.0), (False, True), (False, True)):
-        rule = Rule(_warm_ups(ranks, limit, slope), fills, backward_first, late_stage_first=True)
-        policies.append(_Greedy(placement, microbatches, limit, rule))
-    run = _best(policies, placement, microbatches, times, head, embedding)
-    return Schedule("zb", ranks, microbatches, placement, run.made(), head, embedding)
+    lists = _best(policies, _Job(placement, microbatches, limit, times, head, embedding))
+    return Schedule("zb", ranks, microbatches, placement, lists, head, embedding)
 
 
 def zb_v(
@@ -59,32 +63,47 @@ def zb_v(
 ) -> Schedule:
     """As :func:`zero_bubble` with two stages per rank in a V; ``limit`` counts a rank's whole share.
 
-    With a limit of ``ranks``, in the memory that 1F1B has on its first rank, every rank is busy from its first pass to
+    With a limit of ``ranks``, the memory that 1F1B takes on its first rank, every rank is busy from its first pass to
     its last if all passes take the same. Compute actions only.
     """
+
+    def policies(count: int) -> list[Policy]:
+        warm_ups = (2 * limit,) * ranks
+        rules = [Rule(warm_ups, *choice) for choice in product((False, True), (False, True), (False, True))]
+        return [_Greedy(placement, count, 2 * limit, rule) for rule in rules]
+
     placement = v_shaped(ranks)
-    policies: list[Policy] = []
-    for fills, backward_first, late_stage_first in product((False, True), (False, True), (False, True)):
-        rule = Rule((2 * limit,) * ranks, fills, backward_first, late_stage_first)
-        policies.append(_Greedy(placement, microbatches, 2 * limit, rule))
-    run = _best(policies, placement, microbatches, times, head, embedding)
-    return Schedule("zb-v", 2 * ranks, microbatches, placement, run.made(), head, embedding)
+    lists = _best(policies, _Job(placement, microbatches, limit, times, head, embedding))
+    return Schedule("zb-v", 2 * ranks, microbatches, placement, lists, head, embedding)
 
 
-def _best(
-    policies: list[Policy],
-    placement: tuple[int, ...],
-    microbatches: int,
-    times: PassTimes,
-    head: str,
-    embedding: bool,
-) -> Eager:
-    runs = []
-    for policy in policies:
-        run = Eager(placement, microbatches, times, head, embedding)
+@dataclass(frozen=True)
+class _Job:
+    placement: tuple[int, ...]
+    microbatches: int
+    limit: int
+    times: PassTimes
+    head: str
+    embedding: bool
+
+    def run(self, policy: Policy, microbatches: int) -> Eager:
+        run = Eager(self.placement, microbatches, self.times, self.head, self.embedding)
         run.run(policy)
-        runs.append(run)
-    return min(runs, key=lambda run: (round(run.makespan, 9), round(run.longest_span, 9)))
+        return run
+
+
+def _best(policies: Callable[[int], list[Policy]], job: _Job) -> tuple[tuple[Action, ...], ...]:
+    """The lists of the policy that does best on as many microbatches as it takes to fill and drain the memory.
+
+    Beyond that, all of them repeat what they did before.
+    """
+    probe = min(job.microbatches, 2 * job.limit + len(job.placement))
+    runs = [job.run(policy, probe) for policy in policies(probe)]
+    keys = [(round(run.makespan, 9), round(run.longest_span, 9)) for run in runs]
+    best = keys.index(min(keys))
+    if probe == job.microbatches:
+        return runs[best].made
+    return job.run(policies(job.microbatches)[best], job.microbatches).made
 
 
 def _straight(name: str, microbatches: int, lists: tuple[tuple[Pass, ...], ...]) -> Schedule:

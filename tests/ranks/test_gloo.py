@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,19 +29,31 @@ def torchrun(*arguments: str, timeout: float = 240.0) -> subprocess.CompletedPro
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
 
 
+SPLIT = {"vocabulary": "vocab-2"}
+
+
 @pytest.mark.parametrize(
-    ("name", "mesh"),
-    [("gpt2", {"pp": 2, "tp": 2}), ("nano_gpt", {"dp": 2, "tp": 2}), ("mlp", {"pp": 2, "dp": 2})],
-    ids=["gpt2", "nano_gpt", "mlp"],
+    ("name", "mesh", "options"),
+    [
+        ("gpt2", {"pp": 2, "tp": 2}, {}),
+        ("nano_gpt", {"dp": 2, "tp": 2}, {}),
+        ("mlp", {"pp": 2, "dp": 2}, {}),
+        ("llama_deep", {"pp": 4}, {"schedule": "1f1b", **SPLIT}),
+        ("llama_deep", {"pp": 4}, {"schedule": "zb-v", **SPLIT}),
+        ("llama_deep", {"pp": 2, "tp": 2}, {"schedule": "v-half", **SPLIT}),
+    ],
+    ids=["gpt2", "nano_gpt", "mlp", "1f1b", "zb-v", "v-half"],
 )
-def test_real_ranks_equal_one_device(name: str, mesh: dict[str, int], tmp_path: Path) -> None:
-    done = torchrun("-m", "tests.ranks.worker", name, json.dumps(mesh), str(tmp_path))
+def test_real_ranks_equal_one_device(name: str, mesh: dict[str, int], options: dict[str, Any], tmp_path: Path) -> None:
+    done = torchrun("-m", "tests.ranks.worker", name, json.dumps(mesh), str(tmp_path), json.dumps(options))
     assert done.returncode == 0, done.stderr
     results = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(4)]
     with Float64():
         case = make(name, batch=8)
         expected = train_one_device(copy.deepcopy(case.model), case.batch, 3, case.loss, optimizer, 0.5)
-        job = autopar.compile(case.model, 4, sample=case.batch, loss=case.loss, mesh=mesh, microbatches=4, cluster=FAST)
+        job = autopar.compile(
+            case.model, 4, sample=case.batch, loss=case.loss, mesh=mesh, microbatches=4, cluster=FAST, **options
+        )
     parameters = job.job.gather(results)[1]
     assert max(relative_errors(parameters, expected.parameters).values()) <= 1e-9
     for result in results:
@@ -48,15 +61,16 @@ def test_real_ranks_equal_one_device(name: str, mesh: dict[str, int], tmp_path: 
 
 
 def test_a_process_that_dies_ends_the_job(tmp_path: Path) -> None:
-    done = torchrun("-m", "tests.ranks.worker", "mlp", '{"pp": 2, "dp": 2}', str(tmp_path), "3")
+    done = torchrun("-m", "tests.ranks.worker", "mlp", '{"pp": 2, "dp": 2}', str(tmp_path), "{}", "3")
     assert done.returncode != 0
     assert "DeadRankError" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_written_directory_runs_by_itself(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{}, {"schedule": "v-half", **SPLIT}], ids=["1f1b", "v-half"])
+def test_a_written_directory_runs_by_itself(options: dict[str, Any], tmp_path: Path) -> None:
     case = make("gpt2", batch=8, dtype=torch.float32)
-    job = autopar.compile(case.model, 4, sample=case.batch, mesh={"pp": 2, "tp": 2}, microbatches=2)
+    job = autopar.compile(case.model, 4, sample=case.batch, mesh={"pp": 2, "tp": 2}, microbatches=2, **options)
     directory = job.write(tmp_path / "plan")
     done = torchrun(str(directory / "train.py"), "--steps", "2")
     assert done.returncode == 0, done.stderr

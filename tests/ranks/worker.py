@@ -1,6 +1,7 @@
 """One rank of a real job, under torchrun: trains a test model and saves what it holds.
 
-``worker.py MODEL MESH DIRECTORY [DYING_RANK]``: a dying rank ends without a word in the middle of the second step.
+``worker.py MODEL MESH DIRECTORY OPTIONS [DYING_RANK]``: ``OPTIONS`` are keywords of ``compile`` as JSON; a dying rank
+ends without a word in the middle of the second step.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tests.ranks.test_parity import optimizer
 
 
 def main() -> None:
-    name, mesh, directory, *dying = sys.argv[1:]
+    name, mesh, directory, options, *dying = sys.argv[1:]
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
     with Float64():
@@ -35,13 +36,13 @@ def main() -> None:
             optimizer=optimizer,
             clip_norm=0.5,
             cluster=FAST,
+            **json.loads(options),
         )
     losses = [float(job.step(case.batch))]
     if dying and int(dying[0]) == rank:
         os._exit(3)
     losses += [float(job.step(case.batch)) for _ in range(2)]
-    (module,) = job.running.stages.values()
-    parameters = {n: p.detach() for n, p in module.named_parameters() if p.requires_grad}
+    parameters = {n: p.detach() for n, p in job.running.named_parameters().items()}
     torch.save(RankResult(losses, {}, parameters), Path(directory) / f"{rank}.pt")
 
 

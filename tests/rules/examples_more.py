@@ -63,6 +63,7 @@ def losses() -> Iterator[Example]:
     yield Example(op, (g(4, 8), f(4, 8), None, 2))
     yield Example(op, (g(4, 8, 2), i(4, 2, high=8), None, 2))
     yield Example(op, (g(4, 8, 2), i(4, 2, high=8), None, 0))
+    yield Example(op, (g(4, 8), ignored, None, 0, -100, 0.1))
     yield Example(op, (g(8), torch.tensor(3), None, 2))
     for nll in (aten.nll_loss_nd.default, aten.nll_loss.default):
         yield Example(nll, (g(4, 8), ignored, None, 2))

@@ -24,6 +24,7 @@ GROUPED = {"is_causal": True, "enable_gqa": True}
 def calls() -> Iterator[Example]:
     yield Example(aten.embedding.default, (g(8, 4), i(4, high=8), 5))
     yield Example(aten.cross_entropy_loss.default, (g(4, 8), i(4, high=8), None, 2, -100, 0.1))
+    yield Example(aten.cross_entropy_loss.default, (g(4, 8), i(4, high=8), None, 0))
     yield Example(aten.mean.dim, (g(4, 8), [-1, 0]))
     yield Example(aten.reshape.default, (g(4, 4, 8), [16, 8]))
     yield Example(aten.reshape.default, (g(8, 24), [8, 3, 4, 2]))

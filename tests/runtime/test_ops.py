@@ -10,7 +10,7 @@ from torch import Tensor
 from autopar import simulate
 from autopar.errors import ShardingError
 from autopar.mesh import Mesh
-from autopar.runtime import Axes, cross_entropy_sharded, embedding_sharded
+from autopar.runtime import Axes, cross_entropy_sharded, embedding_rows, embedding_sharded
 from autopar.spmd import I, P, S
 from tests.runtime.ranks import on_ranks, part, wholes
 
@@ -49,6 +49,43 @@ def test_an_id_outside_of_the_table_fails_on_every_rank(bad: int) -> None:
     on_ranks(Mesh(tp=2), program)
 
 
+ROWS = 14  # of which pp 2 x tp 2 ranks hold 4 each: two are padding
+
+
+@pytest.mark.parametrize("padding", [-1, 0, 5, 13])
+def test_embedding_over_the_pipeline(padding: int) -> None:
+    weight = torch.randn(ROWS, 3, dtype=torch.float64, requires_grad=True)
+    ids = torch.cat([torch.arange(ROWS), torch.tensor([0, 5, 13, 5])]).view(3, 6)
+    grad = torch.randn(3, 6, 3, dtype=torch.float64)
+    expected = F.embedding(ids, weight, padding_idx=padding if padding >= 0 else None)
+    expected.backward(grad)
+    padded = F.pad(weight.detach(), (0, 0, 0, 2), value=7.0)  # what padding holds must not matter
+
+    def program(axes: Axes) -> tuple[Tensor, Tensor]:
+        first = 4 * (2 * axes["pp"].index + axes["tp"].index)
+        own = padded[first : first + 4].clone().requires_grad_()
+        found = embedding_rows(own, ids, ROWS, padding, axes)
+        found.backward(grad)
+        assert own.grad is not None
+        return found.detach(), own.grad
+
+    results = on_ranks(Mesh(pp=2, tp=2), program)
+    assert weight.grad is not None
+    assert torch.equal(sum(r[0] for r in results), expected)
+    gradients = torch.cat([r[1] for r in results])
+    assert torch.equal(gradients[:ROWS], weight.grad)
+    assert not gradients[ROWS:].any()
+
+
+@pytest.mark.parametrize("bad", [-1, ROWS, ROWS + 1, ROWS + 9])
+def test_an_id_of_padding_or_outside_fails_on_every_rank(bad: int) -> None:
+    def program(axes: Axes) -> None:
+        with pytest.raises(IndexError, match="out of range"):
+            embedding_rows(torch.ones(4, 3), torch.tensor([1, bad]), ROWS, -1, axes)
+
+    on_ranks(Mesh(pp=2, tp=2), program)
+
+
 def sharded_loss(
     logits: Tensor, target: Tensor, size: int, scale: float = 1.0, **options: float
 ) -> tuple[list[Tensor], Tensor]:
@@ -82,6 +119,31 @@ def test_cross_entropy(size: int, smoothing: float, shape: tuple[int, ...]) -> N
         assert torch.equal(loss, losses[0])
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-14, atol=1e-14)
     torch.testing.assert_close(grad, logits.grad, rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+@pytest.mark.parametrize("shape", [(TOKENS, CLASSES), (2, CLASSES, 5), (CLASSES,)])
+def test_a_cross_entropy_per_token(smoothing: float, shape: tuple[int, ...]) -> None:
+    logits = (20 * torch.randn(shape, dtype=torch.float64)).requires_grad_()
+    target = torch.randint(0, CLASSES, (*shape[:1], *shape[2:]) if len(shape) > 1 else ())
+    if target.dim():
+        target.view(-1)[::3] = -100
+    weights = torch.randn(target.shape, dtype=torch.float64)
+    expected = F.cross_entropy(logits, target, reduction="none", label_smoothing=smoothing)
+    (expected * weights).sum().backward()
+    classes = S(min(1, logits.dim() - 1))
+
+    def program(axes: Axes) -> tuple[Tensor, Tensor]:
+        own = part(logits.detach(), classes, axes.rank, 2).requires_grad_()
+        loss = cross_entropy_sharded(own, target, axes["tp"], label_smoothing=smoothing, reduction="none")
+        (loss * weights).sum().backward()
+        assert own.grad is not None
+        return loss.detach(), own.grad
+
+    results = on_ranks(Mesh(tp=2), program)
+    for loss, _ in results:
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(wholes([r[1] for r in results], classes)[0], logits.grad, rtol=1e-13, atol=1e-14)
 
 
 def test_any_index_can_be_the_ignored_one() -> None:

@@ -124,6 +124,47 @@ def test_a_missing_shard_is_noticed() -> None:
         unshard(parameter, [])
 
 
+@st.composite
+def padded_layouts(draw: st.DrawFn) -> tuple[torch.Tensor, Mesh, Parameter]:
+    """A table whose rows, padded, are split over pp and then tp; some ranks may hold padding alone."""
+    mesh = Mesh(pp=draw(st.sampled_from([1, 2, 4])), dp=draw(st.sampled_from([1, 2])), tp=draw(st.sampled_from([1, 2])))
+    rows, dim = draw(st.integers(1, 20)), draw(st.integers(0, 1))
+    multiple = 2 * mesh.pp * mesh.tp
+    total = -(-rows // multiple) * multiple
+    table = torch.arange(rows * 3).view(rows, 3) + 1
+    local = [total // (mesh.pp * mesh.tp), 3]
+    types = {"pp": f"S({dim})", "tp": f"S({dim})"}
+    padding = (dim, total - rows) if total > rows else None
+    if dim:
+        table, local = table.t().contiguous(), local[::-1]
+    return table, mesh, Parameter("w", tuple(local), tuple(table.shape), "int64", types, padding=padding)
+
+
+@given(padded_layouts())
+def test_padding_is_zeros_on_ranks_and_nowhere_else(layout: tuple[torch.Tensor, Mesh, Parameter]) -> None:
+    whole, mesh, parameter = layout
+    dim, added = parameter.padding or (0, 0)
+    extra = [
+        count if d == dim else extent for d, extent, count in zip((0, 1), whole.shape, (added, added), strict=True)
+    ]
+    padded = torch.cat([whole, torch.zeros(extra, dtype=whole.dtype)], dim)
+    source, shards = StateSource({"w": whole}), []
+    for axes in everywhere(mesh):
+        shard = source.local(parameter, axes)
+        assert tuple(shard.shape) == parameter.shape
+        assert torch.equal(shard, slice_shard(padded, parameter.types, axes))
+        shards.append((mesh.coordinates(axes.rank), shard + 0))
+    assert torch.equal(unshard(parameter, shards[::-1]), whole)
+
+
+def test_a_missing_shard_of_padding_is_noticed_too() -> None:
+    parameter = Parameter("w", (2,), (3,), "float32", {"pp": "S(0)"}, padding=(0, 5))
+    shards = [({"pp": i}, torch.zeros(2)) for i in range(4)]
+    assert unshard(parameter, shards).shape == (3,)
+    with pytest.raises(ShardingError, match="parts of 'w' are missing"):
+        unshard(parameter, [shards[0], shards[1], shards[3]])
+
+
 def state() -> dict[str, torch.Tensor]:
     return {
         "qkv.weight": torch.randn(12, 4),
@@ -163,6 +204,10 @@ def test_every_source_gives_every_shard(make: MakeSource, again: bool, tmp_path:
         assert note
         source = open_source(tmp_path / "job" / name, 0)
     mesh = Mesh(dp=2, tp=2)
+    padded = Parameter("qkv.weight", (7, 4), (12, 4), "float32", {"tp": "S(0)"}, padding=(0, 2))
+    for axes in everywhere(mesh):
+        found, row = source.local(padded, axes), 7 * axes["tp"].index
+        assert torch.equal(found, nn.functional.pad(full["qkv.weight"], (0, 0, 0, 2))[row : row + 7])
     parameters = [
         stored("qkv.weight", full["qkv.weight"], mesh, dp="S(1)", tp="S(0,3)"),
         stored("out.weight", full["out.weight"], mesh, tp="S(1)"),
