@@ -123,16 +123,7 @@ def compile(
         built=built,
         programs=programs,
         structure=structure,
-        job=Job(
-            texts=tuple(p.text for p in programs.stages),
-            schedule=built.pipeline.schedule,
-            vocabulary=programs.vocabulary.text if programs.vocabulary else None,
-            mesh=sizes,
-            source=_source(model, constants, seed),
-            optimizer=optimizer,
-            clip_norm=clip_norm,
-            seed=seed,
-        ),
+        job=programs.job(built, _source(model, constants, seed), optimizer, clip_norm, seed),
         loss=loss,
         batch_dim=batch_dim,
         constants=constants,
@@ -165,6 +156,19 @@ class Programs:
         return cls(
             emit(built.model, pipeline.stages, plan.mesh, split_backward=split, **sizes),
             emit_vocabulary(built.model, pipeline.stages, plan.mesh, **sizes),
+        )
+
+    def job(self, built: Built, source: Source, optimizer: Optimizer, clip_norm: float | None, seed: int) -> Job:
+        """What ranks are started from."""
+        return Job(
+            texts=tuple(program.text for program in self.stages),
+            schedule=built.pipeline.schedule,
+            mesh=built.plan.mesh,
+            source=source,
+            optimizer=optimizer,
+            clip_norm=clip_norm,
+            seed=seed,
+            vocabulary=self.vocabulary.text if self.vocabulary else None,
         )
 
 

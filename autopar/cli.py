@@ -327,10 +327,11 @@ _FIGURES = (
 
 
 def _schedules() -> Table:
-    table = Table("schedule", "stages per rank", "placement", "backward", "output layer split", "what it is")
+    table = Table("schedule", "stages per rank", "placement", "backward", "output layer split by", "what it is")
     for name, row in SCHEDULES.items():
         backward = "split" if row.splits_backward else "whole"
-        heads = ", ".join(filter(None, row.heads)) or "no"
+        heads = ", ".join(filter(None, row.heads)) or "never"
+        heads = heads if "" in row.heads else f"always: {heads}"
         table.add_row(name, str(row.chunks or "any"), row.placement, backward, heads, row.summary)
     return table
 

@@ -218,8 +218,8 @@ class Block:
 
     ``graph``: parameter and buffer placeholders first (in order of ``Call.parameters``), then inputs (in order of
     ``Call.operands``), then ops, then ``output`` of a tuple of nodes. ``kind`` is "layer" (a repeatable module),
-    "glue" (code between them) or "tables" (computed from the batch alone, so any stage can compute it). "vocabulary" and
-    "tail" belong to no stage (:mod:`autopar.passes.split_vocabulary`).
+    "glue" (code between them) or "tables" (computed from the batch alone, so any stage can compute it);
+    "vocabulary" and "tail" belong to no stage (:mod:`autopar.passes.split_vocabulary`).
     """
 
     name: str

@@ -80,10 +80,15 @@ class RankPlan(_Value):
 
 
 class CostPlan(_Value):
-    """Predicted seconds of one step and where they go, and the bound that the solvers proved."""
+    """Predicted seconds of one step and where they go, and what is proven of them.
+
+    No placement and no cut has a step below ``bound_seconds``; no order of this cut's passes one below
+    ``order_seconds`` (0: not looked for).
+    """
 
     step_seconds: float
     bound_seconds: float
+    order_seconds: float
     compute_seconds: float
     bubble_seconds: float
     reduce_seconds: float
@@ -231,6 +236,9 @@ def _explain(plan: Plan) -> Iterator[str]:
     gap = 100 * (1 - cost.bound_seconds / cost.step_seconds) if cost.step_seconds else 0.0
     bound = f"nothing on this mesh is below {seconds_text(cost.bound_seconds)} ({gap:.1f} % gap)"
     yield f"step {seconds_text(cost.step_seconds)}; {bound}"
+    if plan.mesh.pp > 1 and cost.order_seconds:
+        gap = 100 * (1 - min(1.0, cost.order_seconds / cost.step_seconds))
+        yield f"  no order of these stages' passes is below {seconds_text(cost.order_seconds)} ({gap:.1f} % gap)"
     parts = [("compute and tp", cost.compute_seconds), ("bubble", cost.bubble_seconds)]
     parts += [("gradient reduction", cost.reduce_seconds), ("optimizer", cost.optimizer_seconds)]
     yield "  " + ", ".join(f"{name} {seconds_text(value)}" for name, value in parts)

@@ -1,4 +1,4 @@
-"""One of the two processes of ``ranks.py``: runs the jobs of both sides in turn, and times them."""
+"""One process of ``ranks.py`` or ``vocabulary.py``: runs the jobs of all sides in turn, and times them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import cycle, islice
@@ -29,7 +29,7 @@ _TOLERANCE = 1e-4  # float32
 @dataclass(frozen=True)
 class Options:
     axis: str  # "dp", "tp" or "pp", of size 2
-    sides: tuple[str, ...]  # of "autopar" and "torch"
+    sides: tuple[str, ...]  # "torch", "autopar", or "autopar MODE" with a way to compute the vocabulary
     rounds: int
     steps: int  # per side and round
     sizes: Sizes
@@ -73,7 +73,7 @@ class Run:
     """One side's job, and the batches that it trains on."""
 
     def __init__(self, side: str, options: Options) -> None:
-        self.step_on = MAKERS[side](options)
+        self.step_on = torch_step(options) if side == "torch" else autopar_step(options, side)
         self.batches = cycle([gpt_batch(options.sizes, seed) for seed in range(_BATCHES)])
 
     def advance(self, steps: int) -> list[Tensor]:
@@ -146,7 +146,7 @@ def torch_step(options: Options) -> Step:
     return BASELINES[options.axis](gpt(options.sizes), options.microbatches)
 
 
-def autopar_step(options: Options) -> Step:
+def autopar_step(options: Options, side: str) -> Step:
     import autopar
 
     job = autopar.compile(
@@ -156,8 +156,6 @@ def autopar_step(options: Options) -> Step:
         optimizer=adamw,
         mesh={options.axis: WORLD},
         microbatches=options.microbatches,
+        vocabulary=side.removeprefix("autopar").strip() or "redistributed",
     )
     return lambda batch: job.step(batch) / WORLD  # every rank has the whole loss
-
-
-MAKERS: dict[str, Callable[[Options], Step]] = {"autopar": autopar_step, "torch": torch_step}

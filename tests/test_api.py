@@ -83,7 +83,7 @@ def test_explain_has_what_a_user_asks_for(job: autopar.ParallelModel) -> None:
 def test_emitted_module_compiles() -> None:
     case = make("nano_gpt", 4)
     job = autopar.compile(case.model, 1, sample=case.batch)
-    module, batch = job.module(0), case.batch
+    (module,), batch = job.modules(0), case.batch
     expected = module(*batch)
     found = torch.compile(module, backend="aot_eager")(*batch)
     torch.testing.assert_close(found, expected)
@@ -122,7 +122,7 @@ def test_written_directory_is_complete_or_absent(job: autopar.ParallelModel, tmp
         ({"gpus": 4, "mesh": {"dp": 2, "xp": 2}}, ArgumentError, "unknown axes"),
         ({"gpus": 2, "mesh": {"dp": 2}, "microbatches": 3}, ShardingError, r"microbatches may be one of \[1, 2, 4\]"),
         ({"gpus": 8, "mesh": {"pp": 8}}, StageError, "use pp <= 6"),
-        ({"gpus": 2, "schedule": "2f1b"}, autopar.AutoparError, "known schedules are gpipe, 1f1b"),
+        ({"gpus": 2, "schedule": "2f1b"}, autopar.AutoparError, "known schedules are naive, gpipe, 1f1b"),
         ({"gpus": 2, "cluster": "abacus"}, autopar.AutoparError, "abacus"),
         ({"gpus": 2, "microbatches": 0}, ArgumentError, "at least 1"),
     ],

@@ -227,6 +227,7 @@ def _cost_plan(
     return CostPlan(
         step_seconds=timeline.makespan_seconds,
         bound_seconds=min(bound + optimizer, timeline.makespan_seconds),
+        order_seconds=pipeline.order_seconds,
         compute_seconds=compute,
         bubble_seconds=max(0.0, timeline.makespan_seconds - compute - optimizer),
         reduce_seconds=max(ends["REDUCE"], ends["REDUCE_V"]),

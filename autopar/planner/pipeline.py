@@ -16,6 +16,7 @@ from autopar.errors import ArgumentError, PlanError, StageError
 from autopar.graph import Block, Call, Model, info
 from autopar.passes.vocabulary import STAGELESS
 from autopar.planner.block_costs import BlockCost, Machine
+from autopar.planner.makespan_bounds import makespan_bound
 from autopar.planner.modes import mode_of
 from autopar.planner.prices import STATE_COPIES
 from autopar.planner.stages import Partition, Unit, even_partition, partition
@@ -23,6 +24,7 @@ from autopar.planner.synthesis import synthesize
 from autopar.planner.vocabulary_costs import VocabularyCost, vocabulary_cost
 from autopar.schedules import Costs, Schedule, Timeline, generate, lower, simulate_timeline
 from autopar.schedules.flow import COMPUTE
+from autopar.schedules.greedy import Job
 from autopar.schedules.pass_times import PassTimes
 
 SYNTHESIZED = "synthesized"
@@ -41,7 +43,8 @@ class Wanted:
 @dataclass(frozen=True)
 class Pipeline:
     """``stages`` are the calls of each stage; ``inflight[k]`` how many microbatches of stage k its rank keeps when it
-    keeps the most. ``bound_seconds`` is a proven bound on the slowest rank's passes of one microbatch."""
+    keeps the most. ``bound_seconds`` is a proven bound on the slowest rank's passes of one microbatch,
+    ``order_seconds`` one on the step of these stages, whatever the order of their passes (0: none was looked for)."""
 
     stages: tuple[tuple[int, ...], ...]
     schedule: Schedule
@@ -49,6 +52,7 @@ class Pipeline:
     inflight: tuple[int, ...]
     slowest_seconds: float
     bound_seconds: float
+    order_seconds: float
     vocabulary: VocabularyCost | None
 
 
@@ -113,8 +117,17 @@ def _pipeline(
         inflight=kept_stages(schedule),
         slowest_seconds=cut.slowest_seconds,
         bound_seconds=cut.bound_seconds,
+        order_seconds=_order_bound(schedule, costs),
         vocabulary=parts.vocabulary,
     )
+
+
+def _order_bound(schedule: Schedule, costs: Costs) -> float:
+    """An asynchronous schedule does other work than those that are bounded."""
+    if schedule.is_asynchronous:
+        return 0.0
+    job = Job(schedule.placement, schedule.microbatches, costs, schedule.head, schedule.embedding, split=True)
+    return makespan_bound(job)
 
 
 def _named(parts: _Parts, name: str, costs: Costs, free_bytes: list[int]) -> Schedule:

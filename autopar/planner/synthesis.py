@@ -58,7 +58,7 @@ _MARGIN: Final = 1.05
 class Synthesis:
     """The best schedule, lowered, its timeline, and what it was compared with.
 
-    ``bound_seconds``: no schedule of this placement takes less under these costs and limits. ``candidates``: makespan
+    ``best`` is its name among the ``candidates``. ``bound_seconds``: no schedule of this placement takes less under these costs and limits. ``candidates``: makespan
     of each, as timed (for those that were not among the best, as estimated); named schedules that exceed the limit, or
     don't have the head or the chunks, are not there.
     """
@@ -67,6 +67,7 @@ class Synthesis:
     timeline: Timeline
     bound_seconds: float
     candidates: Mapping[str, float]
+    best: str
 
     @property
     def gap(self) -> float:
@@ -75,11 +76,11 @@ class Synthesis:
 
     def __str__(self) -> str:
         width = max(map(len, self.candidates))
-        best = self.timeline.makespan_seconds
+        seconds = self.timeline.makespan_seconds
         rows = sorted(self.candidates.items(), key=lambda item: (item[1], item[0]))
-        lines = [f"{name:{width}}  {1e3 * seconds:12.3f} ms  {_over(seconds, best)}" for name, seconds in rows]
+        lines = [f"{name:{width}}  {1e3 * own:12.3f} ms  {_over(own, seconds)}" for name, own in rows]
         bound = f"{'bound':{width}}  {1e3 * self.bound_seconds:12.3f} ms  the best is within {self.gap:.2%} of it"
-        return "\n".join([f"schedule {self.schedule.name} of {len(rows)} candidates", *lines, bound])
+        return "\n".join([f"{self.best}, of {len(rows)} candidates", *lines, bound])
 
 
 def _over(seconds: float, best: float) -> str:
@@ -117,7 +118,7 @@ def synthesize(
             f"none of {len(runs) + len(named)} schedules of {microbatches} microbatches on {ranks} ranks can run"
         )
     best = min(timelines, key=lambda name: (timelines[name].makespan_seconds, name))
-    return Synthesis(timelines[best].schedule, timelines[best], makespan_bound(job), seconds)
+    return Synthesis(timelines[best].schedule, timelines[best], makespan_bound(job), seconds, best)
 
 
 def _split(whole: Job) -> Job:

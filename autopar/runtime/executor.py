@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.profiler import record_function
 
 from autopar.errors import DeadRankError, MismatchError, ScheduleError
 from autopar.runtime import batches
@@ -107,7 +108,8 @@ class Executor:
     def _run(self, step: Step, action: Action) -> None:
         """One action. Raises DeadRankError where a peer is gone, naming the action that needed it."""
         try:
-            self._handlers[action.kind](step, action)
+            with record_function(str(action)):
+                self._handlers[action.kind](step, action)
         except RuntimeError as error:
             if not lost_peer(error):
                 raise

@@ -14,6 +14,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from autopar.runtime import program
 from autopar.runtime.axes import Axes, Axis
@@ -32,9 +33,17 @@ class Message:
     works: tuple[dist.Work, ...] = ()
 
     def wait(self) -> tuple[Tensor, ...]:
-        for work in self.works:
-            work.wait()
+        wait_all(self.works)
         return self.tensors
+
+
+def wait_all(works: Sequence[dist.Work | None]) -> None:
+    """Until all are done; a profiler sees the time as ``WAIT``, not as that of the pass which needs them."""
+    if any(work is not None for work in works):
+        with record_function("WAIT"):
+            for work in works:
+                if work is not None:
+                    work.wait()
 
 
 def lanes(placement: Sequence[int]) -> tuple[Lane, ...]:

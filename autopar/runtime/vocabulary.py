@@ -28,7 +28,7 @@ from autopar.runtime.axes import Axes, Axis
 from autopar.runtime.collectives import gather_stack, reduce_max_, reduce_to_, start_broadcast_, subgroups
 from autopar.runtime.logits import Logits, ShardedHead
 from autopar.runtime.modules import dtype_of
-from autopar.runtime.pipe import Message
+from autopar.runtime.pipe import Message, wait_all
 from autopar.runtime.program import Tensor as Wire
 from autopar.runtime.program import VocabularyProgram
 from autopar.runtime.step import Step
@@ -83,8 +83,7 @@ class VocabularyPasses:
 
     def flush(self) -> None:
         """Until everything that this rank gave to others is theirs."""
-        for work, _ in self._sending:
-            _wait(work)
+        wait_all([work for work, _ in self._sending])
         self._sending.clear()
 
     def _embed(self, step: Step, action: Action) -> None:
@@ -169,7 +168,7 @@ class VocabularyPasses:
         if action.microbatch not in self._state.gathered:
             return
         gathered, work = self._state.gathered.pop(action.microbatch)
-        _wait(work)
+        wait_all([work])
         logits = self._state.logits[action.microbatch]
         entropy = self._head.entropy(logits, gathered).requires_grad_()
         loss = self._module.tail(entropy, *self._inputs(step, action), *step.totals.get(VOCABULARY, ()))
@@ -215,7 +214,7 @@ class VocabularyPasses:
 
     def _join(self, work: dist.Work | None = None) -> None:
         """The current stream goes on after ``work`` and after the stream of exchanges, if it is another."""
-        _wait(work)
+        wait_all([work])
         if self._aside is not None:
             current = torch.cuda.current_stream(self._axes.device)
             if current != self._aside:
@@ -228,11 +227,6 @@ def _stream(device: torch.device) -> torch.cuda.Stream | None:
 
 def _message(tensor: Tensor, work: dist.Work | None) -> Message:
     return Message((tensor,), () if work is None else (work,))
-
-
-def _wait(work: dist.Work | None) -> None:
-    if work is not None:
-        work.wait()
 
 
 def _groups(axes: Axes) -> tuple[Axis, Axis]:

@@ -103,7 +103,7 @@ class Action:
         if fields is None:
             raise ScheduleError(f"unknown kind of action {self.kind!r}; known kinds are {', '.join(KINDS)}")
         given = (self.microbatch >= 0, self.stage >= 0, self.peer >= 0)
-        if given != fields or min(self.microbatch, self.stage, self.peer) < ABSENT:
+        if given != fields or self.microbatch < ABSENT or self.stage < ABSENT or self.peer < ABSENT:
             values = f"microbatch {self.microbatch}, stage {self.stage}, peer {self.peer}"
             raise ScheduleError(f"{self.kind} can't have {values}; it is written like {example(self.kind)}")
 

@@ -1,6 +1,7 @@
 """DualPipeV: a V of two stages per rank, forwards and backwards side by side.
 
-DualPipe is of DeepSeek-V3 (arXiv 2412.19437, section 3.2.1); DualPipeV is the half of it that needs each parameter once.
+DualPipe is of DeepSeek-V3 (arXiv 2412.19437, section 3.2.1); DualPipeV is the half of it with each parameter
+once.
 
 Forwards of one direction and backwards of the other are neighbours in the lists, so that an executor can overlap the
 computation of one with the communication of the other.

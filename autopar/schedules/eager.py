@@ -88,7 +88,7 @@ class Eager:
                     raise ScheduleError(f"rank {rank} begins {count} of {of} {what}: the order it keeps to can't run")
             if begun["W"] < begun["I"]:
                 raise ScheduleError(
-                    f"rank {rank} begins {begun['W']} of {begun['I']} W: the order it keeps to lacks some"
+                    f"rank {rank} begins {begun['W']} of {begun['I']} W: the order it keeps to lacks it"
                 )
 
     def _step(self, policy: Policy, rank: int, now: float) -> None:
@@ -210,9 +210,10 @@ class _Vocabulary:
 
     def fill(self, rank: int, now: float) -> None:
         """Use the time in which ``rank`` waits."""
-        if self.defers and self._is_ready("T", rank, now):
-            if self.run.next_event(rank, now) >= now + self.seconds["T"][rank]:
-                self._start("T", rank, now)
+        if not self.defers or not self._is_ready("T", rank, now):
+            return
+        if now + self.seconds["T"][rank] <= self.run.next_event(rank, now):
+            self._start("T", rank, now)
 
     def _start(self, kind: str, rank: int, now: float) -> None:
         microbatch = self.next[kind][rank]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Final, NamedTuple
 
@@ -97,6 +98,8 @@ def needs(schedule: Schedule, action: Action, rank: int) -> Iterator[Action]:
     """
     if action.kind in STAGE_KINDS:
         yield from _flows_into(schedule, action, rank)
+    if not schedule.head:
+        return
     if action.kind in HEAD_PASSES[schedule.head]:
         for before, after in pairwise(HEAD_PASSES[schedule.head]):
             if after == action.kind:
@@ -119,36 +122,38 @@ def _flows_into(schedule: Schedule, action: Action, rank: int) -> Iterator[Actio
 
 def _exchanged(schedule: Schedule, action: Action) -> Iterator[Action]:
     """The exchanges whose result ``action`` uses."""
-    role = _ROLE.get(action.kind, action.kind)
-    for exchange in exchanges(schedule.head, schedule.embedding):
-        if exchange.target == role and (not exchange.target_at or action.stage == _stage(schedule, exchange.target_at)):
-            yield Action(exchange.kind, action.microbatch)
+    for kind, at in _into(schedule.head, schedule.embedding).get(_ROLE.get(action.kind, action.kind), ()):
+        if not at or action.stage == _stage(schedule, at):
+            yield Action(kind, action.microbatch)
+
+
+@cache
+def _into(head: str, embedding: bool) -> dict[str, tuple[tuple[str, str], ...]]:
+    """Target of exchanges -> (kind, where the target is) of each."""
+    found = exchanges(head, embedding)
+    return {
+        e.target: tuple((other.kind, other.target_at) for other in found if other.target == e.target) for e in found
+    }
 
 
 def _contributes(schedule: Schedule, action: Action, rank: int) -> Iterator[Action]:
     """The pass whose result ``rank`` brings into an exchange."""
-    sources = {(e.source, e.source_at) for e in exchanges(schedule.head, schedule.embedding) if e.kind == action.kind}
-    for source, at in sorted(sources):
+    for source, at in _out_of(schedule.head, schedule.embedding)[action.kind]:
         if not at:
             yield Action(source, action.microbatch)
         elif schedule.placement[_stage(schedule, at)] == rank:
             yield pass_of(schedule, source, action.microbatch, _stage(schedule, at))
 
 
+@cache
+def _out_of(head: str, embedding: bool) -> dict[str, list[tuple[str, str]]]:
+    """Kind of exchange -> (source, where the source is) of each of its parts."""
+    found = exchanges(head, embedding)
+    return {e.kind: sorted({(other.source, other.source_at) for other in found if other.kind == e.kind}) for e in found}
+
+
 def _stage(schedule: Schedule, at: str) -> int:
     return 0 if at == "first" else schedule.stages - 1
-
-
-def exchanges_after(schedule: Schedule, action: Action) -> Iterator[Action]:
-    """The exchanges into which the result of a compute action goes."""
-    role = _ROLE.get(action.kind, action.kind)
-    kinds = dict.fromkeys(
-        e.kind
-        for e in exchanges(schedule.head, schedule.embedding)
-        if e.source == role and (not e.source_at or action.stage == _stage(schedule, e.source_at))
-    )
-    for kind in kinds:
-        yield Action(kind, action.microbatch)
 
 
 def sends(schedule: Schedule, action: Action) -> Iterator[Action]:

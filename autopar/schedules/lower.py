@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice, takewhile
 
 from autopar.errors import ScheduleError
 from autopar.schedules.actions import Action, Schedule
@@ -29,8 +30,8 @@ def lower(schedule: Schedule) -> Schedule:
     A send comes right after the action that makes its message, a receive right before the action that needs
     it. Where a rank uses the messages of one channel in another order than they are sent, it receives some of
     them early, in the order of the sends: their sender is past them anyway, so this adds no waiting.
-    A rank posts an exchange once it has its part for it and has posted those before it in the one order that all
-    ranks have (:mod:`.order`); where it has no part, right then.
+    A rank posts an exchange once it has its part for it and can post those before it in the one order that all
+    ranks have (:mod:`.order`); where it has no part, one pass of a stage before it has to.
     Raises ScheduleError for actions that aren't compute, lie on the wrong rank, or need what no rank makes.
     """
     _require_compute(schedule)
@@ -82,8 +83,10 @@ class _Lowering:
         self.left = Counter(key for action in schedule.lists[rank] if (key := _reduction(action)) is not None)
 
     def run(self) -> Iterator[Action]:
-        yield from self._post_ready()
-        for action in self.schedule.lists[self.rank]:
+        actions = self.schedule.lists[self.rank]
+        for index, action in enumerate(actions):
+            if action.kind in STAGE_KINDS:
+                yield from self._post_ahead(actions, index)
             for need in needs(self.schedule, action, self.rank):
                 if is_receive(need):
                     yield from self._receive(action, need)
@@ -92,7 +95,7 @@ class _Lowering:
             yield action
             self.done.add(action)
             yield from sends(self.schedule, action)
-            yield from self._post_ready()
+            yield from self._post_parts()
             yield from self._reduce(action)
         if self.posts:
             yield from self._post(self.posts[-1])
@@ -118,15 +121,32 @@ class _Lowering:
             self.posted.add(self.posts[0])
             yield self.posts.popleft()
 
-    def _post_ready(self) -> Iterator[Action]:
-        """Post what can be: an exchange that is posted late on one rank holds up all others."""
-        while self.posts and all(need in self.done for need in self._own(self.posts[0])):
-            self.posted.add(self.posts[0])
-            yield self.posts.popleft()
+    def _post_parts(self) -> Iterator[Action]:
+        """Post all that this rank has its part for, as far as the common order lets it."""
+        last = None
+        for exchange, own in self._postable():
+            last = exchange if own else last
+        if last is not None:
+            yield from self._post(last)
 
-    def _own(self, exchange: Action) -> Iterator[Action]:
-        """What has to be done here before ``exchange`` is posted, other exchanges apart."""
-        return (need for need in needs(self.schedule, exchange, self.rank) if not is_exchange(need))
+    def _post_ahead(self, actions: tuple[Action, ...], index: int) -> Iterator[Action]:
+        """Before a pass of a stage, post what an ``S`` or ``G`` right after it needs.
+
+        All ranks are to run it at about the same time; posted after the pass, it would hold up those that are ready.
+        """
+        soon = takewhile(lambda action: action.kind not in STAGE_KINDS, islice(actions, index + 1, None))
+        wanted = {need for action in soon if action.kind in "SG" for need in needs(self.schedule, action, self.rank)}
+        found = [exchange for exchange, _ in self._postable() if exchange in wanted] if wanted else []
+        if found:
+            yield from self._post(found[-1])
+
+    def _postable(self) -> Iterator[tuple[Action, list[Action]]]:
+        """The exchanges that come next and can be posted, each with the passes here that it is made from."""
+        for exchange in self.posts:
+            own = [need for need in needs(self.schedule, exchange, self.rank) if not is_exchange(need)]
+            if not self.done.issuperset(own):
+                return
+            yield exchange, own
 
     def _reduce(self, action: Action) -> Iterator[Action]:
         key = _reduction(action)

@@ -100,10 +100,12 @@ class _VocabularyRow:
             yield from self._slot()
             if not mine.after_forward:
                 yield from self._forward()
-        while (
-            self.slot < self.microbatches + len(self.passes) - 1 or self.scattered < self.microbatches * self.embedding
-        ):
+        while self._is_left():
             yield from self._slot()
+
+    def _is_left(self) -> bool:
+        slots = self.microbatches + len(self.passes) - 1
+        return self.slot < slots or (self.embedding and self.scattered < self.microbatches)
 
     def _warm_up(self, slots: int) -> Iterator[Action]:
         """The forwards until the first output of the last stage, then slots, with a forward per barrier between."""

@@ -110,5 +110,5 @@ class _Run:
 
 def _parts(schedule: Schedule, exchange: Action) -> list[tuple[int, Action]]:
     """What has to be there before ``exchange`` is complete: (rank, pass or other exchange)."""
-    found = {(rank, need) for rank in range(schedule.ranks) for need in needs(schedule, exchange, rank)}
-    return sorted(found, key=str)
+    found = ((rank, need) for rank in range(schedule.ranks) for need in needs(schedule, exchange, rank))
+    return list(dict.fromkeys(found))

@@ -260,7 +260,8 @@ def _events(schedule: Schedule, costs: Costs) -> list[Event]:
     clocks = _Clocks(schedule)
     events: list[list[Event]] = [[] for _ in schedule.lists]
     for rank, action in run_order(schedule):
-        start, end = _ADVANCE[action.kind](clocks, rank, action, costs.seconds(rank, action))
+        updated = schedule.is_asynchronous and action.kind == "STEP"  # every UPDATE was one
+        start, end = _ADVANCE[action.kind](clocks, rank, action, 0.0 if updated else costs.seconds(rank, action))
         events[rank].append(Event(rank, action, start, end))
     return [clocks.completed(event) for row in events for event in row]
 

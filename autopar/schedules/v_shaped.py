@@ -1,9 +1,9 @@
 """V-Half and V-Min: schedules made from a building block (Qi et al., arXiv 2405.15362, section 4 and appendix A).
 
 Each rank holds two stages, placed as a V. A building block says when one microbatch's F and I of both run, in units in
-which every pass takes 1; repeated every six units, it fills a rank with its six passes per microbatch, and its lifespans
-from F to W, the same in sum for all ranks, decide the memory. Warm-up and cool-down are then packed more
-tightly in the same memory.
+which every pass takes 1. Repeated every six units, it fills a rank with six passes per microbatch, and its lifespans
+from F to W, the same in sum for all ranks, decide the memory. Warm-up and cool-down are then packed more tightly in
+the same memory.
 """
 
 from __future__ import annotations

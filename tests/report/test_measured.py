@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 from torch.profiler import record_function
+from typer.testing import CliRunner
 
+from autopar import cli
 from autopar.errors import ArgumentError
 from autopar.mesh import Mesh
 from autopar.report import compare, merged_trace, read_steps, record
@@ -235,17 +237,23 @@ def test_nothing_is_written_where_the_run_fails(tmp_path: Path) -> None:
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_two_real_processes_beside_their_prediction(tmp_path: Path) -> None:
+    """``train --profile`` on real processes, then ``plan --measured``, which reads their traces."""
+    job = ["tests.report.small_model:make", "--mesh", "pp=2", "--microbatches", "4"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "tests.report.profile_job", str(tmp_path)]
+    command += ["-m", "autopar", "train", *job, "--steps", "2", "--profile", str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
+    files = ["--measured", str(tmp_path), "--trace", str(tmp_path / "both.json")]
+    result = CliRunner().invoke(cli.app, ["plan", *job, "--gpus", "2", *files])
+    assert result.exit_code == 0, result.output
+    assert "measured / predicted" in result.output
+    check_format(json.loads((tmp_path / "both.json").read_text(encoding="utf-8")))
+
     timeline = timeline_of(generate("1f1b", 2, 4))
     measured = read_steps(timeline.schedule, [tmp_path / f"rank{rank}.json" for rank in range(2)])
-    comparison = compare(timeline, measured)
-    assert all(row.measured_seconds > 0 for row in comparison.rows)
+    assert all(row.measured_seconds > 0 for row in compare(timeline, measured).rows)
+    ends = {str(e.action): e.end_seconds for rank in measured for e in rank.events}
     for before, after in (("F0@0", "F0@1"), ("B0@1", "B0@0")):  # on one machine the ranks' clocks agree
-        ends = {str(e.action): e.end_seconds for rank in measured for e in rank.events}
         assert ends[before] < ends[after]
     assert any(wait > 0 for wait in measured[1].waits)
-    check_format(merged_trace(timeline, measured))
