@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,33 @@ from torch import fx, nn
 
 from autopar.batch import Structure, batch_size, flatten
 from autopar.errors import BatchError, CaptureError
-from autopar.graph import Info, InputInfo, Meta, ParameterInfo, info, is_getitem, is_random, op_name, set_info
+from autopar.graph import (
+    Info,
+    InputInfo,
+    Meta,
+    ParameterInfo,
+    info,
+    is_aten,
+    is_getitem,
+    is_mutating,
+    is_random,
+    op_name,
+    set_info,
+)
 
 Loss = Callable[[Any, Any], torch.Tensor]
+Memory = Mapping[fx.Node, frozenset[int]]
+"""A number for each piece of memory that a node's tensors lie in; tensors of one number share it."""
+
 _PREFIX = "model"
 
 
 @dataclass
 class Flat:
-    """A captured model before folding: placeholders, then live ops in order, then the loss."""
+    """A captured model before folding: placeholders, then live ops in order, then the loss.
+
+    ``memory`` says of each placeholder and op which others share its memory.
+    """
 
     name: str
     graph: fx.Graph
@@ -39,6 +57,7 @@ class Flat:
     classes: dict[str, str]
     constants: dict[str, torch.Tensor]
     batch_size: int
+    memory: Memory
 
 
 class _WithLoss(nn.Module):
@@ -190,15 +209,18 @@ def _flat(
     inputs = _name_inputs(exported, tensors, batch_dim)
     output = next(n for n in reversed(graph.nodes) if n.op == "output")
     loss = output.args[0][0]
-    nodes = _live(graph, loss)
+    memory = _memory(graph)
+    nodes = _live(graph, loss, memory, constants)
     classes: dict[str, str] = {"": type(model).__name__}
-    for node in nodes:
+    for position, node in enumerate(nodes):
         _describe(node, classes)
+        if is_mutating(node) and info(node).meta.needs_grad:
+            _pass_gradient_on(node, nodes[:position], memory)
     if not info(loss).meta.needs_grad:
         raise CaptureError("the loss doesn't depend on any trainable parameter")
     size = batch_size(tensors, batch_dim)
     name = type(model).__name__
-    return Flat(name, graph, nodes, loss, parameters, inputs, classes, constants, size)
+    return Flat(name, graph, nodes, loss, parameters, inputs, classes, constants, size, memory)
 
 
 def _name_placeholders(
@@ -312,13 +334,66 @@ def _detached(graph: fx.Graph, value: Any) -> Any:
     return node
 
 
-def _live(graph: fx.Graph, loss: fx.Node) -> list[fx.Node]:
-    """The ops that the loss depends on, in order (drops logits, caches and metadata asserts)."""
+def _memory(graph: fx.Graph) -> dict[fx.Node, frozenset[int]]:
+    """The memory of every node's tensors, as eager execution has it: fake tensors share storage just as real ones."""
+    numbers: dict[torch.UntypedStorage, int] = {}
+    found: dict[fx.Node, frozenset[int]] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        tensors = [v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, torch.Tensor)]
+        found[node] = frozenset(numbers.setdefault(t.untyped_storage(), len(numbers)) for t in tensors)
+    return found
+
+
+def written_operands(node: fx.Node) -> list[fx.Node]:
+    """The operands whose memory the op writes to, as its schema says."""
+    if not is_aten(node):
+        return []
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    marked = [(i, a.name) for i, a in enumerate(schema) if a.alias_info is not None and a.alias_info.is_write]
+    given = [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in marked]
+    found: list[fx.Node] = []
+    fx.map_arg(tuple(given), found.append)
+    return found
+
+
+def _live(graph: fx.Graph, loss: fx.Node, memory: Memory, constants: Collection[str]) -> list[fx.Node]:
+    """The ops that the loss depends on, in order (drops logits, caches and metadata asserts).
+
+    A write in place is one of them if something live reads that memory after it. A write to a parameter, a buffer or
+    a batch tensor that anything live reads is refused: the next step would see it. What nothing reads (a counter of
+    batches) is left as it is. ``constants`` are literals in the model's code, of which what is written to is a copy.
+    """
+    found = live(list(graph.nodes), loss, memory)
+    read = {number for n in (loss, *found) for o in n.all_input_nodes for number in memory[o]}
+    outside = [n for n in graph.nodes if n.op == "placeholder" and info(n).name not in constants]
+    owners = {number: n for n in outside for number in memory[n]}
+    for node in graph.nodes:
+        for number in (number for o in written_operands(node) for number in memory[o] & read):
+            if number in owners:
+                raise _refused_write(node, info(owners[number]))
+    return list(found)
+
+
+def _refused_write(node: fx.Node, owner: Info) -> CaptureError:
+    kind = "batch tensor" if owner.role == "input" else owner.role
+    return CaptureError(
+        f"{op_name(node)} at {_source(node)} changes {kind} {owner.name!r} in place, or a view of it, which outlives "
+        "the step; change a copy (x = x.clone()), or write it out of place (x = x + y instead of x += y)"
+    )
+
+
+def live(nodes: Sequence[fx.Node], loss: fx.Node, memory: Memory) -> dict[fx.Node, None]:
+    """The ops among ``nodes`` (in order) that ``loss`` depends on, through operands or through what they write."""
     needed: set[fx.Node] = {loss}
-    for node in reversed(graph.nodes):
+    read = set(memory.get(loss, ()))
+    for node in reversed(nodes):
+        if any(memory[operand] & read for operand in written_operands(node)):
+            needed.add(node)
         if node in needed:
             needed.update(node.all_input_nodes)
-    return [n for n in graph.nodes if n in needed and n.op == "call_function"]
+            read.update(number for operand in node.all_input_nodes for number in memory.get(operand, ()))
+    return {n: None for n in nodes if n in needed and n.op == "call_function"}
 
 
 def _describe(node: fx.Node, classes: dict[str, str]) -> None:
@@ -329,7 +404,7 @@ def _describe(node: fx.Node, classes: dict[str, str]) -> None:
         path = _strip(raw_path.split("@")[0])
         if path or raw_path == _PREFIX:
             classes.setdefault(path, kind.rsplit(".", 1)[-1] if isinstance(kind, str) else kind.__name__)
-    flows = any(info(o).meta.needs_grad for o in node.all_input_nodes) and "detach" not in op_name(node)
+    flows = gradient_flows(node)
     value = node.meta["val"]
     values = value if isinstance(value, list | tuple) else (value,)
     if is_getitem(node):
@@ -341,10 +416,30 @@ def _describe(node: fx.Node, classes: dict[str, str]) -> None:
     set_info(node, Info(outputs, module=path, source=_source(node), random=is_random(node)))
 
 
+def gradient_flows(node: fx.Node) -> bool:
+    """Whether an operand's gradient can come from the result's; the result must be a floating-point tensor, too."""
+    parts = op_name(node).split(".")
+    kind = parts[1] if len(parts) > 1 else parts[0]
+    constant = kind == "detach" or kind.startswith("new_") or kind.endswith("_like")
+    return not constant and any(meta.needs_grad for o in node.all_input_nodes for meta in info(o).outputs)
+
+
+def differentiable(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _pass_gradient_on(write: fx.Node, before: Sequence[fx.Node], memory: Memory) -> None:
+    """What shares memory with a tensor that was written to may have its gradient from now on."""
+    for node in [*before, *write.all_input_nodes]:
+        if memory[node] & memory[write]:
+            data = info(node)
+            data.outputs = tuple(replace(m, needs_grad=differentiable(m.dtype)) for m in data.outputs)
+
+
 def _meta(value: Any, flows: bool) -> Meta:
     if not isinstance(value, torch.Tensor):
         raise CaptureError(f"a value of type {type(value).__name__} flows through the graph; only tensors may")
-    return Meta(tuple(int(s) for s in value.shape), value.dtype, flows and value.is_floating_point())
+    return Meta(tuple(int(s) for s in value.shape), value.dtype, flows and differentiable(value.dtype))
 
 
 def _source(node: fx.Node) -> str:

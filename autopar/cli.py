@@ -15,10 +15,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from autopar.api import ParallelModel, compile
+from autopar.api import ParallelModel
+from autopar.command_options import JobOptions, takes_job
 from autopar.cost_models.catalogue import FORMULAS
 from autopar.errors import ArgumentError, AutoparError
-from autopar.model_names import Named, resolve
 from autopar.plan import Plan, bytes_text
 from autopar.report import chrome_trace, compare, merged_trace, read_steps, record, timeline_html, timeline_svg
 from autopar.schedules import Costs, Timeline, generate, lower, render, simulate_timeline
@@ -30,19 +30,9 @@ from autopar.schedules.registry import SCHEDULES, placement
 _HELP = "Compile PyTorch models into parallel training programs."
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=_HELP)
 
-Model = Annotated[str, typer.Argument(help="hf:path/to/config.json or package.module:factory")]
 Gpus = Annotated[int, typer.Option(help="ranks of the job")]
-MeshText = Annotated[str, typer.Option("--mesh", help="degrees, e.g. pp=2,dp=2,tp=2 (default: all dp)")]
-Microbatches = Annotated[int | None, typer.Option(help="microbatches per step (default: up to 4 per stage)")]
-ClusterName = Annotated[str | None, typer.Option("--cluster", help="h100, cpu, or a TOML file")]
-Schedule = Annotated[str, typer.Option(help="1f1b or gpipe")]
-Batch = Annotated[int, typer.Option(help="global batch of an hf: model")]
-Sequence = Annotated[int, typer.Option(help="sequence length of an hf: model")]
-Dtype = Annotated[str, typer.Option(help="dtype of an hf: model")]
 Steps = Annotated[int, typer.Option(help="optimizer steps")]
-Clip = Annotated[float | None, typer.Option("--clip-norm", help="clip the global gradient norm")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON for machines")]
-PlanFile = Annotated[Path | None, typer.Option("--plan", help="take the decisions of this plan.json")]
 Html = Annotated[Path | None, typer.Option("--html", help="write the timeline as a page")]
 Svg = Annotated[Path | None, typer.Option("--svg", help="write the timeline as a picture")]
 Trace = Annotated[Path | None, typer.Option("--trace", help="write the timeline as a trace for ui.perfetto.dev")]
@@ -65,32 +55,11 @@ def _console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 120)
 
 
-def _sizes(text: str) -> dict[str, int] | None:
-    if not text:
-        return None
-    try:
-        return {name.strip(): int(size) for name, size in (part.split("=") for part in text.split(","))}
-    except ValueError as error:
-        raise ArgumentError(f"--mesh {text!r} doesn't read as pp=2,dp=2,tp=2") from error
-
-
-def _job(named: Named, gpus: int, mesh: str, plan: Path | None, **options: Any) -> ParallelModel:
-    loaded = Plan.load(plan) if plan is not None else None
-    return compile(named.model, gpus, sample=named.sample, loss=named.loss, mesh=_sizes(mesh), plan=loaded, **options)
-
-
 @app.command("plan")
+@takes_job(sequence=128)
 def plan_command(
-    model: Model,
+    options: JobOptions,
     gpus: Gpus,
-    mesh: MeshText = "",
-    microbatches: Microbatches = None,
-    cluster: ClusterName = None,
-    schedule: Schedule = "1f1b",
-    batch: Batch = 8,
-    sequence: Sequence = 128,
-    dtype: Dtype = "float32",
-    clip_norm: Clip = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="write the plan to this file")] = None,
     write: Annotated[Path | None, typer.Option(help="write the whole job to this directory")] = None,
     html: Html = None,
@@ -100,9 +69,7 @@ def plan_command(
     json_: Json = False,
 ) -> None:
     """Plan a job; the model stays on the meta device unless the job is written."""
-    named = resolve(model, batch=batch, sequence=sequence, dtype=dtype, meta=True)
-    options = {"microbatches": microbatches, "cluster": cluster, "schedule": schedule, "clip_norm": clip_norm}
-    job = _job(named, gpus, mesh, None, **options)
+    job = options.job(options.resolved(meta=True), gpus)
     if out is not None:
         _write_atomically(out, job.plan.to_json())
     if write is not None:
@@ -179,25 +146,16 @@ def _show(console: Console, plan: Plan, job: ParallelModel | None) -> None:
 
 
 @app.command("simulate")
+@takes_job()
 def simulate_command(
-    model: Model,
+    options: JobOptions,
     gpus: Gpus,
-    mesh: MeshText = "",
-    microbatches: Microbatches = None,
-    cluster: ClusterName = None,
-    schedule: Schedule = "1f1b",
-    batch: Batch = 8,
-    sequence: Sequence = 32,
-    dtype: Dtype = "float32",
     steps: Steps = 3,
-    clip_norm: Clip = None,
-    plan: PlanFile = None,
     json_: Json = False,
 ) -> None:
     """Train on simulated ranks in this process: losses, peak memory and bytes sent per rank."""
-    named = resolve(model, batch=batch, sequence=sequence, dtype=dtype, meta=False)
-    options = {"microbatches": microbatches, "cluster": cluster, "schedule": schedule, "clip_norm": clip_norm}
-    job = _job(named, gpus, mesh, plan, **options)
+    named = options.resolved()
+    job = options.job(named, gpus)
     result = job.simulate(named.sample, steps)
     if json_:
         print(json.dumps({"losses": result.losses, "peak_bytes": result.peak_bytes, "sent_bytes": result.sent_bytes}))
@@ -214,26 +172,17 @@ def simulate_command(
 
 
 @app.command("verify")
+@takes_job(dtype="float64", clip_norm=1.0)
 def verify_command(
-    model: Model,
+    options: JobOptions,
     gpus: Gpus,
-    mesh: MeshText = "",
-    microbatches: Microbatches = None,
-    cluster: ClusterName = None,
-    schedule: Schedule = "1f1b",
-    batch: Batch = 8,
-    sequence: Sequence = 32,
-    dtype: Dtype = "float64",
     steps: Steps = 3,
-    clip_norm: Clip = 1.0,
-    plan: PlanFile = None,
     json_: Json = False,
 ) -> None:
     """Compare with the one-device model; exits with 1 where they differ. Dropout is off (the model is in eval mode)."""
-    named = resolve(model, batch=batch, sequence=sequence, dtype=dtype, meta=False)
+    named = options.resolved()
     named.model.eval()
-    options = {"microbatches": microbatches, "cluster": cluster, "schedule": schedule, "clip_norm": clip_norm}
-    result = _job(named, gpus, mesh, plan, **options).verify(named.sample, steps)
+    result = options.job(named, gpus).verify(named.sample, steps)
     if json_:
         fields = ("ok", "tolerance", "loss_error", "gradient_errors", "parameter_errors", "divergence")
         print(json.dumps({name: getattr(result, name) for name in fields}))
@@ -243,26 +192,16 @@ def verify_command(
 
 
 @app.command("train")
+@takes_job()
 def train_command(
-    model: Model,
-    mesh: MeshText = "",
-    microbatches: Microbatches = None,
-    cluster: ClusterName = None,
-    schedule: Schedule = "1f1b",
-    batch: Batch = 8,
-    sequence: Sequence = 32,
-    dtype: Dtype = "float32",
+    options: JobOptions,
     steps: Steps = 3,
-    clip_norm: Clip = None,
-    plan: PlanFile = None,
     profile: Annotated[Path | None, typer.Option(help="write a torch.profiler trace per rank here")] = None,
     json_: Json = False,
 ) -> None:
     """Train under torchrun on the sample batch: ``torchrun --nproc-per-node 4 -m autopar train MODEL``."""
-    gpus = int(os.environ.get("WORLD_SIZE", "1"))
-    named = resolve(model, batch=batch, sequence=sequence, dtype=dtype, meta=False)
-    options = {"microbatches": microbatches, "cluster": cluster, "schedule": schedule, "clip_norm": clip_norm}
-    job = _job(named, gpus, mesh, plan, **options)
+    named = options.resolved()
+    job = options.job(named, int(os.environ.get("WORLD_SIZE", "1")))
     with record(job.running.axes, profile) if profile is not None else nullcontext():
         losses = [float(job.step(named.sample)) for _ in range(steps)]
     if int(os.environ.get("RANK", "0")) == 0:

@@ -12,12 +12,12 @@ parameters           12 h^2, 16 bytes each: fp16 and its gradient, fp32 and both
 ===================  ==================================================================================================
 
 Output layer of V classes: 2 b s h V FLOP forward, 4 backward. Bytes per logit, as Megatron's cross entropy moves them:
-38 forward and 14 backward, whole; 46 in ``S`` and 14 in ``T``, split. Input layer: 6 tensors [b, s, h] forward; backward,
-12 bytes for each element of its table (a dense gradient is cleared, made, added).
+38 forward and 14 backward, whole; 46 in ``S`` and 14 in ``T``, split. Input layer: 6 tensors [b, s, h] forward;
+backward, 12 bytes for each element of its table (a dense gradient is cleared, made, added).
 
-Products run at ``sustained`` times the peak rate, in place of the roofline's ``achievable_fraction``: what long runs hold,
-power limit included. :func:`sustained_fraction` takes it from the profiled pass times of another paper (Qi et al.,
-arXiv 2401.10241, table 9: 1.5B to 28.3B, no flash attention, no split vocabulary), not from rows that are predicted.
+Products run at ``sustained`` times the peak rate, in place of the roofline's ``achievable_fraction``: what long runs
+hold, power limit included. :func:`sustained_fraction` takes it from the profiled pass times of another paper (Qi et
+al., arXiv 2401.10241, table 9: 1.5B to 28.3B, no flash attention, no split vocabulary), not from rows that are predicted.
 """
 
 from __future__ import annotations

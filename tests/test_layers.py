@@ -46,7 +46,8 @@ ARROWS: dict[str, set[str]] = {
     "report": VALUES | {"cost_models", "schedules", "runtime", "simulate"},
     "api": BELOW_API | {"verification", "write"},
     "autopar": BELOW_API | {"api", "verification"},  # autopar/__init__.py, the public names
-    "cli": BELOW_API | {"api", "autopar", "model_names"},
+    "command_options": {"errors", "plan", "api", "model_names"},
+    "cli": BELOW_API | {"api", "autopar", "command_options"},
     "__main__": {"cli"},
 }
 

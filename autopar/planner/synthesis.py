@@ -58,9 +58,9 @@ _MARGIN: Final = 1.05
 class Synthesis:
     """The best schedule, lowered, its timeline, and what it was compared with.
 
-    ``best`` is its name among the ``candidates``. ``bound_seconds``: no schedule of this placement takes less under these costs and limits. ``candidates``: makespan
-    of each, as timed (for those that were not among the best, as estimated); named schedules that exceed the limit, or
-    don't have the head or the chunks, are not there.
+    ``best`` is its name among the ``candidates``, which map to makespans: as timed, and as estimated for those that were
+    not among the best. Named schedules that exceed the limit, or don't have the head or the chunks, are not there.
+    ``bound_seconds``: no schedule of this placement takes less under these costs and limits.
     """
 
     schedule: Schedule

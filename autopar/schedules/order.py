@@ -19,6 +19,7 @@ from autopar.schedules.flow import (
     rank_exchanges,
 )
 
+_EMBEDDING = ("SUM_E", "CAST_E")  # of exchanges that are ready at the same time, no rank waits for these so soon
 _UNITS = {"F": 2, "B": 4, "I": 2, "W": 2, "UPDATE": 0, "S": 1, "U": 1, "T": 1, "E": 0, "G": 0}
 
 
@@ -28,7 +29,7 @@ def exchange_order(schedule: Schedule) -> tuple[Action, ...]:
         return ()
     ready = _ready_times(schedule)
     rank_of_kind = {kind: index for index, kind in enumerate(EXCHANGES)}
-    return tuple(sorted(ready, key=lambda e: (ready[e], e.microbatch, rank_of_kind[e.kind])))
+    return tuple(sorted(ready, key=lambda e: (ready[e], e.kind in _EMBEDDING, e.microbatch, rank_of_kind[e.kind])))
 
 
 def _ready_times(schedule: Schedule) -> dict[Action, int]:

@@ -1,0 +1,104 @@
+"""The options that several commands share, written once: what job is meant."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from autopar.api import ParallelModel, compile
+from autopar.errors import ArgumentError
+from autopar.model_names import Named, resolve
+from autopar.plan import Plan
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """What :func:`autopar.compile` is called with, as the command line gives it."""
+
+    model: Annotated[str, typer.Argument(help="hf:path/to/config.json or package.module:factory")]
+    mesh: Annotated[str, typer.Option(help="degrees, e.g. pp=2,dp=2,tp=2 (default: all dp)")] = ""
+    microbatches: Annotated[int | None, typer.Option(help="microbatches per step (default: up to 4 per stage)")] = None
+    microbatch: Annotated[int | None, typer.Option(help="rows of a microbatch on one rank, instead")] = None
+    cluster: Annotated[str | None, typer.Option(help="h100, a100, cpu, or a TOML file")] = None
+    schedule: Annotated[str, typer.Option(help="1f1b, v-half, …, synthesized (autopar timeline --list)")] = "1f1b"
+    chunks: Annotated[int | None, typer.Option(help="stages per pipeline rank, where the schedule is free")] = None
+    vocabulary: Annotated[str, typer.Option(help="stage, redistributed, naive, vocab-1, vocab-2 or interlaced")] = (
+        "redistributed"
+    )
+    batch: Annotated[int, typer.Option(help="global batch of an hf: model")] = 8
+    sequence: Annotated[int, typer.Option(help="sequence length of an hf: model")] = 32
+    dtype: Annotated[str, typer.Option(help="dtype of an hf: model")] = "float32"
+    clip_norm: Annotated[float | None, typer.Option(help="clip the global gradient norm")] = None
+    plan: Annotated[Path | None, typer.Option(help="take the decisions of this plan.json")] = None
+
+    def resolved(self, *, meta: bool = False) -> Named:
+        """The model and its sample batch. Raises ArgumentError."""
+        return resolve(self.model, batch=self.batch, sequence=self.sequence, dtype=self.dtype, meta=meta)
+
+    def job(self, named: Named, gpus: int) -> ParallelModel:
+        """Compile it for ``gpus`` ranks; raises what :func:`autopar.compile` does."""
+        return compile(
+            named.model,
+            gpus,
+            sample=named.sample,
+            loss=named.loss,
+            mesh=_sizes(self.mesh),
+            microbatches=self.microbatches,
+            microbatch=self.microbatch,
+            cluster=self.cluster,
+            schedule=self.schedule,
+            chunks=self.chunks,
+            vocabulary=self.vocabulary,
+            clip_norm=self.clip_norm,
+            plan=Plan.load(self.plan) if self.plan is not None else None,
+        )
+
+
+def _sizes(text: str) -> dict[str, int] | None:
+    if not text:
+        return None
+    try:
+        return {name.strip(): int(size) for name, size in (part.split("=") for part in text.split(","))}
+    except ValueError as error:
+        raise ArgumentError(f"--mesh {text!r} doesn't read as pp=2,dp=2,tp=2") from error
+
+
+def takes_job(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command all fields of :class:`JobOptions` in place of its parameter ``options``; with other ``defaults``.
+
+    typer reads a command's parameters off its signature, so that is what changes.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        names = [field.name for field in fields(JobOptions)]
+
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            taken = {name: given.pop(name) for name in names}
+            command(options=JobOptions(**taken), **given)
+
+        hints = get_type_hints(command, include_extras=True)
+        own = [p for p in inspect.signature(command).parameters.values() if p.name != "options"]
+        kinds = [p.replace(annotation=hints[p.name], kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
+        signature = inspect.Signature([*_parameters(defaults), *kinds])
+        run.__signature__ = signature  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+        return run
+
+    return decorate
+
+
+def _parameters(defaults: dict[str, Any]) -> list[inspect.Parameter]:
+    hints = get_type_hints(JobOptions, include_extras=True)
+    empty = inspect.Parameter.empty
+    found = []
+    for name, given in inspect.signature(JobOptions).parameters.items():
+        default = defaults.get(name, given.default if given.default is not empty else empty)
+        found.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name]))
+    return found
