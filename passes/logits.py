@@ -16,11 +16,11 @@ from torch import fx
 
 from autopar.errors import StageError
 from autopar.graph import Meta, arguments, derive, info, is_aten, op_name, operands, where
+from autopar.passes.vocabulary import CASTS
 
 aten = torch.ops.aten
 CROSS_ENTROPY: Final = "aten.cross_entropy_loss.default"
 _MEAN: Final = 1
-_CASTS: Final = {"aten.to.dtype", "aten.to.dtype_layout", "aten._to_copy.default"}
 _SWAPS: Final = {"aten.t.default", "aten.transpose.int", "aten.permute.default", "aten.numpy_T.default"}
 
 
@@ -212,7 +212,7 @@ def _is_pointwise(node: fx.Node) -> bool:
     if not is_aten(node) or info(node).random or len(set(operands(node))) != 1:
         return False
     pointwise = torch.Tag.pointwise in node.target.tags  # type: ignore[union-attr]
-    return (pointwise or op_name(node) in _CASTS) and _shape(node) == _shape(operands(node)[0])
+    return (pointwise or op_name(node) in CASTS) and _shape(node) == _shape(operands(node)[0])
 
 
 def _no_rows(node: fx.Node, dim: int) -> None:

@@ -25,6 +25,8 @@ ENTROPIES: Final = ("aten.cross_entropy_loss.default", "cross_entropy_sharded")
 PRODUCTS: Final = {"aten.linear.default": 0, "aten.mm.default": 1}
 """Products of the head -> the dim of their weight that the classes are on."""
 
+CASTS: Final = frozenset({"aten.to.dtype", "aten.to.dtype_layout", "aten._to_copy.default"})
+
 
 @dataclass(frozen=True)
 class VocabularyCalls:
@@ -37,7 +39,8 @@ class VocabularyCalls:
 
 @dataclass(frozen=True)
 class Head:
-    """The ops of a head's block. ``weight`` and ``bias`` are placeholders; ``biased`` is the product with its bias.
+    """The ops of a head's block. ``weight`` and ``bias`` are placeholders; ``biased`` is the product with its bias, and
+    cast if that comes next (a cast's backward needs no values, unlike that of what may follow).
 
     ``path`` is all from the product to the logits, in order.
     """
@@ -87,6 +90,10 @@ def head_of(block: Block) -> Head:
     weight = stored_in(factor)
     if weight is None:
         raise GraphError(f"block {block.name}: the head's product {path[-1].name} reads no parameter")
+    for node in path[path.index(biased) - 1 :: -1] if biased is not logits else ():
+        if op_name(node) not in CASTS:
+            break
+        biased = node
     return Head(x, path[-1], biased, logits, targets, entropy, weight, bias, tuple(reversed(path)))
 
 

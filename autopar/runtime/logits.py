@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autopar.runtime.program import VocabularyProgram
 
@@ -28,9 +29,10 @@ class Logits:
     """What one microbatch keeps between its passes. ``[t]`` is a number per token, ``[t, c]`` one per class too."""
 
     leaf: Tensor  # [t, h], where the product's graph begins
-    product: Tensor  # [t, c]
-    inner: Tensor  # the product, where the graph of the logits begins
-    made: Tensor  # [t, c], the logits
+    product: GradientEdge  # where it ends, at [t, c]
+    inner: Tensor | None  # [t, c], where the graph of what shapes the product begins, if anything does
+    made: GradientEdge  # where it ends, at the logits
+    dtype: torch.dtype  # of the logits
     counts: Tensor  # [t], whether the token has a target
     here: Tensor  # [t], whether the target lies on this rank
     rows: Tensor  # [t], the target's row; 0 elsewhere
@@ -62,15 +64,23 @@ class ShardedHead:
         program = self._program
         leaf = entered.detach().requires_grad_()
         product = self._module.product(leaf)
-        inner = product.detach().requires_grad_() if self._shapes else product
-        made = self._module.shape(inner) if self._shapes else product
+        inner = product.detach().requires_grad_() if self._shapes else None
+        made = product if inner is None else self._module.shape(inner)
         counts = targets != program.ignore_index
         here = counts & (targets >= self._start) & (targets < self._start + program.rows)
         no_class = counts & ((targets < 0) | (targets >= program.classes))
         rows = (targets - self._start).masked_fill(~here, 0).masked_fill(no_class, -1)  # gather refuses -1
-        wide = made.detach().to(torch.promote_types(made.dtype, torch.float32), copy=True)
+        edges = get_gradient_edge(product), get_gradient_edge(made)
+        wide = self._own(made)
         wide[:, self._valid :] = torch.finfo(wide.dtype).min
-        return Logits(leaf, product, inner, made, counts, here, rows, wide, wide.amax(1))
+        return Logits(leaf, edges[0], inner, edges[1], made.dtype, counts, here, rows, wide, wide.amax(1))
+
+    def _own(self, made: Tensor) -> Tensor:
+        """The logits in float32 at least, to be overwritten: in their own memory where no backward reads that.
+
+        That of a product doesn't; what shapes it (a tanh) may.
+        """
+        return made.detach().to(torch.promote_types(made.dtype, torch.float32), copy=self._shapes)
 
     def statistics(self, logits: Logits) -> Tensor:
         """Take the exponentials; ``[4, t]``: maximum, their sum, the target's logit, the sum of logits."""
@@ -82,7 +92,7 @@ class ShardedHead:
 
     def input_gradient_terms(self, logits: Logits) -> None:
         """The terms of the input's gradient that need no other rank: ``e W``, and the rows of targets."""
-        narrow = logits.wide.to(logits.made.dtype)
+        narrow = logits.wide.to(logits.dtype)
         logits.weighted = self._pull_back(logits, narrow)
         smoothing = self._program.label_smoothing
         logits.fixed = (1 - smoothing) * self._target_rows(logits)
@@ -101,7 +111,7 @@ class ShardedHead:
         each = total.log() + top - (1 - smoothing) * hits.sum(0)
         if smoothing:
             each -= smoothing / self._program.classes * smooths.sum(0)
-        each = each.masked_fill(~logits.counts, 0).to(logits.made.dtype)
+        each = each.masked_fill(~logits.counts, 0).to(logits.dtype)
         return each.sum() if self._program.reduction == "sum" else each
 
     def corrected(self, logits: Logits) -> Tensor:
@@ -127,7 +137,7 @@ class ShardedHead:
         gradient.scatter_add_(1, logits.rows.unsqueeze(1), at_target)
         if smoothing:
             gradient[:, : self._valid] -= (smoothing / self._program.classes * scale).unsqueeze(1)
-        return gradient.to(logits.made.dtype)
+        return gradient.to(logits.dtype)
 
     def _pull_back(self, logits: Logits, gradient: Tensor) -> Tensor:
         """From the logits to the input."""
@@ -137,7 +147,7 @@ class ShardedHead:
 
     def _shaped(self, logits: Logits, gradient: Tensor, *, keep: bool) -> Tensor:
         """From the logits to the product."""
-        if not self._shapes:
+        if logits.inner is None:
             return gradient
         (inner,) = torch.autograd.grad(logits.made, logits.inner, gradient, retain_graph=keep)
         return inner
@@ -148,7 +158,7 @@ class ShardedHead:
         rows = weight.index_select(self._program.weight_dim, logits.rows)
         rows = rows if self._program.weight_dim == 0 else rows.t()
         slope = logits.here.to(rows.dtype)
-        if self._shapes:
+        if logits.inner is not None:
             at = logits.inner.detach().gather(1, logits.rows.unsqueeze(1)).requires_grad_()
             (inner,) = torch.autograd.grad(self._module.shape(at).sum(), at)
             slope = slope * inner.squeeze(1)

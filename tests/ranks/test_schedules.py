@@ -216,3 +216,18 @@ def test_bad_requests_say_what_works() -> None:
     assert "microbatch may be one of [1, 2, 4]" in refusal(ArgumentError, gpt, microbatch=3)
     assert "leave one of the two out" in refusal(ArgumentError, gpt, microbatch=2, microbatches=4)
     assert "schedule of its own" in refusal(ArgumentError, gpt, schedule="zb-h1", vocabulary="interlaced")
+
+
+def test_logits_are_never_whole() -> None:
+    """With rows over 4 ranks, the rank that held the head needs a fraction of the memory."""
+
+    def peak(vocabulary: str) -> int:
+        case = prepared(lambda: llama(64, vocabulary=4096))
+        job = autopar.compile(
+            case.model, 4, sample=case.batch, mesh={"pp": 4}, microbatches=2, vocabulary=vocabulary, cluster=FAST
+        )
+        return max(job.simulate(case.batch).peak_bytes)
+
+    whole = peak("redistributed")
+    assert peak("vocab-1") < whole / 2
+    assert peak("vocab-2") < whole / 2
