@@ -128,5 +128,9 @@ def saved_bytes(block: Block) -> int:
 
 
 def _keeps(node: fx.Node) -> bool:
-    """A sum's result is kept only by those who use it."""
-    return any(not lookup(op_name(user)).linear_sum for user in node.users if user.op == "call_function")
+    """A sum's result is kept only by those who use it; what uses a view uses the value behind it."""
+    return any(
+        _keeps(user) if is_view(user) else not lookup(op_name(user)).linear_sum
+        for user in node.users
+        if user.op == "call_function"
+    )
