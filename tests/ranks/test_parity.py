@@ -46,20 +46,19 @@ def verification(
     name: str, mesh: dict[str, int], microbatches: int, *, dtype: torch.dtype = torch.float64, **options: Any
 ) -> autopar.Verification:
     with Float64() if dtype == torch.float64 else contextlib.nullcontext():
-        return _verification(make(name, 8, dtype), mesh, microbatches, options)
+        return verified(make(name, 8, dtype), mesh, microbatches=microbatches, **options)
 
 
-def _verification(case: Case, mesh: dict[str, int], microbatches: int, options: dict[str, Any]) -> autopar.Verification:
+def verified(case: Case, mesh: dict[str, int], **options: Any) -> autopar.Verification:
+    """Three steps of ``case``, compiled for ``mesh``, against one device."""
     job = autopar.compile(
         case.model,
         math.prod(mesh.values()),
         sample=case.batch,
         loss=case.loss,
         mesh=mesh,
-        microbatches=microbatches,
-        clip_norm=0.5,
         cluster=FAST,
-        **{"optimizer": optimizer, **options},
+        **{"optimizer": optimizer, "clip_norm": 0.5, **options},
     )
     return job.verify(case.batch, steps=3)
 
