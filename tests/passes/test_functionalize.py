@@ -68,7 +68,7 @@ def between_two_reads_of_another_view(h: Tensor, g: Tensor) -> Tensor:
 
 def activations_in_place(h: Tensor, g: Tensor) -> Tensor:
     x = F.relu(h + g, inplace=True)
-    x = F.leaky_relu(x - 0.2, 0.1, inplace=True)
+    x = F.leaky_relu(x - 0.2, 0.1, inplace=True) * 1
     x += g
     x /= 2
     return F.dropout(x.tanh_(), 0.0, inplace=True)
@@ -93,11 +93,10 @@ def under_masks(h: Tensor, g: Tensor) -> Tensor:
 
 
 def over_what_had_a_gradient(h: Tensor, g: Tensor) -> Tensor:
-    out = h.exp()
+    out = h.exp() * 1
     out[:, 0].zero_()
     out[:, 1].fill_(2.0)
-    scale = g.mean()
-    out[:, 2:, 0] = scale
+    out[:, 2:, 0] = g.mean(dim=(1, 2))[:, None]
     return out.clone().fill_(1.0) * out + out.clone().zero_()
 
 
@@ -111,21 +110,27 @@ def of_integers(h: Tensor, g: Tensor) -> Tensor:
     with torch.no_grad():
         table = torch.zeros(h.shape[1])
         table[1:] = torch.linspace(0, 1, h.shape[1])[1:]
-    return h[:, order] * mask + g * table[:, None]
+        first, second = table.split(2)
+        table.mul_(2.0)
+        first.add_(second.sum())
+        table.unbind()[3].zero_()
+    literal = torch.tensor([0.5, 1.0, 2.0, 4.0], dtype=h.dtype)
+    literal[1:].add_(1)
+    return h[:, order] * mask + g * (table * literal)[:, None]
 
 
 def in_narrower_types(h: Tensor, g: Tensor) -> Tensor:
     out = torch.zeros_like(h)
     out[:, 1:] = g[:, 1:].float() * 0.5  # cast back by the write
     out[:, 0] += h[:, 0]
-    low, high = out.unbind(1)[0], out.split(2, 1)[1]
-    out.mul_(2.0)
-    return out * low[:, None] + high.sum()
+    out.pow_(2).mul_(2.0)
+    return out
 
 
 def of_complex_numbers(h: Tensor, g: Tensor) -> Tensor:
     pairs = torch.view_as_complex(h.reshape(*h.shape[:-1], -1, 2).clone())
-    pairs[:, 1] *= torch.polar(torch.ones(3, dtype=h.dtype), torch.arange(3, dtype=h.dtype))
+    pairs *= torch.polar(torch.ones(3, dtype=h.dtype), torch.arange(3, dtype=h.dtype))
+    torch.view_as_real(pairs)[..., 0].mul_(2.0)
     return torch.view_as_real(pairs).flatten(2) + g
 
 
@@ -169,7 +174,7 @@ def case(write: Callable[[Tensor, Tensor], Tensor]) -> Case:
     return Case(Writer(write), x)
 
 
-MEAN_OVER_BATCH = {"to_a_view_of_a_view", "between_two_reads_of_another_view", "in_narrower_types"}
+MEAN_OVER_BATCH = {"to_a_view_of_a_view", "between_two_reads_of_another_view"}
 """These multiply a sum over the batch by a value of each row: no split of the batch computes that."""
 
 
@@ -243,7 +248,7 @@ class Program(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tensors = [self.base * x]
-        total = x.sum() * 0
+        total = self.source.sum() * x.sum()
         for kind, which, number in self.steps:
             t = tensors[which % len(tensors)]
             if kind in VIEWS:
@@ -288,7 +293,7 @@ CHANGES: dict[str, Callable[[Tensor, Tensor, int], object]] = {
 STEP = st.tuples(st.sampled_from([*VIEWS, *CHANGES, *CHANGES, "read"]), st.integers(0, 7), st.integers(0, 5))
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(st.lists(STEP, min_size=3, max_size=10))
 def test_any_program_of_views_and_writes(steps: list[tuple[str, int, int]]) -> None:
     model = Program(steps)
@@ -335,7 +340,7 @@ def test_a_write_to_everything_needs_no_scatter() -> None:
         out.flatten()[:] = h.flatten()
         return out
 
-    assert set(names(flat_of(write))) <= {"linear", "flatten", "reshape", "pow", "sum", "alias"}
+    assert set(names(flat_of(write))) <= {"linear", "flatten", "reshape", "pow", "sum", "alias", "square"}
 
 
 def refusal(write: Callable[[Tensor, Tensor], Tensor]) -> str:
@@ -357,9 +362,13 @@ def test_writes_that_outlive_the_step_are_refused() -> None:
             capture(model, torch.randn(8, STEPS, WIDTH, dtype=torch.float64))
         return str(caught.value)
 
+    def scaled(weight: Tensor) -> None:
+        with torch.no_grad():
+            weight[0].mul_(2)
+
     assert "changes buffer 'table' in place" in refused(lambda m, x: m.table[1:].add_(1))
     assert "changes batch tensor 'input_0' in place" in refused(lambda m, x: x.transpose(0, 1).mul_(2))
-    text = refused(lambda m, x: m.first.weight.data.mul_(2))
+    text = refused(lambda m, x: scaled(m.first.weight))
     assert "changes parameter 'first.weight' in place" in text
     assert "test_functionalize.py:" in text
     assert "change a copy (x = x.clone())" in text

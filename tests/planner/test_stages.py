@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.errors import StageError
-from autopar.planner.stages import Unit, partition
+from autopar.planner.stages import Unit, even_partition, partition
 
 
-def unit(seconds: float, *, state: int = 0, saved: int = 0, cut: float = 0.0) -> Unit:
-    return Unit("layer", seconds, state, saved, cut)
+def unit(seconds: float, *, state: int = 0, saved: int = 0, cut: float = 0.0, kind: int = 0) -> Unit:
+    return Unit("layer", seconds, state, saved, cut, kind)
 
 
 def slowest(units: list[Unit], starts: tuple[int, ...]) -> float:
@@ -48,3 +48,42 @@ def test_microbatches_in_flight_count_against_the_budget() -> None:
 def test_fewer_units_than_stages() -> None:
     with pytest.raises(StageError, match="use pp <= 2"):
         partition([unit(1.0)] * 2, [3, 2, 1], None)
+
+
+@given(st.lists(st.integers(1, 9), min_size=6, max_size=9))
+def test_chunks_balance_ranks_not_stages(times: list[int]) -> None:
+    """Two stages on each of two ranks, in a V: what counts is the sum of a rank's stages."""
+    units = [unit(t * 1e-3) for t in times]
+    placement = (0, 1, 1, 0)
+    found = partition(units, [2, 2, 2, 2], None, placement)
+
+    def pace(starts: tuple[int, ...]) -> float:
+        ends = (*starts[1:], len(units))
+        work = [sum(u.seconds for u in units[a:b]) for a, b in zip(starts, ends, strict=True)]
+        return max(work[0] + work[3], work[1] + work[2])
+
+    best = min(pace((0, *inner)) for inner in itertools.combinations(range(1, len(units)), 3))
+    assert pace(found.starts) == pytest.approx(best)
+    assert found.slowest_seconds == pytest.approx(best)
+
+
+def test_the_stages_of_a_rank_share_its_memory() -> None:
+    units = [unit(1.0, saved=2**30)] * 4
+    assert partition(units, [1, 1, 1, 1], 2 * 2**30, (0, 1, 1, 0)).starts == (0, 1, 2, 3)
+    with pytest.raises(StageError, match=r"fits 1\.0 GiB per rank"):
+        partition(units, [1, 1, 1, 1], 2**30, (0, 1, 1, 0))
+
+
+def test_too_many_chunks() -> None:
+    with pytest.raises(StageError, match="fewer than pp=2 x 2 chunks; use pp x chunks <= 3"):
+        partition([unit(1.0)] * 3, [1] * 4, None, (0, 1, 0, 1))
+
+
+def test_even_cuts_count_layers() -> None:
+    """The embedding stays before the first layer, norm and head behind the last, whatever they cost."""
+    units = [unit(9.0, kind=1), *[unit(1.0)] * 7, unit(9.0, kind=2)]
+    found = even_partition(units, 3)
+    assert found.starts == (0, 4, 6)
+    assert found.slowest_seconds == 12.0
+    with pytest.raises(StageError, match="the model has 7 units"):
+        even_partition(units, 8)

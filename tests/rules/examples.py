@@ -203,6 +203,7 @@ def orders() -> Iterator[Example]:
     yield Example(aten.t.default, (g(4, 8),))
     yield Example(aten.t.default, (g(8),))
     yield Example(aten.numpy_T.default, (g(2, 4, 8),))
+    yield Example(aten.mT.default, (g(2, 4, 8),))
     yield Example(aten.expand.default, (g(1, 8), [4, -1]))
     yield Example(aten.expand.default, (g(2, 1, 8), [4, 2, 4, 8]))
     yield Example(aten.expand_as.default, (g(4, 1), g(4, 8)))

@@ -1,0 +1,77 @@
+"""Pipelines of plans: what vocabulary modes cost, what ranks keep, and pins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.errors import PlanError
+from autopar.planner.modes import MODES
+from autopar.planner.pipeline import kept_stages
+from autopar.schedules import generate, lower
+from tests.fast_cluster import FAST
+from tests.models import llama
+
+
+def wide(classes: int, **options: Any) -> autopar.Plan:
+    """A plan of a small model with a large vocabulary on 4 pipeline ranks; the weights are never made."""
+    with torch.device("meta"):
+        case = llama(16, layers=8, vocabulary=classes)
+    return plan(case.model, case.batch, **options)
+
+
+def plan(model: nn.Module, batch: Any, **options: Any) -> autopar.Plan:
+    chosen = {"mesh": {"pp": 4}, "microbatches": 16, "cluster": "h100", **options}
+    return autopar.plan(model, 4, sample=batch, **chosen)
+
+
+def test_ranks_keep_what_their_schedule_says() -> None:
+    assert kept_stages(lower(generate("1f1b", 4, 8))) == (4, 3, 2, 1)
+    assert kept_stages(lower(generate("gpipe", 2, 3))) == (3, 3)
+    in_v = kept_stages(lower(generate("v-half", 4, 16)))
+    assert [in_v[k] + in_v[7 - k] for k in range(4)] == [6, 6, 6, 6]  # (4 + 2) // 2 microbatches of two chunks
+
+
+def test_a_large_vocabulary_is_cheaper_split() -> None:
+    plans = {mode: wide(100_000, vocabulary=mode, cluster=FAST) for mode in MODES}
+    steps = {mode: found.step_seconds for mode, found in plans.items()}
+    assert steps["redistributed"] <= steps["stage"]
+    assert max(steps["vocab-1"], steps["vocab-2"]) < 0.6 * steps["redistributed"]
+    assert steps["vocab-2"] < steps["naive"]
+    whole, split = plans["redistributed"], plans["vocab-1"]
+    rows = {rank.vocabulary_bytes for rank in split.rank_plans}
+    assert len(rows) == 1
+    assert rows.pop() * 4 == pytest.approx(2 * 100_000 * 32 * 4, rel=1e-3)  # two tables, in parts
+    assert max(split.peak_bytes) < 0.5 * max(whole.peak_bytes)
+    assert all(rank.vocabulary_bytes == 0 for rank in whole.rank_plans)
+
+
+def test_the_stage_mode_counts_layers() -> None:
+    found = wide(100_000, vocabulary="stage")
+    assert [sum("layers" in unit for unit in stage) for stage in found.stages] == [2, 2, 2, 2]
+
+
+def test_every_plan_says_how_good_its_order_is() -> None:
+    for schedule in ("1f1b", "v-half"):
+        found = wide(1000, schedule=schedule)
+        assert 0 < found.cost.order_seconds <= found.step_seconds
+        assert "no order of these stages' passes is below" in str(found)
+
+
+def test_a_synthesized_schedule_is_no_worse_than_named_ones() -> None:
+    best = min(wide(1000, schedule=name).step_seconds for name in ("1f1b", "zb-h1", "interleaved", "v-half"))
+    assert wide(1000, schedule="synthesized").step_seconds <= best * (1 + 1e-9)
+
+
+def test_a_plan_whose_cut_makes_no_stages_is_refused() -> None:
+    with torch.device("meta"):
+        case = llama(16, layers=8)
+    good = plan(case.model, case.batch)
+    empty = [s.model_copy(update={"units": []}) if k == 1 else s for k, s in enumerate(good.stage_plans)]
+    bad = good.model_copy(update={"stage_plans": empty, "digest": ""}).sealed()
+    with pytest.raises(PlanError, match="which makes no stages"):
+        autopar.plan(case.model, 4, sample=case.batch, plan=bad)
