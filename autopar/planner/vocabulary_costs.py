@@ -101,13 +101,14 @@ def _sweep(numbers: float, machine: Machine) -> float:
 
 
 def _embedding_seconds(block: Block, machine: Machine) -> dict[str, float]:
-    """A lookup makes whole rows on every rank: it doesn't get cheaper with more of them."""
+    """A lookup makes whole rows on every rank: it doesn't get cheaper with more of them. Its gradient is a table, made
+    and added to that of the step."""
     ranks, link = machine.sizes["pp"], machine.links["pp"]
     made = info(block.outputs[0]).meta
-    each = compute.seconds(0, 2 * made.bytes, "float32", machine.device)
+    table = sum(info(node).meta.bytes for node in vocabulary_dims(block)) / ranks
     return {
-        "E": each,
-        "G": each,
+        "E": compute.seconds(0, 2 * made.bytes, "float32", machine.device),
+        "G": compute.seconds(0, made.bytes + 4 * table, "float32", machine.device),
         "SUM_E": collective.seconds("all_reduce", made.bytes, ranks, link),
         "CAST_E": collective.seconds("broadcast", made.bytes, ranks, link),
     }
