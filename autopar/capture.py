@@ -205,11 +205,11 @@ def _flat(
 ) -> Flat:
     graph = exported.graph
     _inline_regions(exported.graph_module, graph)
+    memory = _memory(graph)
     parameters, constants = _name_placeholders(model, exported)
     inputs = _name_inputs(exported, tensors, batch_dim)
     output = next(n for n in reversed(graph.nodes) if n.op == "output")
     loss = output.args[0][0]
-    memory = _memory(graph)
     nodes = _live(graph, loss, memory, constants)
     classes: dict[str, str] = {"": type(model).__name__}
     for position, node in enumerate(nodes):

@@ -2,9 +2,9 @@
 
 ::
 
-    v = base[:, 1:]          again: slice(base, 1, 1)         back: slice_scatter(base, v, 1, 1)
-    v = base.transpose(0, 1) again: transpose(base, 0, 1)     back: transpose(v, 0, 1)
-    v = base.flatten()       again: flatten(base)             back: reshape(v, [2, 4])
+    v = base[:, 1:]           again: slice(base, 1, 1)          back: slice_scatter(base, v, 1, 1)
+    v = base.transpose(0, 1)  again: transpose(base, 0, 1)      back: transpose(v, 0, 1)
+    v = base.flatten()        again: flatten(base)              back: reshape(v, [2, 4])
 """
 
 from __future__ import annotations
@@ -30,80 +30,83 @@ class Call:
     args: tuple[Any, ...] = ()
     kwargs: tuple[tuple[str, Any], ...] = ()
 
-    def of(self, graph: fx.Graph, *first: fx.Node) -> fx.Node:
-        """Put a call into ``graph`` with ``first`` as its first arguments; the new node has no metadata."""
+    def on(self, graph: fx.Graph, *first: fx.Node) -> fx.Node:
+        """Put the call into ``graph``, with ``first`` in front of its arguments. The new node has no metadata."""
         return graph.call_function(self.op, (*first, *self.args), dict(self.kwargs))
 
 
 @dataclass(frozen=True)
 class View:
-    """``take`` makes the view of its tensor; ``name`` is the op that it came from."""
+    """``take`` makes the view from its tensor (None: not known how); ``name`` is the op that it came from."""
 
-    take: Call
+    take: Call | None
     name: str
 
     def undo(self, before: Meta, after: Meta) -> Call | None:
         """The tensor (``before``) from the view (``after``) alone; None where the view hasn't all of it.
 
-        An op that isn't known has none either.
+        A view by an op that isn't known can't be undone either.
         """
-        same = before.shape == after.shape and before.dtype == after.dtype
-        if same and self.name in _MAYBE_ALL:
-            return Call(aten.alias.default)
-        inverse = _INVERSES.get(self.name)
-        if inverse is not None:
-            return inverse(self, len(before.shape))
-        if self.name in _RESHAPES and before.numel == after.numel:
-            return Call(aten.reshape.default, (list(before.shape),))
+        if self.name in _INVERSES and self.take is not None:
+            return _INVERSES[self.name](self.take, len(before.shape))
+        if self.name in _SAME_ORDER and before.numel == after.numel and before.dtype == after.dtype:
+            same = before.shape == after.shape
+            return Call(aten.alias.default) if same else Call(aten.reshape.default, (list(before.shape),))
         return None
 
     def scatter(self) -> Call | None:
-        """The tensor with a new view in its place, from both; None where the op isn't known."""
-        op = _SCATTERS.get(self.take.op)
-        return None if op is None else Call(op, self.take.args, self.take.kwargs)
+        """The tensor once its view has changed, from the tensor and the view; None where the op isn't known."""
+        op = None if self.take is None else _SCATTERS.get(self.take.op)
+        return None if op is None or self.take is None else Call(op, self.take.args, self.take.kwargs)
 
 
 def view_of(node: fx.Node) -> View:
-    """The view that ``node`` takes of its first operand; that of a piece of a split is taken of what is split."""
+    """The view that ``node`` is of its first operand; an element of a list of views, of that of the list."""
     if is_getitem(node):
-        pieces, index = node.args
-        assert isinstance(pieces, fx.Node)
-        return View(_piece(pieces, index), op_name(pieces))
+        made, index = node.args
+        assert isinstance(made, fx.Node)
+        return View(_element(made, index), op_name(made))
     if op_name(node) == "aten.narrow.default":
-        _, dim, start, length = node.args
-        return View(Call(aten.slice.Tensor, (dim, start, start + length)), "aten.slice.Tensor")  # type: ignore[operator]
+        given = arguments(node)
+        cut = (given["dim"], given["start"], given["start"] + given["length"])
+        return View(Call(aten.slice.Tensor, cut), "aten.slice.Tensor")
     return View(Call(node.target, node.args[1:], tuple(node.kwargs.items())), op_name(node))
 
 
-def _piece(node: fx.Node, index: Any) -> Call:
-    """Piece ``index`` of split, chunk or unbind, as a slice or an index."""
+def _element(node: fx.Node, index: Any) -> Call | None:
+    """View ``index`` of several that ``node`` makes, by an op that makes one."""
+    name = op_name(node)
+    if name == "aten.broadcast_tensors.default":
+        return Call(aten.expand.default, (list(info(node).outputs[index].shape),))
+    if name == "aten.unbind.int":
+        return Call(aten.select.int, (arguments(node)["dim"], index))
+    if name not in _PIECES:
+        return None
     dim = arguments(node)["dim"]
-    if op_name(node) == "aten.unbind.int":
-        return Call(aten.select.int, (dim, index))
     extents = [meta.shape[dim] for meta in info(node).outputs]
-    ends = list(itertools.accumulate(extents))
-    return Call(aten.slice.Tensor, (dim, ends[index] - extents[index], ends[index]))
+    end = list(itertools.accumulate(extents))[index]
+    return Call(aten.slice.Tensor, (dim, end - extents[index], end))
 
 
-def _itself(view: View, rank: int) -> Call:
-    return view.take
+def _itself(take: Call, rank: int) -> Call:
+    return take
 
 
-def _unpermuted(view: View, rank: int) -> Call:
-    order = [d % rank for d in view.take.args[0]]
+def _unpermuted(take: Call, rank: int) -> Call:
+    order = [d % rank for d in take.args[0]]
     return Call(aten.permute.default, ([order.index(d) for d in range(rank)],))
 
 
-def _moved_back(view: View, rank: int) -> Call:
-    source, destination = view.take.args
-    return Call(view.take.op, (destination, source))
+def _moved_back(take: Call, rank: int) -> Call:
+    source, destination = take.args
+    return Call(take.op, (destination, source))
 
 
-def _other(op: Any) -> Callable[[View, int], Call]:
-    return lambda view, rank: Call(op)
+def _by(op: Any) -> Callable[[Call, int], Call]:
+    return lambda take, rank: Call(op)
 
 
-_INVERSES: Final[dict[str, Callable[[View, int], Call]]] = {
+_INVERSES: Final[dict[str, Callable[[Call, int], Call]]] = {
     "aten.transpose.int": _itself,
     "aten.swapaxes.default": _itself,
     "aten.t.default": _itself,
@@ -112,22 +115,20 @@ _INVERSES: Final[dict[str, Callable[[View, int], Call]]] = {
     "aten.permute.default": _unpermuted,
     "aten.movedim.int": _moved_back,
     "aten.movedim.intlist": _moved_back,
-    "aten.view_as_real.default": _other(aten.view_as_complex.default),
-    "aten.view_as_complex.default": _other(aten.view_as_real.default),
+    "aten.view_as_real.default": _by(aten.view_as_complex.default),
+    "aten.view_as_complex.default": _by(aten.view_as_real.default),
 }
-_RESHAPES: Final = {
+_PIECES: Final = {"aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default"}
+_SAME_ORDER: Final = {
     *("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default"),
     *("aten.view_as.default", "aten.reshape_as.default"),
     *("aten.flatten.using_ints", "aten.unflatten.int", "aten.expand.default", "aten.expand_as.default"),
     *("aten.unsqueeze.default", "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims"),
-}
-_MAYBE_ALL: Final = {
     *("aten.alias.default", "aten.contiguous.default", "aten.detach.default", "aten.dropout.default"),
     *("aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten.to.other", "aten.type_as.default"),
-    *("aten.slice.Tensor", "aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default"),
-    *_RESHAPES,
+    *_PIECES,
 }
-"""Ops whose view is the tensor itself where it has its shape and dtype."""
+"""Ops whose views, where they have all elements, have them in the tensor's order."""
 
 _SCATTERS: Final = {
     aten.slice.Tensor: aten.slice_scatter.default,

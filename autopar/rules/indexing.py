@@ -103,14 +103,33 @@ def _index_put(op: Op) -> str | None:
     """What is not indexed may be split, in the values too; the indices are whole."""
     found = _indexed(op)
     if found is None:
-        return None
+        return _masked_put(op)
     rank = len(op.operands[-1].shape)
     values = found.result[len(found.result) - rank :] if rank else []
     indices = [[f"{letter}!" for letter in row] for row in found.indices]
     return line([found.source, *indices, values], found.source)
 
 
+def _masked_put(op: Op) -> str | None:
+    """One value where a mask is true: each element alone."""
+    given = {d: index for d, index in enumerate(op.args[1]) if index is not None}
+    if len(given) != 1 or op.operands[-1].numel != 1:
+        return None
+    (d, mask), *_ = given.items()
+    letters = names(len(op.operands[0].shape))
+    return line([letters, letters[d : d + len(mask.shape)], ["1"] * len(op.operands[-1].shape)], letters)
+
+
+def _index_fill(op: Op) -> str:
+    """The value may be a tensor, of no dims."""
+    letters = names(len(op.operands[0].shape))
+    d = dim(op.arg(1, "dim"), len(letters))
+    index = [f"{letters[d]}'!"] if op.operands[1].shape else []
+    return line([_whole_at(letters, d), index, []], _whole_at(letters, d))
+
+
 def _index_add(op: Op) -> str:
+    """Along ``dim``, tensor and source are whole, and of other size (``index_copy`` too)."""
     letters = names(len(op.operands[0].shape))
     d = dim(op.arg(1, "dim"), len(letters))
     source = [f"{letter}_!" if i == d else letter for i, letter in enumerate(letters)]
@@ -134,6 +153,9 @@ RULES: dict[str, Rule] = {
     "aten.index.Tensor": Spec(_index, linear=through(0)),
     "aten.index_put.default": Spec(_index_put),
     "aten.index_add.default": Spec(_index_add, linear=through(0, 2)),
+    "aten.index_copy.default": Spec(_index_add, linear=through(0, 2)),
+    "aten.index_fill.int_Scalar": Spec(_index_fill),
+    "aten.index_fill.int_Tensor": Spec(_index_fill, linear=through(0, 2)),
     "aten.scatter.value": Spec(_scatter, linear=_value_is_zero),
     "aten.scatter.src": Spec(_scatter, linear=through(0, 2)),
     "aten.scatter_add.default": Spec(_scatter, linear=through(0, 2)),

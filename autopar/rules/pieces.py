@@ -1,4 +1,4 @@
-"""Ops that cut a dim into pieces or put pieces together: slice, split, chunk, cat, stack, repeat.
+"""Ops that cut a dim into pieces or put pieces together: slice, split, chunk, cat, stack, repeat, slice_scatter.
 
 A dim of n seen in chunks of n / outer can be split inside each chunk, and so can every piece made of whole
 chunks. That is how one weight that holds q, k and v is split by heads: ``S(0,3)`` before ``split``, ``S(0)``
@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 from autopar.graph import Choice
 from autopar.rules.base import Local, Op, Rule
-from autopar.rules.lines import dim
+from autopar.rules.lines import dim, line, names, whole
 from autopar.rules.moves import Moves, sliced, unsliced
+from autopar.rules.spec import Spec, together
 from autopar.spmd import R, S, Type, local_shape
 
 Bounds = Callable[[Op], tuple[int, int, int, int]]
@@ -211,6 +212,36 @@ def _local_interleave(op: Op, choice: Choice, size: int, axis: str) -> Local:
     return Local({}, {"output_size": local_shape(op.result.shape, choice.result, size)[choice.result.dim]})
 
 
+# --- a piece put in the place of another ----------------------------------------------------------
+
+
+def _slice_scatter(op: Op) -> str:
+    """The dim that is written to is whole; tensor and piece are of other size there."""
+    letters = names(len(op.result.shape))
+    d = dim(op.arg(2, "dim", 0), len(letters))
+    tensor, piece = whole(letters, [d]), [f"{x}'!" if i == d else x for i, x in enumerate(letters)]
+    return line([tensor, piece], tensor)
+
+
+def _select_scatter(op: Op) -> str:
+    letters = names(len(op.result.shape))
+    d = dim(op.arg(2, "dim"), len(letters))
+    tensor = whole(letters, [d])
+    return line([tensor, letters[:d] + letters[d + 1 :]], tensor)
+
+
+def _diagonal_scatter(op: Op) -> str:
+    """Both dims are whole; the piece has the diagonal last."""
+    letters = names(len(op.result.shape))
+    marked = [dim(op.arg(3, "dim1", 0), len(letters)), dim(op.arg(4, "dim2", 1), len(letters))]
+    tensor, rest = whole(letters, marked), [x for i, x in enumerate(letters) if i not in marked]
+    return line([tensor, [*rest, "diagonal!"]], tensor)
+
+
+def _scattered(text: Callable[[Op], str]) -> Spec:
+    return Spec(text, linear=together, linear_sum=True)
+
+
 _CAT = Moves(_cat_forward, _cat_backward)
 
 RULES: dict[str, Rule] = {
@@ -223,6 +254,9 @@ RULES: dict[str, Rule] = {
     "aten.concat.default": _CAT,
     "aten.concatenate.default": _CAT,
     "aten.stack.default": Moves(_stack_forward, _stack_backward),
+    "aten.slice_scatter.default": _scattered(_slice_scatter),
+    "aten.select_scatter.default": _scattered(_select_scatter),
+    "aten.diagonal_scatter.default": _scattered(_diagonal_scatter),
     "aten.repeat.default": Moves(_repeat_forward, _repeat_backward, _local_repeat),
     "aten.repeat_interleave.self_int": Moves(_interleave_forward, _interleave_backward, _local_interleave),
 }

@@ -76,6 +76,10 @@ def _reversed(op: Op, rank: int) -> list[int]:
     return list(reversed(range(rank)))
 
 
+def _last_swapped(op: Op, rank: int) -> list[int]:
+    return [*range(rank - 2), rank - 1, rank - 2]
+
+
 def _movedim(op: Op, rank: int) -> list[int]:
     def as_list(value: int | Sequence[int]) -> list[int]:
         return [dim(d, rank) for d in ([value] if isinstance(value, int) else value)]
@@ -123,6 +127,14 @@ def _rolled(op: Op, rank: int) -> list[int]:
     return dims(op.arg(2, "dims"), rank)
 
 
+def _diagonal(op: Op) -> str:
+    """Both dims are whole; the diagonal is last."""
+    letters = names(len(op.operands[0].shape))
+    marked = [dim(op.arg(2, "dim1", 0), len(letters)), dim(op.arg(3, "dim2", 1), len(letters))]
+    rest = [x for i, x in enumerate(letters) if i not in marked]
+    return line([whole(letters, marked)], [*rest, "diagonal!"])
+
+
 def _last_two(op: Op, rank: int) -> list[int]:
     return [rank - 2, rank - 1]
 
@@ -160,10 +172,12 @@ RULES: dict[str, Rule] = {
     "aten.movedim.intlist": _moved(permuted(_movedim)),
     "aten.t.default": _moved(permuted(_reversed)),
     "aten.numpy_T.default": _moved(permuted(_reversed)),
+    "aten.mT.default": _moved(permuted(_last_swapped)),
     "aten.expand.default": _moved("... -> ...", shape_arg(1, "size")),
     "aten.expand_as.default": Spec("..., ... -> ...", linear=through(0), linear_sum=True),
     "aten.select.int": _moved(_without_dim),
     "aten.unbind.int": _moved(_without_dim),
+    "aten.diagonal.default": _moved(_diagonal),
     "aten.flip.default": _moved(_kept_whole(_flipped)),
     "aten.roll.default": _moved(_kept_whole(_rolled)),
     "aten.tril.default": _moved(_kept_whole(_last_two)),

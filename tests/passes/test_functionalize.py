@@ -333,6 +333,17 @@ def test_a_write_that_nothing_reads_is_dropped() -> None:
     assert found.count("select_scatter") == 1  # of the same memory as what is read: that is as far as it looks
 
 
+def test_a_gradient_may_come_through_writes_alone() -> None:
+    class Written(Writer):
+        def forward(self, x: Tensor) -> Tensor:
+            out = torch.zeros(x.shape, dtype=x.dtype)
+            out[:, 0] = self.first(x)[:, 0]
+            return out.square().sum()
+
+    made = prepared(lambda: Case(Written(to_a_slice), case(to_a_slice).batch))
+    check_functional(made.model, made.batch)
+
+
 def test_a_write_to_everything_needs_no_scatter() -> None:
     def write(h: Tensor, g: Tensor) -> Tensor:
         out = torch.empty_like(h)
