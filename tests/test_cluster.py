@@ -62,7 +62,7 @@ def figures(table: dict[str, object], prefix: str = "") -> set[str]:
 
 
 def test_presets() -> None:
-    assert presets() == ("cpu", "h100")
+    assert presets() == ("a100", "cpu", "h100")
 
 
 @pytest.mark.parametrize("name", presets())
@@ -177,7 +177,7 @@ def test_values_built_in_code_are_checked_too() -> None:
 
 @pytest.mark.parametrize("name", ["h200", "", "no/such/file.toml"])
 def test_an_unknown_preset_lists_the_known_ones(name: str) -> None:
-    with pytest.raises(ClusterError, match=r"there is no cluster .* presets are cpu, h100, .* TOML file"):
+    with pytest.raises(ClusterError, match=r"there is no cluster .* presets are a100, cpu, h100, .* TOML file"):
         Cluster.load(name)
 
 

@@ -10,6 +10,7 @@ from autopar.cluster import Cluster
 from autopar.graph import Model, info
 from autopar.mesh import Mesh
 from autopar.planner.build import Built, Request, build
+from autopar.planner.pipeline import Wanted
 from autopar.planner.prices import RankPrices
 from autopar.planner.sharding import AxisProblem, solve_axis
 
@@ -33,7 +34,7 @@ def planned(layers: int, **mesh: int) -> Built:
     gpus = 1
     for size in mesh.values():
         gpus *= size
-    return build(llama(layers), Request(Mesh.of(mesh, gpus), 1, Cluster.load("h100"), "1f1b"))
+    return build(llama(layers), Request(Mesh.of(mesh, gpus), 1, Cluster.load("h100"), Wanted("1f1b", "redistributed")))
 
 
 def stored(model: Model) -> dict[str, str]:
