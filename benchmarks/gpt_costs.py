@@ -17,7 +17,7 @@ backward, 12 bytes for each element of its table (a dense gradient is cleared, m
 
 Products run at ``sustained`` times the peak rate, in place of the roofline's ``achievable_fraction``: what long runs
 hold, power limit included. :func:`sustained_fraction` takes it from the profiled pass times of another paper (Qi et
-al., arXiv 2401.10241, table 9: 1.5B to 28.3B, no flash attention, no split vocabulary), not from rows that are predicted.
+al., arXiv 2401.10241, table 9: 1.5B to 28.3B, no flash attention, no split vocabulary), not from predicted rows.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ from autopar.schedules import Costs
 
 DTYPE, ITEM = "float16", 2
 STATE_BYTES = 16
+MIXED_BYTES = 18
+"""Per parameter and step: fp16 gradients read as fp32, checked for overflow and cleared, fp16 parameters written."""
+
 LOGIT_BYTES = 10
 """At the peak of a whole head's backward: fp32 softmax, fp32 gradient, its fp16 copy."""
 
@@ -209,7 +212,9 @@ class Placed:
         return STATE_BYTES * self.parameters(rank) + working
 
     def _step_seconds(self, rank: int) -> float:
-        return step.optimizer_seconds(self.parameters(rank), self.machine.device, parameter_itemsize=4)
+        """AdamW in fp32 with clipping, and what mixed precision adds to it."""
+        parameters, device = self.parameters(rank), self.machine.device
+        return step.optimizer_seconds(parameters, device, clip=True) + self.machine.seconds(0, MIXED_BYTES * parameters)
 
     def peak_bytes(self, activation: Sequence[int]) -> int:
         """The largest rank's peak, given each rank's peak of kept bytes.

@@ -89,7 +89,7 @@ def lay_out(
     parts = _Parts(model, calls, units, costs, machine, microbatches, wanted, vocabulary)
     if actions is not None:
         written = Schedule.from_text(actions)
-        return _pipeline(parts, written, starts, lambda *_: lower(written))
+        return _pipeline(parts, written, starts, lambda costs, _: lower(written, costs.seconds))
     if wanted.schedule != SYNTHESIZED:
         name = _schedule_name(wanted, machine.sizes["pp"])
         draft = _generate(parts, name, wanted.chunks, None)
@@ -131,7 +131,7 @@ def _order_bound(schedule: Schedule, costs: Costs) -> float:
 
 
 def _named(parts: _Parts, name: str, costs: Costs, free_bytes: list[int]) -> Schedule:
-    return lower(_generate(parts, name, parts.wanted.chunks, PassTimes.of(costs)))
+    return lower(_generate(parts, name, parts.wanted.chunks, PassTimes.of(costs)), costs.seconds)
 
 
 def _best_synthesized(parts: _Parts, starts: Sequence[int] | None) -> Pipeline:

@@ -19,8 +19,8 @@ Candidates
 Bound
     no order of the passes takes less                       :func:`autopar.planner.makespan_bounds.makespan_bound`
 
-All candidates run in the simulation of :mod:`autopar.schedules.greedy` first, which differs from the timeline only in
-the order of exchanges. The best of them, and all named ones that come near, are lowered, checked and timed.
+All candidates run in the simulation of :mod:`autopar.schedules.greedy` first, which differs from the timeline only by
+when exchanges are posted. The best of them, and all named ones that come near, are lowered, checked and timed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _MARGIN: Final = 1.05
 class Synthesis:
     """The best schedule, lowered, its timeline, and what it was compared with.
 
-    ``best`` is its name among the ``candidates``, which map to makespans: as timed, and as estimated for those that were
+    ``best`` is its name among the ``candidates``, which map to makespans: as timed, or as estimated for those that were
     not among the best. Named schedules that exceed the limit, or don't have the head or the chunks, are not there.
     ``bound_seconds``: no schedule of this placement takes less under these costs and limits.
     """
@@ -261,7 +261,7 @@ def _timed(candidates: Sequence[_Candidate], whole: Job) -> tuple[dict[str, floa
 def _timeline(candidate: _Candidate, whole: Job) -> Timeline | None:
     """None where the lowered lists can't run (ranks that wait for each other's exchanges) or don't fit."""
     try:
-        timeline = simulate_timeline(lower(candidate.schedule), whole.costs)
+        timeline = simulate_timeline(lower(candidate.schedule, whole.costs.seconds), whole.costs)
     except ScheduleError:
         return None
     return timeline if _fits(timeline, whole) else None

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import accumulate
 from math import inf
 from typing import Final, NamedTuple
 
@@ -28,6 +29,15 @@ from autopar.schedules.timeline import Costs
 Row = tuple[Action, ...]
 Plan = tuple[Mapping[Action, float], ...]
 """Per rank, the time at which each pass should start."""
+
+
+class Done(NamedTuple):
+    """How many of its passes a microbatch has run on a rank: forwards, backwards (``B`` or ``I``), ``S`` and ``T``."""
+
+    forwards: int = 0
+    backwards: int = 0
+    scores: int = 0
+    tables: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,21 +92,22 @@ class Job:
     @cached_property
     def least_bytes(self) -> tuple[int, ...]:
         """Per rank, what a microbatch keeps that runs alone: no schedule needs less, one after the other no more."""
-        return tuple(map(self._least, range(self.ranks)))
+        return tuple(self.need_bytes(rank, Done()) for rank in range(self.ranks))
 
-    def _least(self, rank: int) -> int:
-        activation, later = self.costs.activation_bytes, self.costs.later_bytes
-        stages = self.held[rank]
-        forward = sum(activation[s] for s in stages) + (self.costs.logits_bytes if self.head else 0)
-        if not self.split:
-            return forward
-        return max([forward, *(sum(activation[t] for t in stages if t < s) + later[s] for s in stages)])
+    def ending(self, rank: int, done: Done) -> Iterator[int]:
+        """By how much each pass changes what a microbatch keeps on ``rank`` that goes on alone, the last first."""
+        stages, costs = self.held[rank], self.costs
+        yield from (costs.activation_bytes[stage] for stage in stages[done.forwards :])
+        if self.head:
+            yield from ((costs.logits_bytes,) if not done.scores else ())
+            yield from ((-costs.logits_bytes,) if not done.tables else ())
+        for stage in reversed(stages[: len(stages) - done.backwards]):
+            kept, later = costs.activation_bytes[stage], costs.later_bytes[stage]
+            yield from (later - kept, -later) if self.split else (-kept,)
 
-    def need_bytes(self, stage: int, started: bool) -> int:
-        """What a microbatch may still add on the stage's rank before it gives anything back."""
-        kept, later = self.costs.activation_bytes[stage], self.costs.later_bytes[stage]
-        most = max(kept, later) if self.split else kept
-        return most - kept if started else most
+    def need_bytes(self, rank: int, done: Done) -> int:
+        """What a microbatch still adds on ``rank`` at most, if it goes on alone; later ``W`` aside, which only give."""
+        return max(accumulate(self.ending(rank, done), initial=0))
 
     def schedule(self, name: str, lists: tuple[Row, ...]) -> Schedule:
         return Schedule(name, self.stages, self.microbatches, self.placement, lists, self.head, self.embedding)
@@ -193,11 +204,12 @@ class _Memory:
 
     def __init__(self, job: Job, rank: int) -> None:
         self.limit = inf if job.limit_bytes is None else job.limit_bytes[rank]
+        self.need_of = lru_cache(maxsize=None)(lambda done: job.need_bytes(rank, done))
+        self.whole = self.need_of(Done())
         self.total = 0
-        whole = sum(job.need_bytes(s, False) for s in job.held[rank]) + (job.costs.logits_bytes if job.head else 0)
-        self.whole = whole
         self.kept = [0] * job.microbatches
-        self.need = [whole] * job.microbatches
+        self.state = [Done()] * job.microbatches
+        self.need = [self.whole] * job.microbatches
         self.passes = [len(job.held[rank]) * (3 if job.split else 2) + (2 if job.head else 0)] * job.microbatches
         self.oldest = 0
 
@@ -217,15 +229,21 @@ class _Memory:
             room += self.kept[other]
         return self.need[microbatch] <= room
 
-    def change(self, microbatch: int, adds: int, need: int) -> None:
+    def take(self, kind: str, microbatch: int, adds: int) -> None:
+        """``microbatch`` runs a pass that changes what it keeps by ``adds``."""
+        field_ = _COUNTED.get(kind)
+        if field_ is not None:
+            done = self.state[microbatch]
+            done = self.state[microbatch] = done._replace(**{field_: getattr(done, field_) + 1})
+            self.need[microbatch] = self.need_of(done)
         self.total += adds
         self.kept[microbatch] += adds
-        self.need[microbatch] -= need
-
-    def done(self, microbatch: int) -> None:
-        self.passes[microbatch] -= 1
+        self.passes[microbatch] -= field_ is not None or kind == "W"
         while self.oldest < len(self.passes) and not self.passes[self.oldest]:
             self.oldest += 1
+
+
+_COUNTED: Final = {"F": "forwards", "B": "backwards", "I": "backwards", "S": "scores", "T": "tables"}
 
 
 class _Engine:
@@ -369,22 +387,13 @@ class _Engine:
         self._deliver(rank, lane, microbatch, now, end)
 
     def _account(self, rank: int, lane: _Lane, microbatch: int) -> None:
-        memory, stage = self.memory[rank], lane.stage
-        need = 0
-        if lane.kind == "F":
-            need = self.job.need_bytes(stage, False) - self.job.need_bytes(stage, True)
-        elif lane.kind == "I":
-            need = self.job.need_bytes(stage, True)
-        elif lane.kind == "S":
-            need = self.job.costs.logits_bytes
-        memory.change(microbatch, lane.adds, need)
+        memory = self.memory[rank]
+        memory.take(lane.kind, microbatch, lane.adds)
         if memory.total > memory.limit:
             raise ScheduleError(
                 f"{self.rule.name!r}, rank {rank}: {_action(lane, microbatch)} would keep {memory.total:,} bytes; "
                 f"the limit is {memory.limit:,}"
             )
-        if lane.kind in ("F", "B", "I", "W", "S", "T"):
-            memory.done(microbatch)
 
     def _deliver(self, rank: int, lane: _Lane, microbatch: int, now: float, end: float) -> None:
         kind, stage, last = lane.kind, lane.stage, self.job.stages - 1

@@ -261,7 +261,7 @@ def _limit(name: str, row: Row, limit: int | None, head: str) -> int:
         return 0
     if not row.limited:
         limited = ", ".join(other for other, its in SCHEDULES.items() if its.limited)
-        raise ScheduleError(f"schedule {name!r} takes no memory limit; {limited} does")
+        raise ScheduleError(f"schedule {name!r} takes no memory limit; {limited} do")
     least = 1 + BARRIERS[head]
     if not _is_whole(limit) or limit < least:
         raise ScheduleError(
@@ -277,9 +277,7 @@ def _times(name: str, costs: PassTimes | None, ranks: int, stages: int) -> PassT
         raise ScheduleError(f"schedule {name!r} has {stages} stages, but costs has pass times of {len(costs.forward)}")
     for kind, seconds in costs.vocabulary.items():
         if len(seconds) != ranks:
-            raise ScheduleError(
-                f"schedule {name!r} has {ranks} ranks, but costs has times of {kind} for {len(seconds)}"
-            )
+            raise ScheduleError(f"schedule {name!r} has {ranks} ranks, but costs has {len(seconds)} times of {kind}")
     return costs
 
 

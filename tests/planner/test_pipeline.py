@@ -41,7 +41,7 @@ def test_a_large_vocabulary_is_cheaper_split() -> None:
     steps = {mode: found.step_seconds for mode, found in plans.items()}
     assert steps["redistributed"] <= steps["stage"]
     assert max(steps["vocab-1"], steps["vocab-2"]) < 0.6 * steps["redistributed"]
-    assert steps["vocab-2"] < steps["naive"]
+    assert max(plans["vocab-2"].peak_bytes) < max(plans["naive"].peak_bytes)  # fewer microbatches between barriers
     whole, split = plans["redistributed"], plans["vocab-1"]
     rows = {rank.vocabulary_bytes for rank in split.rank_plans}
     assert len(rows) == 1

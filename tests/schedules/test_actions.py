@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 
 from autopar.errors import ScheduleError
 from autopar.schedules import Action, Schedule, format_list, generate, lower, parse_action, parse_list
+from autopar.schedules.actions import HEADS
 
 numbers = st.integers(0, 10_000)
 actions = st.one_of(
-    st.builds(Action, st.sampled_from(["F", "B"]), numbers, numbers),
+    st.builds(Action, st.sampled_from(["F", "B", "I", "W", "UPDATE"]), numbers, numbers),
+    st.builds(Action, st.sampled_from(["E", "G", "S", "U", "T", "SUM_E", "CAST_X", "MAX", "STATS"]), numbers),
     st.builds(Action, st.sampled_from(["SEND_F", "RECV_F", "SEND_B", "RECV_B"]), numbers, numbers, numbers),
     st.builds(lambda stage: Action("REDUCE", stage=stage), numbers),
-    st.just(Action("STEP")),
+    st.sampled_from([Action("STEP"), Action("REDUCE_V")]),
 )
 
 
@@ -26,7 +28,10 @@ def schedules(draw: st.DrawFn) -> Schedule:
     lists = draw(st.lists(st.lists(actions, max_size=12).map(tuple), min_size=1, max_size=5))
     placement = draw(st.lists(st.integers(0, len(lists) - 1), min_size=1, max_size=6))
     name = draw(st.from_regex(r"[a-z0-9_.+-]+", fullmatch=True))
-    return Schedule(name, len(placement), draw(st.integers(1, 1000)), tuple(placement), tuple(lists))
+    head = draw(st.sampled_from(HEADS))
+    embedding = bool(head) and draw(st.booleans())
+    microbatches = draw(st.integers(1, 1000))
+    return Schedule(name, len(placement), microbatches, tuple(placement), tuple(lists), head, embedding)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +45,12 @@ def schedules(draw: st.DrawFn) -> Schedule:
         ("RECV_B3@1<2", Action("RECV_B", 3, 1, 2)),
         ("REDUCE@1", Action("REDUCE", stage=1)),
         ("STEP", Action("STEP")),
+        ("I2@5", Action("I", 2, 5)),
+        ("W2@5", Action("W", 2, 5)),
+        ("UPDATE2@5", Action("UPDATE", 2, 5)),
+        ("S7", Action("S", 7)),
+        ("SUM_X7", Action("SUM_X", 7)),
+        ("REDUCE_V", Action("REDUCE_V")),
     ],
 )
 def test_text_of_every_kind(text: str, action: Action) -> None:
@@ -84,6 +95,9 @@ def test_random_lowered_schedules_survive_text_and_json(random_schedule: Callabl
         "F3@1 ",
         "F٣@1",
         "SEND_F3@1",
+        "S3@1",
+        "W3",
+        "REDUCE_V3",
         "STEP0",
         "REDUCE",
         "REDUCE3@1",
@@ -96,10 +110,10 @@ def test_what_is_not_an_action(text: str) -> None:
 
 
 def test_errors_of_actions_say_what_would_work() -> None:
-    with pytest.raises(
-        ScheduleError, match=r"'G3@1' is not an action.*|unknown kind of action 'G'; known kinds are F, B, "
-    ):
+    with pytest.raises(ScheduleError, match="G can't have microbatch 3, stage 1, peer -1; it is written like G3"):
         parse_action("G3@1")
+    with pytest.raises(ScheduleError, match=r"unknown kind of action 'X'; known kinds are F, B, I, W, .*, REDUCE_V"):
+        parse_action("X3@1")
     with pytest.raises(ScheduleError, match="'SEND_F3@1<2' is not an action; did you mean SEND_F3@1>2"):
         parse_action("SEND_F3@1<2")
     with pytest.raises(ScheduleError, match="'F03@1' is not an action; did you mean F3@1"):
@@ -120,6 +134,11 @@ def test_errors_of_actions_say_what_would_work() -> None:
         ({"placement": (0,)}, "places 1 stages, but has 2"),
         ({"placement": (0, 2)}, "places stage 1 on rank 2, but has 2 action lists"),
         ({"placement": (0, "1")}, "places stage 1 on rank '1'"),
+        (
+            {"head": "vocab-3"},
+            "has head 'vocab-3' and embedding False; head is one of '', 'naive', 'vocab-1', ",
+        ),
+        ({"embedding": True}, "has head '' and embedding True; .* an embedding is split with a head only"),
     ],
 )
 def test_sizes_that_do_not_fit_together(change: dict[str, Any], message: str) -> None:
@@ -146,7 +165,7 @@ def test_text_that_is_not_a_schedule(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"extra": 1}, "has the keys name, stages, microbatches, placement, lists, not .*extra"),
+        ({"extra": 1}, "has the keys name, stages, microbatches, placement, lists, head, embedding, not .*extra"),
         ({"name": 3}, "key 'name' of a schedule must be text"),
         ({"stages": "2"}, "has '2' stages"),
         ({"placement": 0}, "key 'placement' of a schedule must be a list"),
@@ -160,5 +179,5 @@ def test_json_that_is_not_a_schedule(change: dict[str, Any], message: str) -> No
 
 
 def test_truncated_json() -> None:
-    with pytest.raises(ScheduleError, match="has the keys name, stages, microbatches, placement, lists, not none"):
+    with pytest.raises(ScheduleError, match="placement, lists, head, embedding, not none"):
         Schedule.from_json({})

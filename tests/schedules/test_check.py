@@ -49,7 +49,7 @@ def count_of(schedule: Schedule) -> int:
 
 
 @pytest.mark.parametrize(("name", "head"), HEADED)
-@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 9), (2, 5), (3, 8), (4, 8), (5, 13), (6, 12), (7, 3), (9, 2)])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 9), (2, 5), (3, 8), (5, 13), (7, 3)])
 def test_generated_schedules_are_right(name: str, head: str, ranks: int, microbatches: int) -> None:
     microbatches = max(microbatches, SCHEDULES[name].least_per_rank * ranks)
     for embedding in dict.fromkeys((False, bool(head))):
@@ -82,12 +82,19 @@ def test_the_largest_schedule_is_right(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "head"), HEADED)
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 512), (8, 512), (16, 17), (32, 128), (64, 65), (64, 512)])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 512), (8, 256), (16, 17), (32, 96), (64, 65)])
 def test_every_schedule_of_every_size_is_right(name: str, head: str, ranks: int, microbatches: int) -> None:
     microbatches = max(microbatches, SCHEDULES[name].least_per_rank * ranks)
     schedule = lower(generate(name, ranks, microbatches, head=head, embedding=bool(head)))
     assert sum(map(len, schedule.lists)) == count_of(schedule)
     check(schedule)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_of_the_largest_size_is_right(name: str) -> None:
+    for head in dict.fromkeys((SCHEDULES[name].heads[0], SCHEDULES[name].heads[-1])):
+        check(lower(generate(name, 64, 512, head=head, embedding=bool(head))))
 
 
 def drop(draw: random.Random, actions: list[Action], schedule: Schedule) -> None:

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import ArgumentError, ScheduleError
-from autopar.schedules import Costs, generate, lower, simulate_timeline
+from autopar.schedules import Action, Costs, generate, lower, simulate_timeline
 from autopar.schedules.greedy import RULES, Job, Rule, greedy, replay
-from autopar.schedules.justify import justify
+from autopar.schedules.justify import justify, latest_starts
 
 VOCABULARY = {"S": 0.5, "U": 0.2, "T": 0.25, "E": 0.05, "G": 0.07}
 EXCHANGES = {"CAST_X": 0.06, "MAX": 0.02, "STATS": 0.02, "SUM_X": 0.06, "SUM_E": 0.05, "CAST_E": 0.03}
@@ -162,3 +162,21 @@ def test_justification_uses_the_slack_of_a_bad_order() -> None:
     second = greedy(job, justify(first))
     assert second.makespan_seconds < first.makespan_seconds
     assert second.name == "backward, T late, hold, justified"
+
+
+def test_latest_starts_leave_time_for_all_that_follows() -> None:
+    """None before it could start; each forward, head pass and backward early enough for its users on other ranks."""
+    placement = straight(3)
+    job = Job(placement, 6, costs_of(placement), "vocab-2")
+    run = greedy(job, RULES[0])
+    latest = latest_starts(run)
+    for rank, row in enumerate(run.rows):
+        for ran in row:
+            assert latest[rank][ran.action] >= ran.start_seconds - 1e-9
+    for j in range(6):
+        assert latest[0][Action("F", j, 0)] + 1.0 + 0.05 <= latest[1][Action("F", j, 1)] + 1e-9
+        assert latest[2][Action("B", j, 2)] + 2.1 + 0.05 <= latest[1][Action("B", j, 1)] + 1e-9
+        for rank in range(3):
+            scores = latest[rank][Action("S", j)] + 0.5
+            assert scores + 0.02 <= latest[rank][Action("T", j)] + 1e-9
+            assert scores + 0.02 + 0.06 <= latest[2][Action("B", j, 2)] + 1e-9
