@@ -27,10 +27,10 @@ class Layer(nn.Module):
 class Body(nn.Module):
     """An embedding, two layers and a norm; subclasses have a head and a loss."""
 
-    def __init__(self, *, padding_idx: int | None = None) -> None:
+    def __init__(self, *, padding_idx: int | None = None, layers: int = 2) -> None:
         super().__init__()
         self.embed = nn.Embedding(CLASSES, WIDTH, padding_idx=padding_idx)
-        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.layers = nn.ModuleList([Layer() for _ in range(layers)])
         self.norm = nn.LayerNorm(WIDTH)
 
     def hidden(self, ids: Tensor) -> Tensor:
@@ -38,6 +38,20 @@ class Body(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.norm(x)
+
+
+class Stack(Body):
+    """As many layers as are asked for, tied or not: little to compute, for many stages."""
+
+    def __init__(self, *, layers: int, tied: bool) -> None:
+        super().__init__(layers=layers)
+        self.head = nn.Linear(WIDTH, CLASSES, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.head(self.hidden(ids))
+        return F.cross_entropy(logits[:, :-1].reshape(-1, CLASSES), ids[:, 1:].reshape(-1), ignore_index=7)
 
 
 class SoftCapped(Body):
@@ -96,13 +110,21 @@ MODELS: Final[dict[str, Callable[[], nn.Module]]] = {
 
 def case(name: str, batch: int) -> Case:
     """The model in float64, with the same weights at every call."""
+    return made(MODELS[name], batch, masked=name == "masked")
+
+
+def stack(batch: int, *, layers: int, tied: bool) -> Case:
+    return made(lambda: Stack(layers=layers, tied=tied), batch)
+
+
+def made(model_of: Callable[[], nn.Module], batch: int, *, masked: bool = False) -> Case:
     torch.manual_seed(0)
-    model = MODELS[name]().double()
+    model = model_of().double()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     generator = torch.Generator().manual_seed(batch)
     given: dict[str, Any] = {"ids": torch.randint(0, CLASSES, (batch, SEQUENCE), generator=generator)}
-    if name == "masked":
+    if masked:
         given["mask"] = torch.rand(batch, SEQUENCE, generator=generator, dtype=torch.float64)
     return Case(model, given)

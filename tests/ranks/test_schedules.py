@@ -38,9 +38,11 @@ def check(case: Callable[[], Case], mesh: dict[str, int], **options: Any) -> Non
 
 
 def deep(pp: int, schedule: str, batch: int, *, tied: bool) -> Callable[[], Case]:
-    """A model with a layer for each stage, and more."""
+    """A model with a layer for each stage: Llama for few, one with little to compute for many."""
     stages = pp * (SCHEDULES[schedule].chunks or 2)
-    return lambda: llama(batch, layers=max(4, stages), tied=tied, vocabulary=ODD)
+    if stages > 4:
+        return lambda: vocabulary_models.stack(batch, layers=stages, tied=tied)
+    return lambda: llama(batch, layers=4, tied=tied, vocabulary=ODD)
 
 
 @pytest.mark.slow
