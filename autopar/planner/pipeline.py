@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from autopar.cost_models import collective, step
-from autopar.errors import ArgumentError, PlanError, StageError
+from autopar.errors import ArgumentError, PlanError, ScheduleError, StageError
 from autopar.graph import Block, Call, Model, info
 from autopar.passes.vocabulary import STAGELESS
 from autopar.planner.block_costs import BlockCost, Machine
@@ -26,6 +26,7 @@ from autopar.schedules import Costs, Schedule, Timeline, generate, lower, simula
 from autopar.schedules.flow import COMPUTE
 from autopar.schedules.greedy import Job
 from autopar.schedules.pass_times import PassTimes
+from autopar.schedules.registry import SCHEDULES
 
 SYNTHESIZED = "synthesized"
 """The name of a schedule that is made for the costs at hand instead of taken from the literature."""
@@ -144,7 +145,14 @@ def _best_synthesized(parts: _Parts, starts: Sequence[int] | None) -> Pipeline:
     else:
         wanted = [*bases[1], *(bases[2] if len(parts.units) >= 2 * ranks else [])]
     drafts = [_generate(parts, base, count, None) for base, count in wanted]
-    found = [_pipeline(parts, draft, starts, partial(_synthesized, draft)) for draft in drafts]
+    found, refusals = [], []
+    for draft in drafts:
+        try:
+            found.append(_pipeline(parts, draft, starts, partial(_synthesized, draft)))
+        except (StageError, ScheduleError) as error:
+            refusals.append(error)  # another placement may fit into the memory
+    if not found:
+        raise refusals[0]
     return min(found, key=lambda pipeline: pipeline.timeline.makespan_seconds)
 
 
@@ -196,10 +204,15 @@ def _schedule_name(wanted: Wanted, ranks: int) -> str:
             f"vocabulary={wanted.vocabulary!r} splits the vocabulary over the pipeline, but pp=1; use pp of 2 or more"
         )
     name = "1f1b" if wanted.schedule == SYNTHESIZED else wanted.schedule
-    if mode.schedule and name not in ("1f1b", mode.schedule):
+    if mode.schedule and wanted.schedule not in ("1f1b", mode.schedule):
         raise ArgumentError(
             f"vocabulary={wanted.vocabulary!r} has a schedule of its own; leave schedule={wanted.schedule!r} out, or "
             "use vocabulary='vocab-1' with it"
+        )
+    if not mode.head and name in SCHEDULES and "" not in SCHEDULES[name].heads:
+        raise ArgumentError(
+            f"schedule={name!r} splits the vocabulary over the pipeline; say vocabulary={name!r} with it, not "
+            f"{wanted.vocabulary!r}"
         )
     return mode.schedule or name
 

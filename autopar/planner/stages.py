@@ -27,6 +27,7 @@ from typing import Any
 from ortools.sat.python import cp_model
 
 from autopar.errors import StageError
+from autopar.plan import bytes_text
 
 _NANOSECOND = 1e-9
 _KIB = 1024
@@ -79,12 +80,14 @@ def partition(
     longest = _maximum(model, seconds, "longest")
     largest = _maximum(model, bytes_, "largest")
     model.minimize(slowest)
-    solver = _solve(model, units, inflight, budget_bytes)
+    solver = _solve(model)
+    if solver is None:
+        raise _too_large(units, inflight, budget_bytes, placement)
     bound = solver.best_objective_bound * _NANOSECOND
     for settled, objective in ((slowest, longest), (longest, largest)):
         model.add(settled <= solver.value(settled))
         model.minimize(objective)
-        solver = _solve(model, units, inflight, budget_bytes)
+        solver = _solve(model) or solver
     starts = tuple(solver.value(c) for c in cuts[:-1])
     return Partition(starts, solver.value(slowest) * _NANOSECOND, bound)
 
@@ -132,21 +135,30 @@ def _maximum(model: cp_model.CpModel, terms: Sequence[cp_model.LinearExprT], nam
     return bound
 
 
-def _solve(
-    model: cp_model.CpModel, units: Sequence[Unit], inflight: Sequence[int], budget_bytes: int | None
-) -> cp_model.CpSolver:
+def _solve(model: cp_model.CpModel) -> cp_model.CpSolver | None:
+    """None where nothing satisfies the constraints."""
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1  # the same cuts on every machine
     solver.parameters.random_seed = 0
     solver.parameters.max_deterministic_time = 20.0
-    status = solver.solve(model)
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        need = min(u.state_bytes for u in units)
-        raise StageError(
-            f"no cut into {len(inflight)} stages fits {(budget_bytes or 0) / 2**30:.1f} GiB per rank "
-            f"(the smallest unit alone needs {need / 2**30:.1f} GiB); use more stages, tp, or smaller microbatches"
-        )
-    return solver
+    return solver if solver.solve(model) in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
+
+
+def _too_large(
+    units: Sequence[Unit], inflight: Sequence[int], budget_bytes: int | None, placement: Sequence[int]
+) -> StageError:
+    """What the leanest cut needs."""
+    model = cp_model.CpModel()
+    cuts = _cuts(model, len(units), len(inflight))
+    largest = _maximum(model, _per_rank(_stage_bytes(model, units, cuts, inflight), placement), "largest")
+    model.minimize(largest)
+    solver = _solve(model)
+    least = bytes_text(solver.value(largest) * _KIB) if solver is not None else "more"
+    return StageError(
+        f"no cut into {len(inflight)} stages fits the {bytes_text(budget_bytes or 0)} that a rank has for them: the "
+        f"leanest needs {least}. Use a schedule that keeps fewer microbatches (1f1b instead of gpipe, v-half), more "
+        "stages, tp, or smaller microbatches"
+    )
 
 
 def _cuts(model: cp_model.CpModel, units: int, stages: int) -> list[cp_model.IntVar]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -185,7 +186,7 @@ def test_pipedream_equals_its_staleness_on_one_device(mesh: dict[str, int]) -> N
 
 def refusal(kind: type[AutoparError], case: Case, gpus: int = 2, **options: Any) -> str:
     with pytest.raises(kind) as caught:
-        autopar.compile(case.model, gpus, sample=case.batch, cluster=FAST, **{"mesh": {"pp": gpus}, **options})
+        autopar.compile(case.model, gpus, sample=case.batch, **{"mesh": {"pp": gpus}, "cluster": FAST, **options})
     return str(caught.value)
 
 
@@ -209,7 +210,16 @@ def test_bad_requests_say_what_works() -> None:
     assert "pp x chunks <=" in refusal(StageError, gpt, schedule="interleaved", chunks=8)
     assert "microbatch may be one of [1, 2, 4]" in refusal(ArgumentError, gpt, microbatch=3)
     assert "leave one of the two out" in refusal(ArgumentError, gpt, microbatch=2, microbatches=4)
-    assert "schedule of its own" in refusal(ArgumentError, gpt, schedule="zb-h1", vocabulary="interlaced")
+    for other in ("zb-h1", "synthesized"):
+        assert "schedule of its own" in refusal(ArgumentError, gpt, schedule=other, vocabulary="interlaced")
+    assert "say vocabulary='interlaced'" in refusal(ArgumentError, gpt, schedule="interlaced")
+
+
+def test_too_little_memory_says_how_much_is_needed() -> None:
+    large = prepared(lambda: llama(4, vocabulary=4096))
+    small = replace(FAST, device=replace(FAST.device, memory_bytes=1_000_000))
+    for schedule in ("1f1b", "v-half", "synthesized"):
+        assert "the leanest needs" in refusal(StageError, large, schedule=schedule, cluster=small)
 
 
 def test_logits_are_never_whole() -> None:
