@@ -22,6 +22,7 @@ import csv
 import math
 import random
 import statistics
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -73,7 +74,7 @@ def main(
     case: Annotated[list[str] | None, typer.Option(help="Cells of part better whose name has this; '' is all.")] = None,
 ) -> None:
     """Compare predictions with published measurements."""
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 160)
     wanted = part or list(PARTS)
     if unknown := set(wanted) - set(PARTS):
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: parts are {', '.join(PARTS)}")
