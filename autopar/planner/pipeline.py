@@ -51,7 +51,6 @@ class Pipeline:
     schedule: Schedule
     timeline: Timeline
     inflight: tuple[int, ...]
-    slowest_seconds: float
     bound_seconds: float
     order_seconds: float
     vocabulary: VocabularyCost | None
@@ -116,7 +115,6 @@ def _pipeline(
         schedule=schedule,
         timeline=simulate_timeline(schedule, costs),
         inflight=kept_stages(schedule),
-        slowest_seconds=cut.slowest_seconds,
         bound_seconds=cut.bound_seconds,
         order_seconds=_order_bound(schedule, costs),
         vocabulary=parts.vocabulary,

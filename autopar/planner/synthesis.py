@@ -20,7 +20,7 @@ Bound
     no order of the passes takes less                       :func:`autopar.planner.makespan_bounds.makespan_bound`
 
 All candidates run in the simulation of :mod:`autopar.schedules.greedy` first, which differs from the timeline only by
-when exchanges are posted. The best of them, and all named ones that come near, are lowered, checked and timed.
+when exchanges are posted. The best of them, and all named ones, are lowered, checked and timed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf
 from typing import Final
 
 from autopar.errors import ScheduleError
@@ -50,16 +49,14 @@ _JUSTIFY: Final = 2
 _TIMED: Final = 3
 """How many of the candidates without a name are timed exactly, the best ones."""
 
-_MARGIN: Final = 1.05
-"""Candidates whose estimate is longer than the best time by this factor aren't timed; estimates err by less."""
-
 
 @dataclass(frozen=True)
 class Synthesis:
     """The best schedule, lowered, its timeline, and what it was compared with.
 
-    ``best`` is its name among the ``candidates``, which map to makespans: as timed, or as estimated for those that were
-    not among the best. Named schedules that exceed the limit, or don't have the head or the chunks, are not there.
+    ``best`` is its name among the ``candidates``, which map to makespans: as timed, or as estimated for those without a
+    name that were not among the best. Named schedules that exceed the limit, or don't have the head or the chunks, are
+    not there.
     ``bound_seconds``: no schedule of this placement takes less under these costs and limits.
     """
 
@@ -241,20 +238,19 @@ def _justified(run: Run) -> list[Run]:
 
 
 def _timed(candidates: Sequence[_Candidate], whole: Job) -> tuple[dict[str, float], dict[str, Timeline]]:
-    """Makespans by name, and the timelines of the most promising; those that can't run are left out."""
+    """Makespans by name, and the timelines of all named and the most promising; those that can't run are left out."""
     seconds: dict[str, float] = {}
     timelines: dict[str, Timeline] = {}
-    best, timed = inf, 0
+    timed = 0
     for candidate in sorted(candidates, key=lambda c: (c.estimate, not c.is_named)):
         if candidate.name in seconds:
             continue
-        if candidate.estimate >= best * _MARGIN or (timed >= _TIMED and not candidate.is_named):
+        if timed >= _TIMED and not candidate.is_named:
             seconds[candidate.name] = candidate.estimate
         elif (timeline := _timeline(candidate, whole)) is not None:
             timed += not candidate.is_named
             seconds[candidate.name] = timeline.makespan_seconds
             timelines[candidate.name] = timeline
-            best = min(best, timeline.makespan_seconds)
     return seconds, timelines
 
 
