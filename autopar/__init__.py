@@ -3,12 +3,14 @@
 from autopar.api import ParallelModel, SimulationResult, compile, load, plan
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
+from autopar.options import Options
 from autopar.plan import Plan
 from autopar.verification import Verification
 
 __all__ = [
     "AutoparError",
     "Cluster",
+    "Options",
     "ParallelModel",
     "Plan",
     "SimulationResult",

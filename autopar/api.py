@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from autopar.codegen import EmittedStage, EmittedVocabulary, emit, emit_vocabula
 from autopar.errors import ArgumentError, PlanError
 from autopar.graph import Model, verify
 from autopar.mesh import Mesh
+from autopar.options import Given, Options
 from autopar.passes.canonicalize import canonicalize
 from autopar.passes.fold import fold
 from autopar.passes.functionalize import functionalize
@@ -91,6 +92,7 @@ def compile(
     clip_norm: float | None = None,
     batch_dim: int = 0,
     seed: int = 0,
+    **options: Unpack[Given],
 ) -> ParallelModel:
     """Compile ``model`` for ``gpus`` ranks. The model is never modified.
 
@@ -102,7 +104,8 @@ def compile(
     many stages a pipeline rank holds, ``vocabulary`` how embedding and head are computed
     (:data:`autopar.planner.modes.MODES`: on stages, or their rows split over the pipeline).
     ``plan`` takes the decisions of an earlier plan. ``clip_norm`` clips the global gradient norm. ``batch_dim`` is the
-    dim of batch tensors that ``dp`` and microbatches split.
+    dim of batch tensors that ``dp`` and microbatches split. ``options`` are the fields of :class:`autopar.Options`:
+    ``zero=3``, ``recompute="full"``, ``precision="bf16"`` …
 
     Under ``torchrun``, rank 0 plans and the others take its plan.
     Raises CaptureError, BatchError, ShardingError, StageError, PlanError, ArgumentError.
@@ -112,11 +115,12 @@ def compile(
     captured, constants, structure = prepare(model, sample, loss, batch_dim)
     _check_plan(captured, plan)
     wanted = Wanted(schedule, vocabulary, chunks)
+    chosen = _options(options, plan)
     count = _microbatches(captured, sizes, microbatches, microbatch)
     if plan is None and _launched():
-        built = _built_together(captured, sizes, count, cluster, wanted)
+        built = _built_together(captured, sizes, count, cluster, wanted, chosen)
     else:
-        built = build(captured, _request(captured, sizes, count, cluster, plan, wanted), plan)
+        built = build(captured, _request(captured, sizes, count, cluster, plan, wanted, chosen), plan)
     programs = Programs.of(built)
     return ParallelModel(
         model=model,
@@ -169,6 +173,7 @@ class Programs:
             clip_norm=clip_norm,
             seed=seed,
             vocabulary=self.vocabulary.text if self.vocabulary else None,
+            options=built.plan.options,
         )
 
 
@@ -325,6 +330,16 @@ def _mesh(mesh: Mapping[str, int] | None, plan: Plan | None, gpus: int) -> Mesh:
     return plan.mesh
 
 
+def _options(given: Given, plan: Plan | None) -> Options:
+    """Those of ``plan`` where there is one; what is given beside it must be the same."""
+    options = Options.of(**given)
+    if plan is None:
+        return options
+    if different := [name for name in given if getattr(options, name) != getattr(plan.options, name)]:
+        raise PlanError(f"{', '.join(different)} and the plan's options ({plan.options}) differ; leave one out")
+    return plan.options
+
+
 def _request(
     model: Model,
     mesh: Mesh,
@@ -332,14 +347,15 @@ def _request(
     cluster: str | Path | Cluster | None,
     plan: Plan | None,
     wanted: Wanted,
+    options: Options,
 ) -> Request:
     if plan is not None:
         taken = Wanted(plan.schedule, plan.vocabulary, plan.chunks)
-        return Request(mesh, plan.microbatches, Cluster.parse(plan.cluster_toml, origin="the plan"), taken)
+        return Request(mesh, plan.microbatches, Cluster.parse(plan.cluster_toml, origin="the plan"), taken, options)
     if cluster is None:
         cluster = "h100" if torch.cuda.is_available() else "cpu"
     found = cluster if isinstance(cluster, Cluster) else Cluster.load(cluster)
-    return Request(mesh, microbatches, found, wanted)
+    return Request(mesh, microbatches, found, wanted, options)
 
 
 def _microbatches(model: Model, mesh: Mesh, microbatches: int | None, microbatch: int | None) -> int:
@@ -380,16 +396,21 @@ def _check_plan(model: Model, plan: Plan | None) -> None:
 
 
 def _built_together(
-    model: Model, mesh: Mesh, microbatches: int, cluster: str | Path | Cluster | None, wanted: Wanted
+    model: Model,
+    mesh: Mesh,
+    microbatches: int,
+    cluster: str | Path | Cluster | None,
+    wanted: Wanted,
+    options: Options,
 ) -> Built:
     """Rank 0 plans; the others wait for its plan and take its decisions, so that all run the same program."""
     rank, _, _ = join_world()
     if rank == 0:
-        built = build(model, _request(model, mesh, microbatches, cluster, None, wanted))
+        built = build(model, _request(model, mesh, microbatches, cluster, None, wanted, options))
         text_of_rank_zero(built.plan.to_json())
         return built
     plan = Plan.from_json(text_of_rank_zero(""))
-    return build(model, _request(model, mesh, microbatches, None, plan, wanted), plan)
+    return build(model, _request(model, mesh, microbatches, None, plan, wanted, plan.options), plan)
 
 
 def _source(model: nn.Module, constants: Mapping[str, torch.Tensor], seed: int) -> Source:

@@ -7,13 +7,14 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, cast, get_type_hints
 
 import typer
 
 from autopar.api import ParallelModel, compile
 from autopar.errors import ArgumentError
 from autopar.model_names import Named, resolve
+from autopar.options import Given
 from autopar.plan import Plan
 
 
@@ -35,6 +36,17 @@ class JobOptions:
     sequence: Annotated[int, typer.Option(help="sequence length of an hf: model")] = 32
     dtype: Annotated[str, typer.Option(help="dtype of an hf: model")] = "float32"
     clip_norm: Annotated[float | None, typer.Option(help="clip the global gradient norm")] = None
+    precision: Annotated[str | None, typer.Option(help="bf16 or fp16, from float32 masters (default: model)")] = None
+    reduce_dtype: Annotated[str | None, typer.Option(help="dtype of gradients between ranks")] = None
+    state_dtype: Annotated[str | None, typer.Option(help="dtype of the optimizer's moments")] = None
+    zero: Annotated[int | None, typer.Option(help="ZeRO stage on dp: 1, 2 or 3")] = None
+    zero_ranks: Annotated[int | None, typer.Option(help="dp ranks that share one copy (default: all)")] = None
+    recompute: Annotated[str | None, typer.Option(help="auto, none, selective or full")] = None
+    budget: Annotated[float | None, typer.Option(help="GiB of a rank (default: the device's memory)")] = None
+    offload: Annotated[str, typer.Option(help="optimizer, parameters, activations: any, by commas")] = ""
+    powersgd: Annotated[int | None, typer.Option(help="rank of compressed gradient sums (lossy)")] = None
+    activations: Annotated[str | None, typer.Option(help="keep them exact, lossless (bits) or 8bit (lossy)")] = None
+    head_chunks: Annotated[int | None, typer.Option(help="chunks of tokens in which logits are computed")] = None
     plan: Annotated[Path | None, typer.Option(help="take the decisions of this plan.json")] = None
 
     def resolved(self, *, meta: bool = False) -> Named:
@@ -57,7 +69,19 @@ class JobOptions:
             vocabulary=self.vocabulary,
             clip_norm=self.clip_norm,
             plan=Plan.load(self.plan) if self.plan is not None else None,
+            **self._given(),
         )
+
+    def _given(self) -> Given:
+        """Of :class:`autopar.Options`, what was asked for; ``compile`` checks it."""
+        given: dict[str, Any] = {
+            name: getattr(self, name) for name in Given.__annotations__ if getattr(self, name, None) not in (None, "")
+        }
+        if self.offload:
+            given["offload"] = tuple(part.strip() for part in self.offload.split(","))
+        if self.budget is not None:
+            given["budget_bytes"] = round(self.budget * 2**30)
+        return cast(Given, given)
 
 
 def _sizes(text: str) -> dict[str, int] | None:

@@ -16,8 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from autopar.errors import AutoparError, PlanError
 from autopar.mesh import Mesh
+from autopar.options import Options
 
-VERSION: Final = 2
+VERSION: Final = 3
 
 
 class _Value(BaseModel):
@@ -98,8 +99,9 @@ class CostPlan(_Value):
 class Plan(_Value):
     """See the module docstring. ``peak_bytes`` has one entry per rank.
 
-    ``chunks`` is how many stages a pipeline rank holds; ``vocabulary`` how embedding and head are computed; ``actions``
-    the list of a schedule that was made for this plan's costs, None for one that has a name.
+    ``chunks`` is how many stages a pipeline rank holds; ``vocabulary`` how embedding and head are computed; ``options``
+    what was pinned of memory and precision; ``actions`` the list of a schedule that was made for this plan's costs,
+    None for one that has a name.
     """
 
     version: int = VERSION
@@ -117,6 +119,7 @@ class Plan(_Value):
     schedule: str
     chunks: int
     vocabulary: str
+    options: Options
     actions: str | None
     replicated_ops: list[str]
     cost: CostPlan
@@ -233,6 +236,8 @@ def _explain(plan: Plan) -> Iterator[str]:
     batch = f"{plan.batch_size} = {plan.microbatches} microbatches x dp {plan.mesh.dp} x {per_rank}"
     chunks = f" of {plan.chunks} chunks a rank" if plan.chunks > 1 else ""
     yield f"batch {batch}, schedule {plan.schedule}{chunks}, vocabulary {plan.vocabulary}"
+    if options := str(plan.options):
+        yield options
     gap = 100 * (1 - cost.bound_seconds / cost.step_seconds) if cost.step_seconds else 0.0
     bound = f"nothing on this mesh is below {seconds_text(cost.bound_seconds)} ({gap:.1f} % gap)"
     yield f"step {seconds_text(cost.step_seconds)}; {bound}"

@@ -87,6 +87,7 @@ def _write(directory: Path, plan: Plan, job: Job) -> None:
     (directory / "actions.txt").write_text(job.schedule.to_text())
     weights, note = job.source.save(directory)
     settings = {"mesh": plan.mesh.to_json(), "seed": job.seed, "clip_norm": job.clip_norm, "weights": weights}
+    settings["options"] = job.options.model_dump()
     (directory / "job.json").write_text(json.dumps(settings, indent=1) + "\n")
     (directory / "train.py").write_text(_TRAIN.format(world=plan.mesh.world))
     rows = [f"| `{program_file(stage)}` | {_who_runs(job, stage)} |" for stage in range(len(job.texts))]

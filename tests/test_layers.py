@@ -15,19 +15,20 @@ ROOT = Path(__file__).parents[1]
 SHIPPED = ("autopar", "passes", "cost_models")
 ALL = (*SHIPPED, "tests", "examples", "benchmarks")
 
-VALUES = {"errors", "spmd", "mesh", "cluster", "graph", "plan", "batch"}
+VALUES = {"errors", "options", "spmd", "mesh", "cluster", "graph", "plan", "batch"}
 PLANNING = VALUES | {"rules", "cost_models", "passes", "schedules", "planner"}
-RUNNING = {"errors", "spmd", "mesh", "plan", "batch", "schedules"}
+RUNNING = {"errors", "options", "spmd", "mesh", "plan", "batch", "schedules"}
 BELOW_API = PLANNING | {"capture", "codegen", "recipe", "runtime", "simulate", "report"}
 
 # Each module or package directly under autopar, and what it may import of the others.
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
+    "options": {"errors"},
     "spmd": {"errors"},
     "mesh": {"errors"},
     "cluster": {"errors", "mesh"},
     "graph": {"errors", "spmd"},
-    "plan": {"errors", "spmd", "mesh", "cluster"},
+    "plan": {"errors", "options", "spmd", "mesh", "cluster"},
     "batch": {"errors"},
     "capture": {"errors", "graph", "batch"},
     "rules": VALUES,
@@ -46,7 +47,7 @@ ARROWS: dict[str, set[str]] = {
     "report": VALUES | {"cost_models", "schedules", "runtime", "simulate"},
     "api": BELOW_API | {"verification", "write"},
     "autopar": BELOW_API | {"api", "verification"},  # autopar/__init__.py, the public names
-    "command_options": {"errors", "plan", "api", "model_names"},
+    "command_options": {"errors", "options", "plan", "api", "model_names"},
     "cli": BELOW_API | {"api", "autopar", "command_options"},
     "__main__": {"cli"},
 }

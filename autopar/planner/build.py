@@ -7,12 +7,13 @@ is emitted from) so that what is executed is what was costed.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autopar.cluster import Cluster
 from autopar.errors import ShardingError
 from autopar.graph import Model, info, op_name, verify, where
 from autopar.mesh import Mesh
+from autopar.options import Options
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.localize import localize
 from autopar.passes.split_vocabulary import split_vocabulary
@@ -37,6 +38,7 @@ class Request:
     microbatches: int
     cluster: Cluster
     wanted: Wanted
+    options: Options = field(default_factory=Options)
 
 
 @dataclass
@@ -149,6 +151,7 @@ def _plan(
         schedule=request.wanted.schedule,
         chunks=schedule.chunks,
         vocabulary=request.wanted.vocabulary,
+        options=request.options,
         actions=compute_only(schedule) if request.wanted.schedule == SYNTHESIZED else None,
         replicated_ops=_replicated(model),
         cost=_cost_plan(request, solutions, model, costs, pipeline),

@@ -10,6 +10,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.profiler import record_function
 
 from autopar.errors import DeadRankError, MismatchError, ScheduleError
+from autopar.options import Options
 from autopar.runtime import batches
 from autopar.runtime.axes import Axes
 from autopar.runtime.clip import clip_
@@ -47,6 +48,7 @@ class Executor:
         *,
         vocabulary: tuple[nn.Module, VocabularyProgram] | None = None,
         clip_norm: float | None = None,
+        options: Options | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         on_gradients: Callable[[Gradients], None] | None = None,
     ) -> None:
@@ -55,6 +57,7 @@ class Executor:
         self.stages, self.programs = dict(stages), dict(programs)
         self.axes, self.optimizer = axes, optimizer
         self.clip_norm, self.on_gradients = clip_norm, on_gradients
+        self.options = options or Options()
         self._placement = schedule.placement
         self._asynchronous = schedule.is_asynchronous
         self.reducers = _reducers(stages, programs, vocabulary, self.actions, axes, schedule.placement, bucket_bytes)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from autopar.errors import ArgumentError
 from autopar.mesh import Mesh
+from autopar.options import Options
 from autopar.runtime.axes import Axes
 from autopar.runtime.collectives import broadcast_object
 from autopar.runtime.executor import Executor
@@ -47,6 +48,7 @@ class Job:
     clip_norm: float | None = None
     seed: int = 0
     vocabulary: str | None = None
+    options: Options = field(default_factory=Options)
 
     def __post_init__(self) -> None:
         if self.schedule.is_asynchronous and self.clip_norm is not None:
@@ -164,6 +166,7 @@ def start(job: Job, axes: Axes, *, on_gradients: Callable[[dict[str, Tensor]], N
         job.optimizer(trainable) if trainable else None,
         vocabulary=vocabulary,
         clip_norm=job.clip_norm,
+        options=job.options,
         on_gradients=on_gradients,
     )
 

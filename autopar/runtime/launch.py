@@ -14,6 +14,7 @@ from torch import Tensor
 
 from autopar.errors import ArgumentError, PlanError
 from autopar.mesh import Mesh
+from autopar.options import Options
 from autopar.runtime.executor import Executor
 from autopar.runtime.job import Job, Optimizer, adamw, connect, start
 from autopar.runtime.modules import dtype_of
@@ -40,8 +41,10 @@ def read_job(directory: Path, optimizer: Optimizer = adamw) -> Job:
         texts = tuple((directory / f"stage_{i}.py").read_text() for i in range(schedule.stages))
         vocabulary = (directory / "vocabulary.py").read_text() if schedule.head else None
         source = open_source(directory / settings["weights"], settings["seed"])
-        return Job(texts, schedule, mesh, source, optimizer, settings["clip_norm"], settings["seed"], vocabulary)
-    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+        options = Options.of(**settings["options"])
+        clip_norm, seed = settings["clip_norm"], settings["seed"]
+        return Job(texts, schedule, mesh, source, optimizer, clip_norm, seed, vocabulary, options)
+    except (OSError, KeyError, TypeError, json.JSONDecodeError, ArgumentError) as error:
         raise PlanError(f"{directory} is not a complete job ({error}); write it again") from error
 
 

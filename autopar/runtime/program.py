@@ -55,6 +55,9 @@ class Parameter:
     ``shared_stages`` all pipeline stages that hold a copy of it (tied weights), else empty;
     ``aliases`` further names the model knows it by. ``padding`` is ``(dim, rows)``: what is split over ranks has so
     many rows of zeros behind those of ``full_shape``; they exist on ranks only, never in a checkpoint.
+
+    ``dtype`` is what the module computes with, ``master`` what the optimizer updates ("": the same). ``zero`` is over
+    how many ranks of ``dp`` the rows (dim 0 of ``shape``) are stored: equal parts, zeros behind the last.
     """
 
     name: str
@@ -68,6 +71,8 @@ class Parameter:
     shared_stages: tuple[int, ...] = ()
     aliases: tuple[str, ...] = ()
     padding: tuple[int, int] | None = None
+    master: str = ""
+    zero: int = 1
 
     @property
     def padded_shape(self) -> tuple[int, ...]:

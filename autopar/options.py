@@ -1,0 +1,104 @@
+"""What a user pins about memory and precision: one frozen value, kept in the plan and read by every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, Literal, TypedDict
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from autopar.errors import ArgumentError
+
+OFFLOADABLE: Final = ("optimizer", "parameters", "activations")
+Precision = Literal["model", "bf16", "fp16"]
+Recompute = Literal["auto", "none", "selective", "full"]
+Activations = Literal["exact", "lossless", "8bit"]
+_FLOATS: Final = ("", "bfloat16", "float16", "float32", "float64")
+
+
+class Given(TypedDict, total=False):
+    """The fields of :class:`Options` as keyword arguments."""
+
+    precision: Precision
+    reduce_dtype: str
+    state_dtype: str
+    zero: int
+    zero_ranks: int
+    recompute: Recompute
+    budget_bytes: int | None
+    offload: Sequence[str]
+    powersgd: int
+    activations: Activations
+    head_chunks: int
+
+
+class Options(BaseModel):
+    """How a job saves memory, and in which precision it computes. The defaults change nothing.
+
+    * ``precision``: ``"bf16"`` or ``"fp16"`` computes what ``torch.autocast`` would, from float32 masters, fp16 under
+      dynamic loss scaling; ``"model"``: as the model is written.
+    * ``reduce_dtype``: of gradients on their way between ranks; ``state_dtype``: of the optimizer's moments
+      (``""``: as the masters).
+    * ``zero``: 1 splits optimizer state over ``dp``, 2 gradients too, 3 parameters too (Rajbhandari et al., "ZeRO",
+      SC 2020); ``zero_ranks`` neighbouring ranks share one copy, the groups replicate it (0: all of ``dp``).
+    * ``recompute``: ``"auto"`` recomputes what costs the least extra time so that a rank fits ``budget_bytes`` (None:
+      the device's memory), nothing where there is room; ``"selective"`` what is cheap to recompute and large to keep;
+      ``"full"`` every layer; ``"none"``.
+    * ``offload``: of :data:`OFFLOADABLE`, what lives on the host while it isn't used.
+    * ``powersgd``: rank of the approximation that gradients are summed over ``dp`` in (0: exact sums). Lossy.
+    * ``activations``: what autograd keeps, ``"exact"``, as bits and seeds where those say the same (``"lossless"``),
+      or in ``"8bit"`` (lossy).
+    * ``head_chunks``: in how many chunks of tokens logits and their loss are computed.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    precision: Precision = "model"
+    reduce_dtype: str = ""
+    state_dtype: str = ""
+    zero: int = Field(default=0, ge=0, le=3)
+    zero_ranks: int = Field(default=0, ge=0)
+    recompute: Recompute = "auto"
+    budget_bytes: int | None = Field(default=None, gt=0)
+    offload: tuple[str, ...] = Field(default=(), strict=False)  # a list in JSON
+    powersgd: int = Field(default=0, ge=0)
+    activations: Activations = "exact"
+    head_chunks: int = Field(default=1, ge=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Options:
+        for name in ("reduce_dtype", "state_dtype"):
+            if getattr(self, name) not in _FLOATS:
+                raise ValueError(f"{name}={getattr(self, name)!r}; it may be one of {', '.join(_FLOATS[1:])}")
+        if unknown := [item for item in self.offload if item not in OFFLOADABLE]:
+            raise ValueError(f"offload names {unknown}; it may name {', '.join(OFFLOADABLE)}")
+        if self.zero_ranks and not self.zero:
+            raise ValueError(f"zero_ranks={self.zero_ranks} without ZeRO; say zero=1, 2 or 3 with it")
+        if self.powersgd and self.zero >= 2:
+            raise ValueError(
+                f"powersgd={self.powersgd} sums whole gradients, which zero={self.zero} never has; use zero=0 or 1"
+            )
+        return self
+
+    @classmethod
+    def of(cls, **given: Any) -> Options:
+        """The options with ``given`` names. Raises ArgumentError for a name or value that isn't one."""
+        try:
+            return cls.model_validate(given)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(map(str, first["loc"]))
+            problem = first["msg"].removeprefix("Value error, ")
+            raise ArgumentError(f"{name}={first['input']!r}: {problem}" if name else problem) from error
+
+    def changed(self) -> dict[str, Any]:
+        """What differs from the defaults, by name."""
+        return {name: value for name, value in self if value != type(self).model_fields[name].default}
+
+    def __str__(self) -> str:
+        """``zero 3, recompute full``; empty where nothing is asked for."""
+        parts = []
+        for name, value in self.changed().items():
+            text = "+".join(value) if isinstance(value, tuple) else str(value)
+            parts.append(f"{name.replace('_', ' ')} {text}")
+        return ", ".join(parts)

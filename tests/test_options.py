@@ -1,0 +1,47 @@
+"""Options: strict values, errors that name the argument, text, and the keyword arguments of compile."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from autopar import Options
+from autopar.errors import ArgumentError
+from autopar.options import Given
+
+
+def test_the_keyword_arguments_are_the_fields():
+    assert set(Given.__annotations__) == set(Options.model_fields)
+
+
+def test_text_names_what_differs_from_the_defaults():
+    assert str(Options()) == ""
+    assert str(Options(zero=3, recompute="full", offload=("optimizer", "activations"))) == (
+        "zero 3, recompute full, offload optimizer+activations"
+    )
+
+
+def test_json_both_ways():
+    options = Options.of(zero=2, offload=["parameters"], budget_bytes=2**30)
+    assert Options.of(**json.loads(json.dumps(options.model_dump()))) == options
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"zero": 4}, "zero=4: .*less than or equal to 3"),
+        ({"zero": "3"}, "zero='3'.*integer"),
+        ({"zer": 1}, "zer=1: .*not permitted"),
+        ({"precision": "bfloat16"}, "precision='bfloat16': .*'model', 'bf16' or 'fp16'"),
+        ({"reduce_dtype": "int8"}, "reduce_dtype='int8'; it may be one of bfloat16"),
+        ({"offload": ("gradients",)}, r"offload names \['gradients'\]; it may name optimizer, parameters, activations"),
+        ({"zero_ranks": 2}, "zero_ranks=2 without ZeRO; say zero=1, 2 or 3"),
+        ({"powersgd": 4, "zero": 3}, "powersgd=4 sums whole gradients.*use zero=0 or 1"),
+        ({"head_chunks": 0}, "head_chunks=0: .*greater than or equal to 1"),
+        ({"budget_bytes": -1}, "budget_bytes=-1: .*greater than 0"),
+    ],
+)
+def test_what_is_no_option_is_refused_by_name(given, message):
+    with pytest.raises(ArgumentError, match=message):
+        Options.of(**given)
