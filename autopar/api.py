@@ -155,7 +155,7 @@ class Programs:
     @classmethod
     def of(cls, built: Built) -> Programs:
         plan, pipeline = built.plan, built.pipeline
-        sizes: dict[str, Any] = {"microbatches": plan.microbatches, "digest": plan.digest}
+        sizes: dict[str, Any] = {"microbatches": plan.microbatches, "digest": plan.digest, "options": plan.options}
         split = bool(pipeline.schedule.split)
         return cls(
             emit(built.model, pipeline.stages, plan.mesh, split_backward=split, **sizes),

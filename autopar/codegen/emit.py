@@ -15,6 +15,7 @@ from autopar.codegen.stage import forward, totals
 from autopar.codegen.text import Line, Origin, Row, layout, wrap
 from autopar.graph import Model
 from autopar.mesh import Mesh
+from autopar.options import Options
 from autopar.passes.defer_weights import defer_weights
 from autopar.passes.hoist import hoist_parameter_sums
 from autopar.runtime.program import Program
@@ -41,6 +42,7 @@ def emit(
     microbatches: int,
     digest: str,
     split_backward: bool = False,
+    options: Options | None = None,
 ) -> tuple[EmittedStage, ...]:
     """Write the program of every stage.
 
@@ -52,7 +54,7 @@ def emit(
     hoisted, reduce = hoist_parameter_sums(model)
     if split_backward:
         hoisted = defer_weights(hoisted)
-    job = make_job(hoisted, stages, mesh, microbatches=microbatches, digest=digest, reduce=reduce)
+    job = make_job(hoisted, stages, mesh, microbatches=microbatches, digest=digest, reduce=reduce, options=options)
     return tuple(_emit_stage(job, part) for part in parts(job))
 
 

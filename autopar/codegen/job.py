@@ -12,6 +12,7 @@ from autopar.codegen.names import value_names
 from autopar.errors import StageError
 from autopar.graph import INPUT_CALL, Call, Meta, Model, Value, info
 from autopar.mesh import AXES, Mesh
+from autopar.options import Options
 from autopar.passes.vocabulary import STAGELESS, VocabularyCalls, vocabulary_calls
 
 
@@ -26,6 +27,7 @@ class Job:
     microbatches: int
     digest: str
     reduce: Mapping[str, tuple[str, ...]]
+    options: Options
 
     @cached_property
     def names(self) -> dict[Value, str]:
@@ -133,6 +135,7 @@ def make_job(
     microbatches: int,
     digest: str,
     reduce: Mapping[str, tuple[str, ...]],
+    options: Options | None = None,
 ) -> Job:
     """Raises StageError where the cut is not the model's calls in order, or doesn't fit the mesh."""
     left_out = {i for i, call in enumerate(model.calls) if model.block_of(call).kind in STAGELESS}
@@ -143,4 +146,4 @@ def make_job(
         raise StageError(f"stages {cut} are not the calls {expected} in order, cut into parts that are not empty")
     if len(cut) % mesh.pp:
         raise StageError(f"{len(cut)} stages can't run on {mesh.pp} pipeline ranks; give as many for each")
-    return Job(model, cut, mesh, microbatches, digest, reduce)
+    return Job(model, cut, mesh, microbatches, digest, reduce, options or Options())

@@ -25,6 +25,7 @@ from autopar.codegen.text import Line, Origin, Row, layout
 from autopar.errors import GraphError, StageError
 from autopar.graph import Block, Model, RuntimeOp, Value, arguments, info, is_aten, operands
 from autopar.mesh import Mesh
+from autopar.options import Options
 from autopar.passes.hoist import hoist_parameter_sums
 from autopar.passes.recut import closure
 from autopar.passes.vocabulary import Head, VocabularyCalls, head_of, localize_vocabulary, vocabulary_calls
@@ -42,7 +43,13 @@ class EmittedVocabulary:
 
 
 def emit_vocabulary(
-    model: Model, stages: Sequence[Sequence[int]], mesh: Mesh, *, microbatches: int, digest: str
+    model: Model,
+    stages: Sequence[Sequence[int]],
+    mesh: Mesh,
+    *,
+    microbatches: int,
+    digest: str,
+    options: Options | None = None,
 ) -> EmittedVocabulary | None:
     """Write the program of the vocabulary; None where :func:`~autopar.codegen.emit` has it in its stages.
 
@@ -53,7 +60,7 @@ def emit_vocabulary(
         return None
     hoisted, reduce = hoist_parameter_sums(model)
     local = _joined(localize_vocabulary(hoisted, mesh.pp), calls)
-    job = make_job(local, stages, mesh, microbatches=microbatches, digest=digest, reduce=reduce)
+    job = make_job(local, stages, mesh, microbatches=microbatches, digest=digest, reduce=reduce, options=options)
     part = vocabulary_part(job, calls)
     head = head_of(local.block_of(local.calls[calls.head]))
     _check(job, part, head)
