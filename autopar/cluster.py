@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 from autopar.errors import ClusterError
 
 KINDS: Final = ("cuda", "cpu")
-DTYPES: Final = ("float64", "float32", "bfloat16", "float16")
+DTYPES: Final = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn")
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ class JobOptions:
     dtype: Annotated[str, typer.Option(help="dtype of an hf: model")] = "float32"
     clip_norm: Annotated[float | None, typer.Option(help="clip the global gradient norm")] = None
     precision: Annotated[str | None, typer.Option(help="bf16 or fp16, from float32 masters (default: model)")] = None
+    float8: Annotated[bool, typer.Option("--float8", help="products with weights in float8 (lossy)")] = False
     reduce_dtype: Annotated[str | None, typer.Option(help="dtype of gradients between ranks")] = None
     state_dtype: Annotated[str | None, typer.Option(help="dtype of the optimizer's moments")] = None
     zero: Annotated[int | None, typer.Option(help="ZeRO stage on dp: 1, 2 or 3")] = None
@@ -74,9 +75,8 @@ class JobOptions:
 
     def _given(self) -> Given:
         """Of :class:`autopar.Options`, what was asked for; ``compile`` checks it."""
-        given: dict[str, Any] = {
-            name: getattr(self, name) for name in Given.__annotations__ if getattr(self, name, None) not in (None, "")
-        }
+        asked = {name: getattr(self, name, None) for name in Given.__annotations__}
+        given: dict[str, Any] = {name: value for name, value in asked.items() if value not in (None, "", False)}
         if self.offload:
             given["offload"] = tuple(part.strip() for part in self.offload.split(","))
         if self.budget is not None:

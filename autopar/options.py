@@ -20,6 +20,7 @@ class Given(TypedDict, total=False):
     """The fields of :class:`Options` as keyword arguments."""
 
     precision: Precision
+    float8: bool
     reduce_dtype: str
     state_dtype: str
     zero: int
@@ -36,7 +37,8 @@ class Options(BaseModel):
     """How a job saves memory, and in which precision it computes. The defaults change nothing.
 
     * ``precision``: ``"bf16"`` or ``"fp16"`` computes what ``torch.autocast`` would, from float32 masters, fp16 under
-      dynamic loss scaling; ``"model"``: as the model is written.
+      dynamic loss scaling; ``"model"``: as the model is written. ``float8`` computes products with weights in 8 bits,
+      where the device can: lossy.
     * ``reduce_dtype``: of gradients on their way between ranks; ``state_dtype``: of the optimizer's moments
       (``""``: as the masters).
     * ``zero``: 1 splits optimizer state over ``dp``, 2 gradients too, 3 parameters too (Rajbhandari et al., "ZeRO",
@@ -54,6 +56,7 @@ class Options(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     precision: Precision = "model"
+    float8: bool = False
     reduce_dtype: str = ""
     state_dtype: str = ""
     zero: int = Field(default=0, ge=0, le=3)

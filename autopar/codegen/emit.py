@@ -17,6 +17,7 @@ from autopar.graph import Model
 from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.passes.defer_weights import defer_weights
+from autopar.passes.float8 import float8
 from autopar.passes.hoist import hoist_parameter_sums
 from autopar.runtime.program import Program
 
@@ -52,6 +53,8 @@ def emit(
     StageError where stages, calls and mesh don't fit, GraphError where a value can't become what is taken.
     """
     hoisted, reduce = hoist_parameter_sums(model)
+    if options is not None and options.float8:
+        hoisted = float8(hoisted)
     if split_backward:
         hoisted = defer_weights(hoisted)
     job = make_job(hoisted, stages, mesh, microbatches=microbatches, digest=digest, reduce=reduce, options=options)

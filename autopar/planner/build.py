@@ -14,6 +14,7 @@ from autopar.errors import ShardingError
 from autopar.graph import Model, info, op_name, verify, where
 from autopar.mesh import Mesh
 from autopar.options import Options
+from autopar.passes.float8 import check_float8
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.localize import localize
 from autopar.passes.split_vocabulary import split_vocabulary
@@ -56,6 +57,7 @@ def build(model: Model, request: Request, pinned: Plan | None = None) -> Built:
     Raises ShardingError, StageError, ScheduleError or PlanError.
     """
     _check_batch(model, request)
+    check_float8(request.options, request.cluster.device)
     if mode_of(request.wanted.vocabulary).head:
         model = split_vocabulary(model, request.mesh.pp, request.mesh.tp)
     solutions = [_place(model, problem, pinned) for problem in _axes(request)]

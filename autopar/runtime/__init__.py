@@ -5,6 +5,7 @@ from __future__ import annotations
 from autopar.runtime.axes import Axes, Axis
 from autopar.runtime.collectives import all_gather, all_reduce, all_to_all, convert, reduce_scatter
 from autopar.runtime.contractions import linear, matmul
+from autopar.runtime.float8 import float8_linear, float8_matmul
 from autopar.runtime.local_ops import mean_of_whole
 from autopar.runtime.modules import Container, declare
 from autopar.runtime.ops import cross_entropy_sharded, embedding_rows, embedding_sharded
@@ -34,6 +35,8 @@ __all__ = [
     "declare",
     "embedding_rows",
     "embedding_sharded",
+    "float8_linear",
+    "float8_matmul",
     "linear",
     "matmul",
     "mean_of_whole",
