@@ -10,11 +10,11 @@ BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint format clean
+.PHONY: help setup demo test test-all float8 lint format clean
 
 help:
 	@sed -n 's/^# //p' Makefile
-	@echo "also: make setup | test-all | lint | format | clean"
+	@echo "also: make setup | test-all | float8 | lint | format | clean"
 
 setup: $(READY)
 
@@ -26,6 +26,11 @@ test: $(READY)
 
 test-all: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS)
+
+## Apart from the others, because transformers imports torchao wherever it is, and that prints on a CPU
+float8: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[float8]'
+	$(BIN)/python -m pytest tests/passes/test_float8.py
 
 lint: $(READY)
 	$(BIN)/ruff check .
