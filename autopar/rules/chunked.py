@@ -1,0 +1,80 @@
+"""A cross entropy together with the product that makes its logits, computed in chunks of tokens.
+
+The op that :mod:`autopar.passes.chunk_head` puts in, ``autopar.runtime.chunked_cross_entropy(x, weight, target, bias?,
+chunks=..., weight_dim=0, logits=..., ...)``. Split by tokens it leaves a pending sum, split by classes it exchanges
+statistics once for all chunks. The backward computes the logits again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.graph import AxisRef, Choice, Meta, op_name
+from autopar.rules.base import Communication, Local, Op, Rule
+from autopar.rules.spec import Spec, product_flops
+from autopar.spmd import I, R, S
+
+CHUNKED = "chunked_cross_entropy"
+_SWEEPS = 2  # how often a pass writes and reads all of its logits, a chunk at a time
+
+
+@dataclass(frozen=True)
+class Chunked(Spec):
+    """Its backward computes the product again; logits come and go inside."""
+
+    @property
+    def repeats(self) -> int:
+        return 1
+
+    def inner_bytes(self, op: Op) -> int:
+        """Logits a chunk at a time, in float32 at least, and the table for every chunk but the first."""
+        logits = _logits(op).numel * max(4, op.operands[0].dtype.itemsize)
+        chunks: int = op.kwargs["chunks"]
+        return 2 * _SWEEPS * logits + (chunks - 1) * op.operands[1].bytes
+
+
+def whole_logits(node: fx.Node) -> Meta | None:
+    """Of a chunked cross entropy: this rank's logits, which never exist at once. None for other ops."""
+    return _logits(Op.of(node)) if op_name(node) == CHUNKED else None
+
+
+def _logits(op: Op) -> Meta:
+    x, weight = op.operands[:2]
+    return Meta((*x.shape[:-1], weight.shape[_weight_dim(op)]), op.result.dtype, op.result.needs_grad)
+
+
+def _weight_dim(op: Op) -> int:
+    return int(op.kwargs.get("weight_dim", 0))
+
+
+def _line(op: Op) -> str:
+    weight = "h! v!" if _weight_dim(op) else "v! h!"
+    return f"... h!, {weight}, ..., v! -> {'...' if op.kwargs.get('reduction') == 'none' else ''}"
+
+
+def _classes_split(op: Op) -> Iterable[Choice]:
+    if "axis" not in op.kwargs:
+        bias = [S(0)] * (len(op.operands) - 3)
+        yield Choice((R, S(_weight_dim(op)), R, *bias), I, CHUNKED)
+
+
+def _local(op: Op, choice: Choice, size: int, axis: str) -> Local:
+    return Local({}, {"axis": AxisRef(axis)}) if choice.form else Local.same()
+
+
+def _statistics(op: Op, choice: Choice) -> Communication:
+    """Per token the largest logit, then the sum, the target's logit and the mean: float32 at least."""
+    if not choice.form:
+        return []
+    one = op.operands[2].numel * max(4, op.result.dtype.itemsize)
+    return [("all_reduce", one), ("all_reduce", 3 * one)]
+
+
+RULES: dict[str, Rule] = {
+    CHUNKED: Chunked(
+        _line, sums=True, local=_local, forms=_classes_split, inside=_statistics, flop_count=product_flops
+    ),
+}

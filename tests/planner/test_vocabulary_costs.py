@@ -1,0 +1,61 @@
+"""What a head costs in chunks: one product more in its backward, no logits kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autopar.graph import Choice, op_name, operands
+from autopar.mesh import Mesh
+from autopar.options import Options
+from autopar.planner.build import Built, Request, build
+from autopar.planner.pipeline import Wanted
+from autopar.planner.prices import pass_seconds
+from autopar.planner.vocabulary_costs import VocabularyCost
+from autopar.rules import RULES
+from autopar.rules.base import Op
+from autopar.rules.chunked import CHUNKED
+from autopar.spmd import R
+from tests.codegen.programs import folded
+from tests.fast_cluster import FAST
+from tests.models import llama
+
+CLASSES, WIDTH, TOKENS = 4096, 32, 4 * 16
+
+
+def built(mesh: Mesh, vocabulary: str, chunks: int) -> Built:
+    with torch.device("meta"):
+        case = llama(8, layers=2, vocabulary=CLASSES)
+    wanted = Wanted("1f1b", vocabulary)
+    return build(folded(case), Request(mesh, 2, FAST, wanted, Options(head_chunks=chunks)))
+
+
+def cost(vocabulary: str, chunks: int) -> VocabularyCost:
+    found = built(Mesh(pp=2), vocabulary, chunks).pipeline.vocabulary
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("vocabulary", ["vocab-1", "vocab-2", "naive"])
+def test_a_head_over_the_pipeline(vocabulary: str) -> None:
+    whole, chunked = cost(vocabulary, 1), cost(vocabulary, 4)
+    first = sum(whole.seconds[kind][0] for kind in ("S", "U") if kind in whole.seconds)
+    again = chunked.seconds["T"][0] - whole.seconds["T"][0]
+    assert 0 < again <= first * (1 + 1e-12)
+    if vocabulary == "vocab-1":
+        assert again == pytest.approx(first)
+    assert chunked.pass_seconds == pytest.approx(whole.pass_seconds + again)
+    assert whole.logits_bytes == 4 * TOKENS * CLASSES // 2
+    assert whole.chunk_bytes == 0
+    terms = 2 * 4 * TOKENS * WIDTH if vocabulary == "vocab-2" else 0
+    assert chunked.logits_bytes == 8 * 4 * TOKENS + terms
+    assert chunked.chunk_bytes == 2 * whole.logits_bytes // 4
+    assert chunked.held_bytes < whole.held_bytes
+
+
+def test_a_head_on_a_stage() -> None:
+    """Its backward has three passes, that of a whole one two."""
+    (node,) = (n for b in built(Mesh(), "stage", 4).model.blocks for n in b.ops if op_name(n) == CHUNKED)
+    whole = Choice((R,) * len(operands(node)), R)
+    forward, backward = pass_seconds(node, Op.of(node), RULES[CHUNKED], whole, 1, FAST.device)
+    assert backward == pytest.approx(3 * forward)
