@@ -1,0 +1,211 @@
+"""What calls keep from forward to backward under each choice of what to recompute: of one call, and of a stage.
+
+A stage's bytes are those of distinct storages (:mod:`autopar.planner.saved`). For the solvers, which add up bytes of
+calls, every storage has one call to which it counts: the one that keeps it as an input, or its maker where that keeps
+it anyway. What several calls keep as inputs (rotary tables, masks, an encoder's output) counts once per stage
+(``shared_bytes``); so sums are never below the truth, and equal it for a chain of layers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import fx
+
+from autopar.errors import PlanError
+from autopar.graph import INPUT_CALL, Model, info
+from autopar.passes.recompute import groups
+from autopar.passes.vocabulary import STAGELESS
+from autopar.planner.compression import kept_in_8_bits
+from autopar.planner.recompute import Point, Regions, evaluate, frontier, problem_of, whole
+from autopar.planner.saved import BlockSaved, Kept, Storage, kept_storages, saved_tensors, storage_of_input
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One way to run a block: its regions as ops by position, what it keeps, what it costs. See
+    :class:`~autopar.planner.recompute.Point`."""
+
+    regions: Regions
+    owners: frozenset[fx.Node]
+    extra_bytes: int
+    saved_bytes: int
+    seconds: float
+    transient_bytes: int
+
+
+class BlockChoices:
+    """The alternatives of one block: the first recomputes nothing, the last the whole block; solved for when asked."""
+
+    def __init__(self, model: Model, index: int, found: BlockSaved, seconds: Mapping[fx.Node, float]) -> None:
+        self._block = model.blocks[index]
+        self._problem, self._owners = problem_of(self._block, found, seconds, _free(model, index))
+        self._found = found
+
+    @cached_property
+    def none(self) -> Alternative:
+        return self.alternative(())
+
+    @cached_property
+    def whole(self) -> Alternative:
+        return self._of(whole(self._problem, self._block, self._found))
+
+    @cached_property
+    def frontier(self) -> tuple[Alternative, ...]:
+        """Nothing, then the frontier by falling bytes, then the whole block if it isn't one of them."""
+        points = frontier(self._problem)
+        full = whole(self._problem, self._block, self._found)
+        if full.regions not in [p.regions for p in points]:
+            points.append(full)
+        return tuple(self._of(p) for p in points)
+
+    @cached_property
+    def selective(self) -> Alternative:
+        """What is cheap to recompute and large to keep: of all that communicates nothing again, whatever frees more
+        bytes per second than recomputing the whole block does (the knee: the point farthest from the line between
+        nothing and everything)."""
+        full = self.whole
+        freed, spent = self.none.saved_bytes - full.saved_bytes, full.seconds
+        if freed <= 0 or spent <= 0:
+            return self.none
+
+        def gain(point: Alternative) -> float:
+            return (self.none.saved_bytes - point.saved_bytes) / freed - point.seconds / spent
+
+        return max((self._of(p) for p in frontier(self._problem, silent=True)), key=gain)
+
+    def alternative(self, regions: Regions) -> Alternative:
+        return self._of(evaluate(self._problem, regions))
+
+    def named(self, ends: Sequence[Sequence[str]]) -> Alternative:
+        """The alternative whose regions begin and end with the ops of these names. Raises PlanError."""
+        place = {group[0].name: i for i, group in enumerate(groups(self._block))}
+        missing = [name for pair in ends for name in pair if name not in place]
+        if missing:
+            raise PlanError(f"the plan recomputes from or to {missing}, which {self._block.name} hasn't: plan again")
+        return self.alternative(tuple((place[first], place[last]) for first, last in ends))
+
+    def ends(self, alternative: Alternative) -> list[tuple[str, str]]:
+        """The first and last op of each region, by name."""
+        order = groups(self._block)
+        return [(order[first][0].name, order[last][0].name) for first, last in alternative.regions]
+
+    def _of(self, point: Point) -> Alternative:
+        inside = {i for first, last in point.regions for i in range(first, last + 1)}
+        extra = sum(b for i, b in enumerate(self._problem.extra_bytes) if i not in inside)
+        return Alternative(
+            regions=point.regions,
+            owners=frozenset(self._owners[m] for m in point.memories),
+            extra_bytes=extra,
+            saved_bytes=point.saved_bytes,
+            seconds=point.seconds,
+            transient_bytes=point.transient_bytes,
+        )
+
+
+def _free(model: Model, index: int) -> frozenset[fx.Node]:
+    """Inputs of a block that are kept whatever its calls do: of the batch, or made of it alone."""
+    block = model.blocks[index]
+    values = [call.operands for call in model.calls if call.block == index]
+
+    def is_table(position: int) -> bool:
+        makers = {operands[position].call for operands in values}
+        return all(m == INPUT_CALL or model.block_of(model.calls[m]).kind == "tables" for m in makers)
+
+    return frozenset(node for position, node in enumerate(block.inputs) if is_table(position))
+
+
+class Activations:
+    """A model's calls and their alternatives (``choices`` by block). ``eight_bits``: layers keep what they keep so."""
+
+    def __init__(
+        self, model: Model, device: str, seconds: Sequence[Mapping[fx.Node, float]], *, eight_bits: bool = False
+    ) -> None:
+        self.model = model
+        self.found = [saved_tensors(block, device) for block in model.blocks]
+        if eight_bits:
+            self.found = [kept_in_8_bits(b, f) for b, f in zip(model.blocks, self.found, strict=True)]
+        self.choices = [BlockChoices(model, i, f, seconds[i]) for i, f in enumerate(self.found)]
+
+    def call_bytes(self, index: int, alternative: Alternative) -> int:
+        """What counts to one call, a microbatch."""
+        sizes = self._storages([index], {index: alternative})
+        own = sum(size for storage, size in sizes.items() if self._payer(storage, index) == index)
+        return own + alternative.extra_bytes
+
+    def _payer(self, storage: Storage, index: int) -> int | None:
+        """The call that a storage counts to; None: all of a stage together."""
+        if storage in self._shared:
+            return None
+        maker = storage[0]
+        return maker if storage in self._made_and_kept else index
+
+    @cached_property
+    def shared_bytes(self) -> int:
+        """What the calls of a stage keep together, at most."""
+        borders = [size for storage, size in self._made_and_kept.items() if storage in self._inputs]
+        return sum(self._shared.values()) + max(borders, default=0)
+
+    @cached_property
+    def _inputs(self) -> Counter[Storage]:
+        """How many calls keep a storage that another one made, with nothing recomputed."""
+        found: Counter[Storage] = Counter()
+        for index in self._staged:
+            for storage in self._storages([index], {index: self._none(index)}):
+                found[storage] += storage[0] != index or bool(storage[2])
+        return +found
+
+    @cached_property
+    def _shared(self) -> dict[Storage, int]:
+        sizes = self._storages(self._staged, {i: self._none(i) for i in self._staged})
+        return {
+            storage: size
+            for storage, size in sizes.items()
+            if self._inputs[storage] > 1 or self.model.block_of(self.model.calls[storage[0]]).kind == "tables"
+        }
+
+    @cached_property
+    def _made_and_kept(self) -> dict[Storage, int]:
+        """What calls keep of their own results, which others keep too."""
+        found: dict[Storage, int] = {}
+        for index in self._staged:
+            for storage, size in self._storages([index], {index: self._none(index)}).items():
+                if storage[0] == index and storage in self._inputs and storage not in self._shared:
+                    found[storage] = size
+        return found
+
+    @cached_property
+    def _staged(self) -> list[int]:
+        return [i for i, call in enumerate(self.model.calls) if self.model.block_of(call).kind not in STAGELESS]
+
+    def _none(self, index: int) -> Alternative:
+        return self.choices[self.model.calls[index].block].none
+
+    def stage_bytes(self, calls: Sequence[int], chosen: Mapping[int, Alternative]) -> int:
+        """Exactly what a stage keeps of a microbatch, with what it received from the stage before."""
+        sizes = self._storages(calls, chosen)
+        received = {s: size for s, size in self._received(calls).items() if s not in sizes}
+        return sum(sizes.values()) + sum(received.values()) + sum(chosen[i].extra_bytes for i in calls)
+
+    def movable_bytes(self, calls: Sequence[int], chosen: Mapping[int, Alternative], least: int) -> int:
+        """Of what a stage keeps of a microbatch: values of ``least`` bytes and more."""
+        return sum(size for size in self._storages(calls, chosen).values() if size >= least)
+
+    def _received(self, calls: Sequence[int]) -> dict[Storage, int]:
+        inside, found = set(calls), {}
+        for index in calls:
+            for position, value in enumerate(self.model.calls[index].operands):
+                node = self.model.block_of(self.model.calls[index]).inputs[position]
+                if value.call in inside or not info(node).meta.needs_grad:
+                    continue
+                storage = storage_of_input(self.model, self.found, index, position)
+                if storage is not None:
+                    found[storage] = info(node).meta.bytes
+        return found
+
+    def _storages(self, calls: Sequence[int], chosen: Mapping[int, Alternative]) -> dict[Storage, int]:
+        kept = {i: Kept(chosen[i].owners, chosen[i].extra_bytes) for i in calls}
+        return kept_storages(self.model, self.found, calls, kept)

@@ -1,0 +1,63 @@
+"""Holds a plan to its budget by what ranks really hold.
+
+Solvers add up what is linear in their choices: state, and what is kept per microbatch in flight. Beside that, a rank
+has buffers and temporaries, which are known once there are programs. So a plan that comes near its budget is measured
+(``exact``); what the solver didn't count is spared, and the pipeline laid out again. Where that leaves no choice, the
+leanest one is measured itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from autopar.errors import BudgetError
+from autopar.plan import Plan
+from autopar.planner.stages import too_large
+
+_NEAR = 0.5  # of the budget; below, what isn't counted doesn't matter
+_ROUNDS = 4
+
+
+class HasPlan(Protocol):
+    @property
+    def plan(self) -> Plan: ...
+
+
+T = TypeVar("T", bound=HasPlan)
+
+
+def within_budget(lay_out: Callable[[int], T], exact: Callable[[T], T], budget_bytes: int) -> T:
+    """The plan of ``lay_out(spared)``, whose solvers leave ``spared`` bytes of the budget free, that really fits.
+
+    ``exact`` gives it with what ranks hold. Raises BudgetError with a budget that would do.
+    """
+    spared = 0
+    for _ in range(_ROUNDS):
+        try:
+            found = lay_out(spared)
+        except BudgetError as error:
+            return _leanest(lay_out, exact, budget_bytes, error.needed_bytes - spared)
+        counted = found.plan.rank_plans
+        if max(rank.peak_bytes for rank in counted) <= _NEAR * budget_bytes:
+            return found
+        found = exact(found)
+        if max(found.plan.peak_bytes) <= budget_bytes:
+            return found
+        pairs = zip(found.plan.rank_plans, counted, strict=True)
+        spared = max(spared + 1, *(real.peak_bytes - solved.peak_bytes for real, solved in pairs))
+    raise _refusal(found.plan, budget_bytes)
+
+
+def _leanest(lay_out: Callable[[int], T], exact: Callable[[T], T], budget_bytes: int, least_bytes: int) -> T:
+    """What the solver can do at least with ``least_bytes``, if that really fits."""
+    found = exact(lay_out(budget_bytes - least_bytes))
+    if max(found.plan.peak_bytes) > budget_bytes:
+        raise _refusal(found.plan, budget_bytes)
+    return found
+
+
+def _refusal(leanest: Plan, budget_bytes: int) -> BudgetError:
+    how = " with everything recomputed" if leanest.options.recompute == "auto" else ""
+    hint = "" if leanest.options.recompute == "auto" else "recompute='auto', "
+    return too_large(len(leanest.stage_plans), budget_bytes, max(leanest.peak_bytes), how, hint)

@@ -1,0 +1,293 @@
+"""What autograd keeps from a block's forward to its backward, found by running its ops on fake tensors.
+
+Each op runs once under ``FakeTensorMode`` (shapes and strides, no memory, no arithmetic) with hooks on what its
+backward saves, which is therefore never a table made by hand; only functions of ``autopar.runtime`` that communicate
+state it beside their rules (:mod:`autopar.rules.forms`). A tensor is its *storage*: views and transitions that copy
+nothing are resolved to the node that made the memory, so a union of nodes is a union of bytes.
+
+Parameters and buffers of the model don't count. A kept *input* of a block counts for the block that keeps it, and
+whoever sums over calls counts a value once (:func:`kept_by_calls` does): a value of another call where it was made or
+where it is first kept, a value of the batch never (the step holds the batch anyway), what tables make once per stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+
+from autopar.graph import (
+    INPUT_CALL,
+    Block,
+    Meta,
+    Model,
+    RuntimeOp,
+    Value,
+    info,
+    is_getitem,
+    op_name,
+    operands,
+)
+from autopar.rules.base import Op
+from autopar.rules.forms import FORMS, ON_CUDA
+from autopar.spmd import Type
+
+_HELD_ANYWAY = ("parameter", "buffer")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What one op keeps: nodes whose memory it needs (operands, itself; each the owner of its storage), and bytes of
+    tensors that were made inside of it and are nobody's value: logsumexp, masks, indices. ``is_something``: whether
+    its backward needs any tensor, if only a parameter."""
+
+    values: tuple[fx.Node, ...] = ()
+    extra_bytes: int = 0
+    is_something: bool = False
+
+
+@dataclass(frozen=True)
+class BlockSaved:
+    """Of a whole block: ``ops`` by node, ``owner`` of every tensor's memory (of a result, an input or a parameter),
+    ``owned_bytes`` of every owner. Elements of tuples are owned by the getitem nodes that take them."""
+
+    ops: Mapping[fx.Node, Saved]
+    owner: Mapping[fx.Node, fx.Node]
+    owned_bytes: Mapping[fx.Node, int]
+
+    def kept(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+        """The owners that the backward of ``nodes`` needs."""
+        return {value for node in nodes for value in self.ops[node].values}
+
+    def bytes_of(self, owners: Iterable[fx.Node], nodes: Iterable[fx.Node] = ()) -> int:
+        """Bytes of ``owners``, and of what ``nodes`` made inside."""
+        return sum(self.owned_bytes[o] for o in owners) + sum(self.ops[n].extra_bytes for n in nodes)
+
+
+def saved_tensors(block: Block, device: str = "cpu") -> BlockSaved:
+    """What every op of a local block keeps on a device of that kind ("cpu" or "cuda")."""
+    run = _Run(device)
+    with FakeTensorMode():
+        for node in block.placeholders():
+            run.place(node)
+        for node in block.ops:
+            run.execute(node)
+    return BlockSaved(run.saved, run.owner, run.owned_bytes)
+
+
+def saved(node: fx.Node, device: str = "cpu") -> Saved:
+    """What one op keeps, its operands taken as contiguous. For a whole block, :func:`saved_tensors` knows better."""
+    run = _Run(device)
+    with FakeTensorMode():
+        for operand in node.all_input_nodes:
+            run.place(operand)
+        run.execute(node)
+    return run.saved[node]
+
+
+def saved_bytes(block: Block, device: str = "cpu") -> int:
+    """Bytes of the distinct storages that the whole block keeps, its inputs included."""
+    found = saved_tensors(block, device)
+    return found.bytes_of(found.kept(block.ops), block.ops)
+
+
+@dataclass
+class _Run:
+    """Executes nodes; ``values`` are their fake tensors, each without a graph behind it."""
+
+    device: str
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+    saved: dict[fx.Node, Saved] = field(default_factory=dict)
+    owner: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    owned_bytes: dict[fx.Node, int] = field(default_factory=dict)
+    storages: dict[int, tuple[torch.UntypedStorage, fx.Node]] = field(default_factory=dict)
+
+    def place(self, node: fx.Node) -> None:
+        """A tensor from outside; of a tuple, nothing is known but its elements."""
+        outputs = [_empty(meta) for meta in info(node).outputs]
+        self.values[node] = outputs[0] if len(outputs) == 1 else outputs
+        if len(outputs) == 1:
+            self._own(node, outputs[0])
+
+    def execute(self, node: fx.Node) -> None:
+        found: list[Tensor] = []
+
+        def keep(tensor: Tensor) -> Tensor:
+            found.append(tensor)
+            return tensor
+
+        with saved_tensors_hooks(keep, _same), torch.set_grad_enabled(_trains(node)):
+            value = self._call(node, found)
+        self.values[node] = _leaves(value, info(node).outputs)
+        if isinstance(value, Tensor):
+            self._own(node, value)
+        elif isinstance(value, list | tuple):
+            self._own_elements(node, value)
+        self.saved[node] = self._told(node, found)
+
+    def _call(self, node: fx.Node, found: list[Tensor]) -> Any:
+        if is_getitem(node):
+            return self.values[operands(node)[0]][node.args[1]]
+        if isinstance(node.target, RuntimeOp):
+            return self._form(node, node.target, found)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.values[n])
+        target = ON_CUDA.get(op_name(node), node.target) if self.device == "cuda" else node.target
+        return target(*_on_cpu(args), **_on_cpu(kwargs))  # type: ignore[operator]
+
+    def _form(self, node: fx.Node, target: RuntimeOp, found: list[Tensor]) -> Any:
+        """A function of the runtime: a transition keeps nothing, others what they state."""
+        meta, given = info(node).meta, [self.values[o] for o in operands(node)]
+        if isinstance(node.kwargs.get("src"), Type):
+            return _transition(node, given[0], meta)
+        state = FORMS.get(str(target))
+        op = Op.of(node)
+        kept = state(op) if state is not None else None
+        if kept is None:
+            found += [value for value in given if isinstance(value, Tensor)]
+        elif _trains(node):
+            found += [given[k] for k in kept.operands]
+            if kept.extra_bytes:
+                found.append(torch.empty(kept.extra_bytes, dtype=torch.uint8))
+        return _empty(meta)
+
+    def _own(self, node: fx.Node, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        known = self.storages.setdefault(id(storage), (storage, node))[1]
+        self.owner[node] = known
+        if known is node:
+            self.owned_bytes[node] = storage.nbytes()
+
+    def _own_elements(self, node: fx.Node, value: Sequence[Any]) -> None:
+        """New memory in a tuple is that of the node that takes the element."""
+        takers = {user.args[1]: user for user in reversed(list(node.users)) if is_getitem(user)}
+        for position, element in enumerate(value):
+            taker = takers.get(position)
+            if isinstance(element, Tensor) and taker is not None:
+                self._own(taker, element)
+
+    def _told(self, node: fx.Node, found: Sequence[Tensor]) -> Saved:
+        values: dict[fx.Node, None] = {}
+        inside: dict[int, torch.UntypedStorage] = {}
+        for tensor in found:
+            storage = tensor.untyped_storage()
+            if id(storage) not in self.storages:
+                inside[id(storage)] = storage
+            elif info(owner := self.storages[id(storage)][1]).role not in _HELD_ANYWAY:
+                values[owner] = None
+        return Saved(tuple(values), sum(storage.nbytes() for storage in inside.values()), bool(found))
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _trains(node: fx.Node) -> bool:
+    return any(meta.needs_grad for meta in info(node).outputs)
+
+
+def _empty(meta: Meta) -> Tensor:
+    return torch.empty(meta.shape, dtype=meta.dtype).requires_grad_(meta.needs_grad)
+
+
+def _leaves(value: Any, outputs: Sequence[Meta]) -> Any:
+    """The same memory, no graph behind it, a gradient where the model has one."""
+    if isinstance(value, Tensor):
+        return value.detach().requires_grad_(outputs[0].needs_grad)
+    if not isinstance(value, list | tuple):
+        return value
+    return [_leaves(v, [m]) for v, m in zip(value, outputs, strict=True)]
+
+
+def _on_cpu(item: Any) -> Any:
+    """Arguments without the places that only a rank has."""
+    if isinstance(item, list | tuple):
+        return type(item)(_on_cpu(v) for v in item)
+    if isinstance(item, dict):
+        return {k: _on_cpu(v) for k, v in item.items()}
+    return torch.device("cpu") if isinstance(item, torch.device) else item
+
+
+def _transition(node: fx.Node, x: Tensor, meta: Meta) -> Tensor:
+    """A collective makes a tensor; ``convert`` gives the same one another name, or one of its parts."""
+    dst = node.kwargs["dst"]
+    assert isinstance(dst, Type)
+    if str(node.target) != "convert":
+        return _empty(meta)
+    if not dst.is_shard:
+        return x.detach()
+    size = x.shape[dst.dim] // meta.shape[dst.dim]
+    inner = x.shape[dst.dim] // (dst.outer * size)
+    blocks = x.detach().reshape(*x.shape[: dst.dim], dst.outer, size, inner, *x.shape[dst.dim + 1 :])
+    return blocks.select(dst.dim + 1, 0).flatten(dst.dim, dst.dim + 1).contiguous()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What one call keeps of a microbatch: memory of its block's ops and inputs, and bytes made inside of ops."""
+
+    owners: frozenset[fx.Node]
+    extra_bytes: int
+
+
+Storage = tuple[int, fx.Node, tuple[Type, ...]]
+"""Memory in a model: the call that makes it, its owner there, and the types it was changed to on the way, if it was."""
+
+
+def kept_storages(
+    model: Model, found: Sequence[BlockSaved], calls: Collection[int], kept: Mapping[int, Kept]
+) -> dict[Storage, int]:
+    """Storage -> bytes, of all that ``calls`` keep (by call: ``kept``), each once; what is in the batch left out.
+
+    ``found`` has one entry per block. Bytes made inside of ops are not among them.
+    """
+    sizes: dict[Storage, int] = {}
+    for index in calls:
+        block, call = model.block_of(model.calls[index]), model.calls[index]
+        analysis = found[call.block]
+        places = {node: k for k, node in enumerate(block.inputs)}
+        for owner in kept[index].owners:
+            if owner not in places:
+                sizes[index, owner, ()] = analysis.owned_bytes[owner]
+            elif (storage := storage_of_input(model, found, index, places[owner])) is not None:
+                sizes[storage] = analysis.owned_bytes[owner]
+    return sizes
+
+
+def storage_of_input(model: Model, found: Sequence[BlockSaved], index: int, position: int) -> Storage | None:
+    """The memory that a call's input lies in; None where the step holds it: the batch's, a parameter's, a total's."""
+    call = model.calls[index]
+    value, node = call.operands[position], model.block_of(call).inputs[position]
+    source = _source(model, found, value)
+    if source is None:
+        return None
+    changed = _changed(model, value, node)
+    is_total = changed and model.block_of(model.calls[value.call]).kind == "tables" and not info(node).meta.shape
+    return None if is_total else (*source, changed)
+
+
+def _source(model: Model, found: Sequence[BlockSaved], value: Value) -> tuple[int, fx.Node] | None:
+    """Through calls that pass a value on, or a view of it."""
+    while value.call != INPUT_CALL:
+        call = model.calls[value.call]
+        block = model.block_of(call)
+        owner = found[call.block].owner[block.outputs[value.output]]
+        if owner.op == "call_function":
+            return value.call, owner
+        if info(owner).role != "input":
+            return None
+        value = call.operands[block.inputs.index(owner)]
+    return None
+
+
+def _changed(model: Model, value: Value, taken: fx.Node) -> tuple[Type, ...]:
+    """The types of ``taken`` where an exchange between the calls makes other memory of the value."""
+    made = info(model.block_of(model.calls[value.call]).outputs[value.output]).types()
+    wanted = info(taken).types()
+    differs = [(made[axis], kind) for axis, kind in wanted.items() if axis in made and made[axis] != kind]
+    copies = any(not (before.kind == "I" and after.kind == "R") for before, after in differs)
+    return tuple(wanted.values()) if copies else ()

@@ -1,0 +1,113 @@
+"""What ops keep for their backward where running them on one CPU doesn't tell.
+
+Functions of ``autopar.runtime`` that communicate state it here (:data:`FORMS`, one line per autograd function there);
+ops that torch runs in another form on CUDA name that form (:data:`ON_CUDA`). All others are simply run
+(:mod:`autopar.planner.saved`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from autopar.rules.base import Op
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Positions of the tensor operands that are kept, and bytes of tensors made inside."""
+
+    operands: tuple[int, ...] = ()
+    extra_bytes: int = 0
+
+
+def _lookup(op: Op) -> Kept:
+    """The ids as local rows, and which of them lie here."""
+    ids = op.operands[1]
+    return Kept(extra_bytes=ids.bytes + ids.numel)
+
+
+def _cross_entropy(op: Op) -> Kept:
+    """Exponentials of all logits; per token three sums, the target's local row, and two flags."""
+    logits, target = op.operands[:2]
+    wide = torch.promote_types(logits.dtype, torch.float32).itemsize
+    return Kept(extra_bytes=logits.bytes + 3 * wide * target.numel + target.bytes + 2 * target.numel)
+
+
+def _chunked_cross_entropy(op: Op) -> Kept:
+    """All operands, and the logarithm of a sum per token."""
+    wide = torch.promote_types(op.result.dtype, torch.float32).itemsize
+    return Kept(tuple(range(len(op.operands))), wide * op.operands[2].numel)
+
+
+def _product(op: Op) -> Kept:
+    """Each factor for the other one's gradient."""
+    x, weight = op.operands[:2]
+    return Kept((*([0] if weight.needs_grad else []), *([1] if x.needs_grad else [])))
+
+
+def _nothing(op: Op) -> Kept:
+    return Kept()
+
+
+def _bits(op: Op) -> Kept:
+    return Kept(extra_bytes=-(-op.result.numel // 8))
+
+
+def _places(op: Op) -> Kept:
+    window = op.args[1]
+    return Kept(extra_bytes=op.result.numel * (1 if window[0] * window[-1] <= 256 else 2))
+
+
+FORMS: Final[Mapping[str, Callable[[Op], Kept]]] = {
+    "embedding_sharded": _lookup,
+    "embedding_rows": _lookup,
+    "cross_entropy_sharded": _cross_entropy,
+    "chunked_cross_entropy": _chunked_cross_entropy,
+    "linear": _product,
+    "matmul": _product,
+    "mean_of_whole": _nothing,
+    "dropout_replayed": _nothing,
+    "relu_kept_as_bits": _bits,
+    "relu6_kept_as_bits": _bits,
+    "leaky_relu_kept_as_bits": _bits,
+    "hardtanh_kept_as_bits": _bits,
+    "threshold_kept_as_bits": _bits,
+    "max_pool2d_kept_as_places": _places,
+}
+
+
+def _dropout(x: Tensor, p: float, train: bool) -> Any:
+    """CUDA keeps a mask of bools, the CPU one of factors."""
+    return aten.native_dropout(x, p, train)[0]
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """CUDA replays dropout from a seed, the CPU has no fused attention with it."""
+    if not dropout_p:
+        return aten.scaled_dot_product_attention(q, k, v, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if attn_mask is None and q.dtype.itemsize == 2:
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
+    return aten._scaled_dot_product_efficient_attention(q, k, v, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+
+
+ON_CUDA: Final[Mapping[str, Callable[..., Any]]] = {
+    "aten.dropout.default": _dropout,
+    "aten.scaled_dot_product_attention.default": _attention,
+}

@@ -1,0 +1,86 @@
+"""What the planner says autograd keeps is what autograd keeps: distinct storages, to the byte."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar import simulate
+from autopar.batch import flatten
+from autopar.graph import Model
+from autopar.planner.saved import Kept, kept_storages, saved, saved_bytes, saved_tensors
+from autopar.rules.forms import FORMS
+from autopar.runtime import Axes, batches
+from autopar.runtime.job import build_modules
+from tests.codegen.programs import emit_alone, folded, load
+from tests.fast_cluster import FAST
+from tests.models import CASES, Case, Float64, gpt2, make, prepared
+
+
+def predicted(model: Model) -> int:
+    """All calls together, nothing recomputed."""
+    found = [saved_tensors(block) for block in model.blocks]
+    calls = [i for i, call in enumerate(model.calls) if model.block_of(call).kind != "tables"]
+    kept = {i: everything(model, found, i) for i in calls}
+    return sum(kept_storages(model, found, calls, kept).values()) + sum(k.extra_bytes for k in kept.values())
+
+
+def everything(model: Model, found: Sequence[Any], index: int) -> Kept:
+    ops, analysis = model.block_of(model.calls[index]).ops, found[model.calls[index].block]
+    return Kept(frozenset(analysis.kept(ops)), analysis.bytes_of((), ops))
+
+
+def measured(stage: nn.Module, given: Sequence[Tensor]) -> int:
+    """Of the storages that autograd's nodes hold on to after a forward, beside weights and the batch."""
+    known = {id(t.untyped_storage()): t.untyped_storage() for t in [*stage.parameters(), *stage.buffers(), *given]}
+    found: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if id(storage) not in known:
+            found[id(storage)] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        stage(*given)
+    return sum(storage.nbytes() for storage in found.values())
+
+
+def with_dropout(batch: int) -> Case:
+    return gpt2(batch, dropout=0.1)
+
+
+@pytest.mark.parametrize("name", [*CASES, "dropout"])
+def test_of_a_whole_model(name: str) -> None:
+    with Float64():
+        case = make(name, 4) if name in CASES else prepared(lambda: with_dropout(4))
+        model = folded(case)
+    (one,) = emit_alone(model)
+    batch, _ = flatten(case.batch)
+    assert predicted(model) == measured(load(one, case.model), [batch[i.path] for i in one.program.inputs])
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2, "tp": 2}, {"tp": 4}])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "encoder"])
+def test_of_one_rank(name: str, mesh: dict[str, int]) -> None:
+    """Collectives, strided shards, lookups and losses that are split."""
+    with Float64():
+        case = make(name, 4)
+        ranks = mesh["tp"] * mesh.get("dp", 1)
+        job = autopar.compile(case.model, ranks, sample=case.batch, loss=case.loss, mesh=mesh, cluster=FAST)
+    batch, _ = flatten(case.batch)
+
+    def program(rank: int) -> int:
+        axes = Axes.build(job.plan.mesh, rank, "cpu")
+        (module,), (one,) = build_modules(job.job, axes).all, job.programs.stages
+        given = list(batches.parts(batch, one.program, 0, axes))
+        given += [torch.ones((), dtype=torch.int64) for _ in one.program.totals]
+        return measured(module, given)
+
+    found = simulate.run(program, ranks, track_memory=False).results
+    assert found == [predicted(job.lowered)] * ranks
