@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -24,27 +25,32 @@ from autopar.options import Given, Options
 from autopar.passes.canonicalize import canonicalize
 from autopar.passes.fold import fold
 from autopar.passes.functionalize import functionalize
+from autopar.passes.mixed_precision import LOWER, has_autocast, mixed_precision
 from autopar.passes.normalize_losses import normalize_losses
-from autopar.passes.split_vocabulary import split_vocabulary
+from autopar.passes.place_casts import place_casts
+from autopar.passes.working_copies import working_copies
 from autopar.plan import Plan
-from autopar.planner.build import Built, Request, build
-from autopar.planner.modes import mode_of
+from autopar.planner.build import Built, Request, build, cut_head
 from autopar.planner.pipeline import Wanted
+from autopar.planner.plan_recompute import regions_of_calls
+from autopar.report import MemoryReport, memory_report
 from autopar.runtime import Input, batches
 from autopar.runtime.executor import Executor
 from autopar.runtime.job import (
     Job,
-    Optimizer,
     RankResult,
-    adamw,
     connect,
     join_world,
     run_rank,
     start,
     text_of_rank_zero,
 )
+from autopar.runtime.modules import dtype_of
+from autopar.runtime.optimizers import GivenOptimizer, Maker, SchedulerMaker, adamw, maker
 from autopar.runtime.weights import RecipeSource, Source, StateSource
 from autopar.schedules import Schedule
+from autopar.simulate.predict import predicted_memory
+from autopar.storages import KINDS
 from autopar.verification import Verification, verify_job
 from autopar.write import write_directory
 
@@ -80,7 +86,8 @@ def compile(
     *,
     sample: Any,
     loss: Loss | None = None,
-    optimizer: Optimizer = adamw,
+    optimizer: GivenOptimizer = adamw,
+    scheduler: SchedulerMaker | None = None,
     mesh: Mapping[str, int] | None = None,
     microbatches: int | None = None,
     microbatch: int | None = None,
@@ -98,36 +105,37 @@ def compile(
 
     ``sample`` is what the one-device model is called with (a tensor, tuple or mapping; the global batch). The loss is
     the model's own (a scalar, ``.loss``, ``["loss"]`` or the first output) or ``loss(output, batch)``. ``optimizer``
-    makes an optimizer from parameters. ``mesh`` pins degrees, ``{"pp": 2, "dp": 2, "tp": 2}`` (default: all ``dp``).
+    is a torch optimizer over the model's parameters, or a function that makes one from
+    :class:`autopar.runtime.optimizers.Parameters`, or several of those; ``scheduler`` makes a learning rate scheduler
+    from it, stepped when it is. ``mesh`` pins degrees, ``{"pp": 2, "dp": 2, "tp": 2}`` (default: all ``dp``).
     ``microbatches`` per step, or ``microbatch`` rows in each on a rank. ``schedule`` is the name of a pipeline schedule
     (:data:`autopar.schedules.SCHEDULES`; ``"synthesized"``: the best order for this model and cluster), ``chunks`` how
     many stages a pipeline rank holds, ``vocabulary`` how embedding and head are computed
     (:data:`autopar.planner.modes.MODES`: on stages, or their rows split over the pipeline).
     ``plan`` takes the decisions of an earlier plan. ``clip_norm`` clips the global gradient norm. ``batch_dim`` is the
-    dim of batch tensors that ``dp`` and microbatches split. ``options`` are the fields of :class:`autopar.Options`:
-    ``zero=3``, ``recompute="full"``, ``precision="bf16"`` …
+    dim of batch tensors that ``dp`` and microbatches split. ``options`` are the fields of :class:`autopar.Options`.
 
     Under ``torchrun``, rank 0 plans and the others take its plan.
     Raises CaptureError, BatchError, ShardingError, StageError, PlanError, ArgumentError.
     """
-    _check_gpus(gpus)
     sizes = _mesh(mesh, plan, gpus)
-    captured, constants, structure = prepare(model, sample, loss, batch_dim)
+    target, wanted = _cluster(cluster, plan), Wanted(schedule, vocabulary, chunks)
+    chosen = _precise(_options(options, plan), model, target, fixed=plan is not None or "precision" in options)
+    captured, constants, structure = prepare(model, sample, loss, batch_dim, target.device.kind, chosen.precision)
     _check_plan(captured, plan)
-    wanted = Wanted(schedule, vocabulary, chunks)
-    chosen = _options(options, plan)
     count = _microbatches(captured, sizes, microbatches, microbatch)
-    if plan is None and _launched():
-        built = _built_together(captured, sizes, count, cluster, wanted, chosen)
-    else:
-        built = build(captured, _request(captured, sizes, count, cluster, plan, wanted, chosen), plan)
-    programs = Programs.of(built)
+    source, make = _source(model, constants, seed), maker(optimizer, model)
+
+    def job_of(built: Built) -> Job:
+        return Programs.of(built).job(built, source, make, scheduler, clip_norm, seed)
+
+    built = _built(captured, _request(sizes, count, target, plan, wanted, chosen), plan, partial(_measured, job_of))
     return ParallelModel(
         model=model,
         built=built,
-        programs=programs,
+        programs=Programs.of(built),
         structure=structure,
-        job=programs.job(built, _source(model, constants, seed), optimizer, clip_norm, seed),
+        job=job_of(built),
         loss=loss,
         batch_dim=batch_dim,
         constants=constants,
@@ -135,12 +143,25 @@ def compile(
 
 
 def prepare(
-    model: nn.Module, sample: Any, loss: Loss | None = None, batch_dim: int = 0
+    model: nn.Module,
+    sample: Any,
+    loss: Loss | None = None,
+    batch_dim: int = 0,
+    device: str = "cpu",
+    precision: str = "model",
 ) -> tuple[Model, dict[str, torch.Tensor], Structure]:
-    """Capture, fold and canonicalize: the model that planning starts from, lifted constants, the batch's structure."""
-    flat = capture(model, sample, loss=loss, batch_dim=batch_dim)
+    """Capture, fold and canonicalize: the model that planning starts from, lifted constants, the batch's structure.
+
+    Casts are those of an autocast in ``precision`` ("bf16", "fp16"; "model": of the model's own regions alone) on
+    ``device`` ("cuda" or "cpu").
+    """
+    flat = capture(model, sample, loss=loss, batch_dim=batch_dim, autocast=LOWER.get(precision))
     constants = flat.constants
-    folded = canonicalize(fold(normalize_losses(functionalize(flat))))
+    flat = normalize_losses(functionalize(flat))
+    if has_autocast(flat, precision):
+        folded = working_copies(canonicalize(place_casts(fold(mixed_precision(flat, device, precision)))))
+    else:
+        folded = canonicalize(fold(flat))
     verify(folded, "canonicalize")
     return folded, constants, flatten(sample)[1]
 
@@ -157,24 +178,36 @@ class Programs:
         plan, pipeline = built.plan, built.pipeline
         sizes: dict[str, Any] = {"microbatches": plan.microbatches, "digest": plan.digest, "options": plan.options}
         split = bool(pipeline.schedule.split)
+        regions = regions_of_calls(built.model, pipeline)
         return cls(
-            emit(built.model, pipeline.stages, plan.mesh, split_backward=split, **sizes),
+            emit(built.model, pipeline.stages, plan.mesh, split_backward=split, recompute=regions, **sizes),
             emit_vocabulary(built.model, pipeline.stages, plan.mesh, **sizes),
         )
 
-    def job(self, built: Built, source: Source, optimizer: Optimizer, clip_norm: float | None, seed: int) -> Job:
-        """What ranks are started from."""
-        return Job(
+    def job(
+        self,
+        built: Built,
+        source: Source,
+        optimizer: Maker,
+        scheduler: SchedulerMaker | None,
+        clip_norm: float | None,
+        seed: int,
+    ) -> Job:
+        """What ranks are started from. Raises ArgumentError where the optimizer would be wrong on them."""
+        job = Job(
             texts=tuple(program.text for program in self.stages),
             schedule=built.pipeline.schedule,
             mesh=built.plan.mesh,
             source=source,
             optimizer=optimizer,
+            scheduler=scheduler,
             clip_norm=clip_norm,
             seed=seed,
             vocabulary=self.vocabulary.text if self.vocabulary else None,
             options=built.plan.options,
         )
+        job.check_optimizer()
+        return job
 
 
 class ParallelModel:
@@ -231,15 +264,18 @@ class ParallelModel:
         """The emitted modules of ``rank`` with that rank's weights (their collectives need the rank's process)."""
         return self._job.modules(rank)
 
-    def step(self, batch: Any) -> torch.Tensor:
-        """One optimizer step of this rank under ``torchrun``; the global batch in, the global loss out."""
-        return self.running.step(self._tensors(batch))
+    def step(self, batch: Any, *, accumulate: bool = False) -> torch.Tensor:
+        """One optimizer step of this rank under ``torchrun``; the global batch in, the global loss out.
+
+        ``accumulate``: only add to the gradients; the next step without updates by the sum. Raises BatchError.
+        """
+        return self.running.step(self._tensors(batch), accumulate=accumulate)
 
     @property
     def running(self) -> Executor:
         """This rank of the real job, started at first use; all ranks must start theirs."""
         if self._rank is None:
-            self._rank = start(self._job, connect(self._job.mesh, self._job.seed))
+            self._rank = start(self._job, connect(self._job))
         return self._rank
 
     def simulate(self, batch: Any, steps: int = 1) -> SimulationResult:
@@ -256,6 +292,16 @@ class ParallelModel:
             result.results[0].losses, gradients, parameters, list(result.peak_bytes), list(result.sent_bytes)
         )
 
+    def memory(self, batch: Any = None, *, measure: str = "") -> MemoryReport:
+        """What each rank holds over a step, by kind: predicted, and measured as ``measure`` says.
+
+        ``"simulate"`` trains on simulated ranks (with ``batch``), ``"fake"`` runs a rank of each kind on fake tensors,
+        at any size, ``"device"`` trains this rank under ``torchrun`` on its GPU. Raises ArgumentError, BatchError.
+        """
+        tensors = self._tensors(batch) if batch is not None else _shapes(self.plan)
+        running = self.running if measure == "device" else None
+        return memory_report(self._job, tensors, budget_of(self.plan), measure, running)
+
     def verify(self, batch: Any, steps: int = 3) -> Verification:
         """Train the unmodified model on one device and the compiled one on simulated ranks, and compare."""
         return verify_job(self, batch, steps)
@@ -269,9 +315,9 @@ class ParallelModel:
 
     def whole_graph(self, batch: Any) -> Model:
         """The captured graph of one device, before any axis was solved, cut into the calls of the ranks' graph."""
-        model = prepare(self._model, batch, self._loss, self._batch_dim)[0]
-        mesh = self.plan.mesh
-        return split_vocabulary(model, mesh.pp, mesh.tp) if mode_of(self.plan.vocabulary).head else model
+        kind, precision = Cluster.parse(self.plan.cluster_toml).device.kind, self.plan.options.precision
+        model = prepare(self._model, batch, self._loss, self._batch_dim, kind, precision)[0]
+        return cut_head(model, self.plan.mesh, self.plan.vocabulary, self.plan.options)
 
     @property
     def lowered(self) -> Model:
@@ -307,6 +353,16 @@ class ParallelModel:
         return tensors
 
 
+def budget_of(plan: Plan) -> int:
+    """The bytes that a rank may use."""
+    return plan.options.budget_bytes or Cluster.parse(plan.cluster_toml, origin="the plan").device.memory_bytes
+
+
+def _shapes(plan: Plan) -> dict[str, torch.Tensor]:
+    """A batch without values."""
+    return {i.path: torch.empty(i.shape, dtype=dtype_of(i.dtype), device="meta") for i in plan.inputs}
+
+
 def _check_gpus(gpus: int) -> None:
     if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 1:
         raise ArgumentError(f"gpus={gpus!r}; it must be a whole number of at least 1")
@@ -321,6 +377,7 @@ def _launched() -> bool:
 
 
 def _mesh(mesh: Mapping[str, int] | None, plan: Plan | None, gpus: int) -> Mesh:
+    _check_gpus(gpus)
     if plan is None:
         return Mesh.of(mesh, gpus)
     if mesh is not None and Mesh.of(mesh, gpus) != plan.mesh:
@@ -340,22 +397,57 @@ def _options(given: Given, plan: Plan | None) -> Options:
     return plan.options
 
 
-def _request(
-    model: Model,
-    mesh: Mesh,
-    microbatches: int,
-    cluster: str | Path | Cluster | None,
-    plan: Plan | None,
-    wanted: Wanted,
-    options: Options,
-) -> Request:
+def _precise(options: Options, model: nn.Module, cluster: Cluster, *, fixed: bool) -> Options:
+    """Options with the precision of a ``torch.autocast`` around the call, if there is one.
+
+    Raises ArgumentError where a ``fixed`` precision is another, or autocast's is none that options can name; and where
+    the model has parameters that loss scaling can't train.
+    """
+    options = _under_autocast(options, cluster.device.kind, fixed=fixed)
+    for name, parameter in model.named_parameters():
+        if options.precision == "fp16" and parameter.requires_grad and parameter.dtype == torch.float16:
+            raise ArgumentError(
+                f"precision='fp16' computes in float16 and trains float32 masters, but parameter {name!r} is float16; "
+                "give the model in float32 (model.float())"
+            )
+    return options
+
+
+def _under_autocast(options: Options, device: str, *, fixed: bool) -> Options:
+    if not torch.is_autocast_enabled(device):
+        return options
+    dtype = torch.get_autocast_dtype(device)
+    name = next((name for name, lower in LOWER.items() if lower == dtype), "")
+    if name == options.precision:
+        return options
+    if not name or fixed:
+        raise ArgumentError(
+            f"precision={options.precision!r}, but an autocast to {dtype} is around the call; call autopar.compile "
+            "outside of it, and say the precision with precision="
+        )
+    return options.model_copy(update={"precision": name})
+
+
+def _cluster(cluster: str | Path | Cluster | None, plan: Plan | None) -> Cluster:
+    """What the job is for; under torchrun what rank 0 says of it, whose files the others may not see."""
     if plan is not None:
-        taken = Wanted(plan.schedule, plan.vocabulary, plan.chunks)
-        return Request(mesh, plan.microbatches, Cluster.parse(plan.cluster_toml, origin="the plan"), taken, options)
+        return Cluster.parse(plan.cluster_toml, origin="the plan")
+    if _launched() and join_world()[0] != 0:
+        return Cluster.parse(text_of_rank_zero(""), origin="the cluster of rank 0")
     if cluster is None:
         cluster = "h100" if torch.cuda.is_available() else "cpu"
     found = cluster if isinstance(cluster, Cluster) else Cluster.load(cluster)
-    return Request(mesh, microbatches, found, wanted, options)
+    if _launched():
+        text_of_rank_zero(str(found))
+    return found
+
+
+def _request(
+    mesh: Mesh, microbatches: int, cluster: Cluster, plan: Plan | None, wanted: Wanted, options: Options
+) -> Request:
+    if plan is not None:
+        wanted, microbatches = Wanted(plan.schedule, plan.vocabulary, plan.chunks), plan.microbatches
+    return Request(mesh, microbatches, cluster, wanted, options)
 
 
 def _microbatches(model: Model, mesh: Mesh, microbatches: int | None, microbatch: int | None) -> int:
@@ -395,22 +487,30 @@ def _check_plan(model: Model, plan: Plan | None) -> None:
         )
 
 
-def _built_together(
-    model: Model,
-    mesh: Mesh,
-    microbatches: int,
-    cluster: str | Path | Cluster | None,
-    wanted: Wanted,
-    options: Options,
-) -> Built:
-    """Rank 0 plans; the others wait for its plan and take its decisions, so that all run the same program."""
+def _measured(job_of: Callable[[Built], Job], built: Built) -> Built:
+    """``built``, whose plan says what its ranks really hold."""
+    memory = predicted_memory(job_of(built), _shapes(built.plan))
+    mesh, ranks = built.plan.mesh, []
+    for index, rank in enumerate(built.plan.rank_plans):
+        found = memory[mesh.rank(pp=index)]
+        kinds = {kind: found.peak.peak[kind] for kind in KINDS if found.peak.peak.get(kind)}
+        peak = {"kinds": kinds, "action": found.peak.label, "peak_bytes": found.peak_bytes}
+        ranks.append(rank.model_copy(update={**peak, "host_bytes": found.host_peak_bytes}))
+    return replace(built, plan=built.plan.model_copy(update={"rank_plans": ranks}).sealed())
+
+
+def _built(model: Model, request: Request, plan: Plan | None, measured: Callable[[Built], Built]) -> Built:
+    """Under torchrun rank 0 plans; the others wait for its plan and take its decisions: all run the same program."""
+    if plan is not None or not _launched():
+        return build(model, request, plan, measured)
     rank, _, _ = join_world()
     if rank == 0:
-        built = build(model, _request(model, mesh, microbatches, cluster, None, wanted, options))
+        built = build(model, request, None, measured)
         text_of_rank_zero(built.plan.to_json())
         return built
     plan = Plan.from_json(text_of_rank_zero(""))
-    return build(model, _request(model, mesh, microbatches, None, plan, wanted, plan.options), plan)
+    taken = _request(request.mesh, request.microbatches, request.cluster, plan, request.wanted, plan.options)
+    return build(model, taken, plan)
 
 
 def _source(model: nn.Module, constants: Mapping[str, torch.Tensor], seed: int) -> Source:

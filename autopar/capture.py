@@ -21,6 +21,7 @@ from torch import fx, nn
 from autopar.batch import Structure, batch_size, flatten
 from autopar.errors import BatchError, CaptureError
 from autopar.graph import (
+    Autocast,
     Info,
     InputInfo,
     Meta,
@@ -37,6 +38,8 @@ from autopar.graph import (
 Loss = Callable[[Any, Any], torch.Tensor]
 Memory = Mapping[fx.Node, frozenset[int]]
 """A number for each piece of memory that a node's tensors lie in; tensors of one number share it."""
+Regions = dict[fx.Node, tuple[Autocast, ...]]
+"""The autocast regions that an op is in, outermost first."""
 
 _PREFIX = "model"
 
@@ -103,9 +106,18 @@ def loss_of(output: Any, batch: Any, loss: Loss | None) -> torch.Tensor:
     return found
 
 
-def capture(model: nn.Module, sample: Any, *, loss: Loss | None = None, batch_dim: int = 0) -> Flat:
+def capture(
+    model: nn.Module,
+    sample: Any,
+    *,
+    loss: Loss | None = None,
+    batch_dim: int = 0,
+    autocast: torch.dtype | None = None,
+) -> Flat:
     """Trace ``model`` called with ``sample`` (global batch) to the loss.
 
+    With ``autocast``, the lower precision of an autocast around the call: the model's code sees the dtypes that it
+    would see there. The graph's ops are without casts all the same (:mod:`autopar.passes.mixed_precision`).
     Raises CaptureError naming the user's source line where the model can't be traced, BatchError where the sample
     doesn't suit the model.
     """
@@ -114,8 +126,17 @@ def capture(model: nn.Module, sample: Any, *, loss: Loss | None = None, batch_di
     wrapper = _WithLoss(model, structure, list(tensors), loss)
     wrapper.train(model.training) if wrapper.training != model.training else None
     fresh = tuple(torch.empty_like(t) for t in tensors.values())  # apart, even where the user passes one tensor twice
-    exported = _export(wrapper, fresh)
-    return _flat(model, exported, tensors, batch_dim)
+    device = next(model.parameters()).device.type
+    with _autocast(device, autocast):
+        exported = _export(wrapper, fresh)
+    return _flat(model, exported, tensors, batch_dim, device)
+
+
+def _autocast(device: str, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[object]:
+    """Tensors of the meta device know no autocast: code that asks for dtypes there sees the model's own."""
+    if device == "meta":
+        return contextlib.nullcontext()
+    return torch.autocast(device, dtype, enabled=dtype is not None)
 
 
 def _on_model_device(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -201,10 +222,14 @@ def _first_line(error: BaseException) -> str:
 
 
 def _flat(
-    model: nn.Module, exported: torch.export.ExportedProgram, tensors: dict[str, torch.Tensor], batch_dim: int
+    model: nn.Module,
+    exported: torch.export.ExportedProgram,
+    tensors: dict[str, torch.Tensor],
+    batch_dim: int,
+    device: str,
 ) -> Flat:
     graph = exported.graph
-    _inline_regions(exported.graph_module, graph)
+    regions = _inline_regions(exported.graph_module, graph, device)
     memory = _memory(graph)
     parameters, constants = _name_placeholders(model, exported)
     inputs = _name_inputs(exported, tensors, batch_dim)
@@ -213,7 +238,7 @@ def _flat(
     nodes = _live(graph, loss, memory, constants)
     classes: dict[str, str] = {"": type(model).__name__}
     for position, node in enumerate(nodes):
-        _describe(node, classes)
+        _describe(node, classes, regions.get(node, ()))
         if is_mutating(node) and info(node).meta.needs_grad:
             _pass_gradient_on(node, nodes[:position], memory)
     if not info(loss).meta.needs_grad:
@@ -288,25 +313,47 @@ def _name_inputs(
     return found
 
 
-def _inline_regions(module: fx.GraphModule, graph: fx.Graph) -> None:
-    """``no_grad`` and disabled-autocast regions become plain ops; what enters a no_grad region is detached."""
-    for node in list(graph.nodes):
+def _inline_regions(module: fx.GraphModule, graph: fx.Graph, device: str) -> Regions:
+    """``no_grad`` and autocast regions become plain ops; what enters a no_grad region is detached.
+
+    Returns the autocast regions of each op that is in one; those of ``device``, the model's, are of any device.
+    """
+    regions: Regions = {}
+    _inline_each(module, graph, list(graph.nodes), device, regions)
+    return regions
+
+
+def _inline_each(
+    module: fx.GraphModule, graph: fx.Graph, nodes: Sequence[fx.Node], device: str, regions: Regions
+) -> None:
+    for node in nodes:
         kind = op_name(node) if node.op == "call_function" else ""
+        around = regions.pop(node, ())
         if kind == "wrap_with_set_grad_enabled":
             enabled, region, *values = node.args
-            _inline(module, graph, node, region, values, detach=not enabled)
+            copied = _inline(module, graph, node, region, values, detach=not enabled)
         elif kind == "wrap_with_autocast":
-            _device, _dtype, enabled, _cache, region, *values = node.args
-            if enabled:
-                raise CaptureError(f"the model opens an autocast region at {_source(node)}; cast explicitly there")
-            _inline(module, graph, node, region, values, detach=False)
+            name, dtype, on, _cache, region, *values = node.args
+            lower = dtype if isinstance(dtype, torch.dtype) else torch.get_autocast_dtype(str(name))
+            around = (*around, Autocast("" if name == device else str(name), lower, bool(on)))
+            copied = _inline(module, graph, node, region, values, detach=False)
+        else:
+            if around:
+                regions[node] = around
+            continue
+        regions |= dict.fromkeys(copied, around) if around else {}
+        _inline_each(getattr(module, region.target), graph, copied, device, regions)  # type: ignore[union-attr,arg-type]
+        if not region.users:  # type: ignore[union-attr]
+            graph.erase_node(region)  # type: ignore[arg-type]
 
 
 def _inline(
     module: fx.GraphModule, graph: fx.Graph, node: fx.Node, region: Any, values: list[Any], *, detach: bool
-) -> None:
+) -> list[fx.Node]:
+    """Put the ops of a region in the place of ``node``; returns them."""
     inner = getattr(module, region.target)
     env: dict[fx.Node, Any] = {}
+    copied: list[fx.Node] = []
     waiting = iter(values)
     results: Any = ()
     with graph.inserting_before(node):
@@ -317,13 +364,12 @@ def _inline(
                 results = fx.map_arg(child.args[0], lambda n: env[n])
             else:
                 env[child] = graph.node_copy(child, lambda n: env[n])
+                copied.append(env[child])
     for user in list(node.users):
         user.replace_all_uses_with(results[user.args[1]])
         graph.erase_node(user)
     graph.erase_node(node)
-    if not region.users:
-        graph.erase_node(region)
-    _inline_regions(inner, graph) if any(n.op == "get_attr" for n in inner.graph.nodes) else None
+    return copied
 
 
 def _detached(graph: fx.Graph, value: Any) -> Any:
@@ -396,8 +442,8 @@ def live(nodes: Sequence[fx.Node], loss: fx.Node, memory: Memory) -> dict[fx.Nod
     return {n: None for n in nodes if n in needed and n.op == "call_function"}
 
 
-def _describe(node: fx.Node, classes: dict[str, str]) -> None:
-    """Replace torch's metadata by ours: shapes, gradient, module path, source line."""
+def _describe(node: fx.Node, classes: dict[str, str], autocast: tuple[Autocast, ...]) -> None:
+    """Replace torch's metadata by ours: shapes, gradient, module path, source line, regions of autocast."""
     stack = node.meta.get("nn_module_stack") or {}
     path = ""
     for raw_path, kind in stack.values():
@@ -413,7 +459,9 @@ def _describe(node: fx.Node, classes: dict[str, str]) -> None:
         outputs: tuple[Meta, ...] = (parent.outputs[index],)  # type: ignore[index]
     else:
         outputs = tuple(_meta(v, flows) for v in values)
-    set_info(node, Info(outputs, module=path, source=_source(node), random=is_random(node)))
+    if is_mutating(node):  # autocast leaves in-place ops alone; what functionalize makes of one isn't in place
+        autocast = (*autocast, Autocast("", outputs[0].dtype, False))
+    set_info(node, Info(outputs, module=path, source=_source(node), random=is_random(node), autocast=autocast))
 
 
 def gradient_flows(node: fx.Node) -> bool:

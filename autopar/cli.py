@@ -1,4 +1,4 @@
-"""``autopar plan | show | simulate | verify | train | timeline``: the command line, with ``--json`` for machines."""
+"""The command line: ``autopar plan | show | simulate | memory | verify | train | timeline``, ``--json`` for machines"""
 
 from __future__ import annotations
 
@@ -20,7 +20,16 @@ from autopar.command_options import JobOptions, takes_job
 from autopar.cost_models.catalogue import FORMULAS
 from autopar.errors import ArgumentError, AutoparError
 from autopar.plan import Plan, bytes_text
-from autopar.report import chrome_trace, compare, merged_trace, read_steps, record, timeline_html, timeline_svg
+from autopar.report import (
+    chrome_trace,
+    compare,
+    memory_svg,
+    merged_trace,
+    read_steps,
+    record,
+    timeline_html,
+    timeline_svg,
+)
 from autopar.schedules import Costs, Timeline, generate, lower, render, simulate_timeline
 from autopar.schedules import Schedule as Actions
 from autopar.schedules.flow import COMPUTE, EXCHANGES, VOCABULARY_KINDS
@@ -169,6 +178,23 @@ def simulate_command(
         moved = ", ".join(f"{axis} {bytes_text(count)}" for axis, count in sorted(sent.items())) or "nothing"
         table.add_row(str(rank), bytes_text(predicted), bytes_text(peak), moved)
     console.print(table)
+
+
+@app.command("memory")
+@takes_job()
+def memory_command(
+    options: JobOptions,
+    gpus: Gpus,
+    measure: Annotated[str, typer.Option(help="simulate (trains a step here) or fake (any size, no arithmetic)")] = "",
+    svg: Annotated[Path | None, typer.Option("--svg", help="write what ranks hold over the step as a picture")] = None,
+    json_: Json = False,
+) -> None:
+    """What each rank holds at its peak, by kind: predicted, and beside it measured."""
+    named = options.resolved(meta=measure != "simulate")
+    report = options.job(named, gpus).memory(named.sample if measure == "simulate" else None, measure=measure)
+    if svg is not None:
+        _write_atomically(svg, memory_svg(report))
+    print(json.dumps(report.to_json())) if json_ else _console().print(report.table())
 
 
 @app.command("verify")

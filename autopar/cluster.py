@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -60,6 +60,8 @@ KEYS: Final[Mapping[str, Text | Figure]] = {
     "sources": Text(),
     "devices_per_node": Figure("devices", 1, 1e6, "8", whole=True),
     "memory_bytes": Figure("bytes", 1e6, 1e18, "80e9", whole=True),
+    "host_memory_bytes": Figure("bytes", 0, 1e18, "250e9", whole=True),
+    "host_bytes_per_second": Figure("bytes/s", 0, 1e18, "64e9"),
     "flops_per_second": Figure("FLOP/s", 1, 1e18, "989.4e12"),
     "memory_bytes_per_second": Figure("bytes/s", 1, 1e18, "3.35e12"),
     "launch_seconds": Figure("seconds", 0, 1, "2e-6"),
@@ -88,6 +90,10 @@ class Device:
     """The share of ``flops_per_second`` that the largest matrix products reach."""
     ramp_seconds: float
     """How long a matrix product that reaches half of that share would take at the full rate."""
+    host_memory_bytes: int = 0
+    """Its share of the memory of the machine that it is in; 0: nothing can be offloaded."""
+    host_bytes_per_second: float = 0.0
+    """Of copies between the two, in one direction."""
 
     def __post_init__(self) -> None:
         _check(self)
@@ -214,9 +220,10 @@ def _build(kind: type[Part], table: Any, prefix: str = "") -> Part:
     if not isinstance(table, dict):
         raise ClusterError(f"{prefix.rstrip('.')} is {table!r}, but must be a table")
     known = [item.name for item in fields(kind)]
+    optional = {"sources", *(item.name for item in fields(kind) if item.default is not MISSING)}
     _refuse_unknown(prefix, table, known)
     for key in known:
-        if key not in table and key != "sources":
+        if key not in table and key not in optional:
             wanted = KEYS[key] if key in KEYS and key not in TABLES else f"a table [{prefix}{key}]"
             raise ClusterError(f"{prefix}{key} is missing; give {wanted}")
     try:

@@ -16,12 +16,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx, nn
 
-from autopar import simulate
+from autopar import runtime, simulate
 from autopar.batch import flatten
 from autopar.capture import Loss
 from autopar.codegen import EmittedStage
 from autopar.codegen.text import Origin
-from autopar.graph import INPUT_CALL, Model, info, where
+from autopar.graph import INPUT_CALL, Model, RuntimeOp, info, where
 from autopar.plan import Plan
 from autopar.runtime.axes import Axes
 from autopar.runtime.job import Job, start
@@ -122,7 +122,8 @@ def one_device_values(job: Compiled, batch: Any) -> dict[Place, Tensor]:
         for index, call in enumerate(model.calls):
             block = model.block_of(call)
             given = [outputs[v.call, v.output] for v in call.operands]
-            env: dict[fx.Node, Any] = dict(zip(block.parameters, (state[n] for n in call.parameters), strict=True))
+            stored = ((node, state[name]) for node, name in zip(block.parameters, call.parameters, strict=True))
+            env: dict[fx.Node, Any] = {node: tensor.to(info(node).meta.dtype) for node, tensor in stored}
             env |= dict(zip(block.inputs, given, strict=True))
             for node in block.ops:
                 env[node] = _run(node, env)
@@ -135,8 +136,9 @@ def one_device_values(job: Compiled, batch: Any) -> dict[Place, Tensor]:
 
 def _run(node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
-    assert callable(node.target)
-    return node.target(*args, **kwargs)
+    target = getattr(runtime, str(node.target)) if isinstance(node.target, RuntimeOp) else node.target
+    assert callable(target)
+    return target(*args, **kwargs)
 
 
 def _rank_values(job: Compiled, tensors: Mapping[str, Tensor]) -> list[list[Seen]]:
@@ -194,7 +196,7 @@ def _tracer(
         return local
 
     def outer(frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_filename not in lines or frame.f_code.co_name != "forward":
+        if frame.f_code.co_filename not in lines or not frame.f_code.co_name.startswith(("forward", "recomputed")):
             return None
         return local
 

@@ -27,6 +27,14 @@ class StageError(AutoparError):
     """The model can't be cut into the requested pipeline stages."""
 
 
+class BudgetError(StageError):
+    """No cut and no choice fits the memory that a rank may use; ``needed_bytes`` would do."""
+
+    def __init__(self, message: str, needed_bytes: int) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+
+
 class PlanError(AutoparError):
     """A plan that is truncated, of another version, or made for another model, mesh or batch."""
 

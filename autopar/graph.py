@@ -63,6 +63,15 @@ class Choice:
         return f"{text} [{self.form}]" if self.form else text
 
 
+@dataclass(frozen=True)
+class Autocast:
+    """A region of the model's code under ``torch.autocast``; ``device`` "" means whichever the model runs on."""
+
+    device: str
+    dtype: torch.dtype
+    enabled: bool
+
+
 @dataclass
 class Info:
     """Metadata of one node. ``outputs`` has one entry, or one per element of a tuple result."""
@@ -74,6 +83,7 @@ class Info:
     name: str = ""  # placeholders: parameter path relative to the block, or a readable name
     random: bool = False
     choices: dict[str, Choice] = field(default_factory=dict)  # axis -> choice
+    autocast: tuple[Autocast, ...] = ()  # the regions it is in, outermost first; of the captured graph only
 
     @property
     def meta(self) -> Meta:
@@ -108,6 +118,34 @@ class AxisRef:
 
     def __str__(self) -> str:
         return self.name
+
+
+@dataclass(frozen=True, eq=False)
+class ElementOps:
+    """Ops on each element of a tensor as an argument of a node; the emitted text has a function there.
+
+    ``graph``: one placeholder, ops that read it or each other (and constants), one result.
+    """
+
+    graph: fx.Graph
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        values: dict[fx.Node, Any] = {}
+        for node in self.graph.nodes:
+            if node.op == "output":
+                break
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = x if node.op == "placeholder" else node.target(*args, **kwargs)
+        return values[self.result]  # type: ignore[no-any-return]
+
+    @property
+    def result(self) -> fx.Node:
+        made: fx.Node = next(reversed(self.graph.nodes)).all_input_nodes[0]
+        return made
+
+    def __str__(self) -> str:
+        """``aten.div.Tensor(z, 5); aten.tanh.default(div)``."""
+        return "; ".join(f"{op_name(n)}({_args_text(n)})" for n in self.graph.nodes if n.op == "call_function")
 
 
 @dataclass(frozen=True)
@@ -259,13 +297,17 @@ class Call:
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """A parameter or buffer of the model under its first name; ``aliases`` are its other names (tied weights)."""
+    """A parameter or buffer of the model under its first name; ``aliases`` are its other names (tied weights).
+
+    ``meta.dtype`` is what is computed with, ``master`` what is trained and stored (None: the same).
+    """
 
     name: str
     meta: Meta
     aliases: tuple[str, ...] = ()
     trainable: bool = True
     is_buffer: bool = False
+    master: torch.dtype | None = None
 
 
 @dataclass(frozen=True)

@@ -81,5 +81,13 @@ class Mesh:
         """All groups along ``axis``, by their first rank."""
         return sorted({self.group(rank, axis) for rank in range(self.world)})
 
+    def dp_shards(self, zero_ranks: int) -> int:
+        """How many neighbours on dp share one copy of what ZeRO splits (0: all). Raises ArgumentError."""
+        size = zero_ranks or self.dp
+        if self.dp % size:
+            fits = [n for n in range(1, self.dp + 1) if self.dp % n == 0]
+            raise ArgumentError(f"zero_ranks={zero_ranks} doesn't divide dp {self.dp}; zero_ranks may be one of {fits}")
+        return size
+
     def to_json(self) -> dict[str, int]:
         return {axis: self.size(axis) for axis in AXES}

@@ -7,6 +7,7 @@ same bytes; ``digest`` names them. The emitted programs are derived from a plan 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,19 +45,38 @@ class NodePlan(_Value):
     choices: dict[str, str]
 
 
+class RecomputePlan(_Value):
+    """One choice of what a block recomputes in its backward: ``regions`` by the names of their first and last op; what
+    it keeps then (``saved``: the nodes whose memory that is; ``saved_bytes`` per microbatch), the seconds it adds to
+    the backward, and the bytes that a region's tensors take again meanwhile."""
+
+    regions: list[list[str]]
+    saved: list[str]
+    saved_bytes: int
+    seconds: float
+    transient_bytes: int
+
+
 class BlockPlan(_Value):
-    """One distinct piece of the model; ``paths`` are the modules that are calls of it."""
+    """One distinct piece of the model; ``paths`` are the modules that are calls of it.
+
+    ``saved_bytes`` is what a call keeps of a microbatch if it recomputes nothing; ``recompute`` what calls recompute.
+    """
 
     name: str
     kind: str
     paths: list[str]
     nodes: list[NodePlan]
+    saved_bytes: int = 0
+    recompute: list[RecomputePlan] = []
 
 
 class StagePlan(_Value):
     """One pipeline stage: calls ``first .. last`` of the model, what they are, what they cost a microbatch.
 
     ``rank`` is the pipeline rank that holds it, which keeps ``inflight`` microbatches of it when it keeps the most.
+    ``recompute`` has a number for each unit: 0 where nothing is recomputed, else its place in the block's list, from 1.
+    ``offloads``: what is kept goes to the host between forward and backward.
     """
 
     rank: int
@@ -68,16 +88,23 @@ class StagePlan(_Value):
     parameter_bytes: int
     saved_bytes: int
     inflight: int
+    recompute: list[int] = []
+    offloads: bool = False
 
 
 class RankPlan(_Value):
-    """What one pipeline rank holds: its stages, its rows of split vocabulary layers, its memory at the peak."""
+    """What one pipeline rank holds: its stages, its rows of split vocabulary layers, its device memory at the peak.
+
+    ``kinds`` (:data:`autopar.storages.KINDS`) make up ``peak_bytes``, reached in ``action``; where that is "", they are
+    what the solver added up: state and saved activations, no buffers and temporaries. ``host_bytes``: beside it.
+    """
 
     stages: list[int]
     vocabulary_bytes: int
-    state_bytes: int
-    activation_bytes: int
+    kinds: dict[str, int]
+    action: str
     peak_bytes: int
+    host_bytes: int
 
 
 class CostPlan(_Value):
@@ -100,7 +127,8 @@ class Plan(_Value):
     """See the module docstring. ``peak_bytes`` has one entry per rank.
 
     ``chunks`` is how many stages a pipeline rank holds; ``vocabulary`` how embedding and head are computed; ``options``
-    what was pinned of memory and precision; ``actions`` the list of a schedule that was made for this plan's costs,
+    what was pinned of memory and precision; ``compression`` what is compressed, and what of that is lossy, as text;
+    ``actions`` the list of a schedule that was made for this plan's costs,
     None for one that has a name.
     """
 
@@ -122,6 +150,7 @@ class Plan(_Value):
     options: Options
     actions: str | None
     replicated_ops: list[str]
+    compression: list[str] = []
     cost: CostPlan
     digest: str = Field(default="")
 
@@ -238,6 +267,10 @@ def _explain(plan: Plan) -> Iterator[str]:
     yield f"batch {batch}, schedule {plan.schedule}{chunks}, vocabulary {plan.vocabulary}"
     if options := str(plan.options):
         yield options
+    if plan.options.zero and (shards := plan.mesh.dp_shards(plan.options.zero_ranks)) > 1:
+        kinds = ("optimizer state", "optimizer state and gradients", "optimizer state, gradients and parameters")
+        copies = f", {plan.mesh.dp // shards} copies" if shards < plan.mesh.dp else ""
+        yield f"{kinds[plan.options.zero - 1]} stored S(0)@dp over {shards} neighbouring ranks{copies}"
     gap = 100 * (1 - cost.bound_seconds / cost.step_seconds) if cost.step_seconds else 0.0
     bound = f"nothing on this mesh is below {seconds_text(cost.bound_seconds)} ({gap:.1f} % gap)"
     yield f"step {seconds_text(cost.step_seconds)}; {bound}"
@@ -253,21 +286,42 @@ def _explain(plan: Plan) -> Iterator[str]:
         yield (
             f"stage {k}{where}: {_units_text(stage.units)}   forward {seconds_text(stage.forward_seconds)}, backward "
             f"{seconds_text(stage.backward_seconds)}, parameters {bytes_text(stage.parameter_bytes)}, "
-            f"{stage.inflight} in flight"
+            f"{stage.inflight} in flight{', activations to the host' if stage.offloads else ''}"
         )
+        yield from _explain_recompute(plan, stage)
     for k, rank in enumerate(plan.rank_plans):
-        rows = f" (vocabulary rows {bytes_text(rank.vocabulary_bytes)})" if rank.vocabulary_bytes else ""
+        rows = f" (with vocabulary rows of {bytes_text(rank.vocabulary_bytes)})" if rank.vocabulary_bytes else ""
         yield (
-            f"pipeline rank {k}: peak {bytes_text(rank.peak_bytes)} = state {bytes_text(rank.state_bytes)}{rows} "
-            f"+ activations {bytes_text(rank.activation_bytes)}"
+            f"pipeline rank {k}: peak {bytes_text(rank.peak_bytes)}{f' in {rank.action}' if rank.action else ''} = "
+            + " + ".join(f"{kind} {bytes_text(bytes_)}" for kind, bytes_ in rank.kinds.items() if bytes_)
+            + rows
+            + (f"; on the host {bytes_text(rank.host_bytes)}" if rank.host_bytes else "")
         )
     for block in plan.blocks:
         yield ""
         yield f"{block.name}: {_units_text(block.paths)}"
         yield from _explain_block(block)
+    if plan.compression:
+        yield ""
+        yield from plan.compression
     if plan.replicated_ops:
         yield ""
         yield "computed whole on every rank (autopar has no rule for them): " + ", ".join(plan.replicated_ops)
+
+
+def _explain_recompute(plan: Plan, stage: StagePlan) -> Iterator[str]:
+    """``  layers.0 … layers.3 (4) recompute softmax … matmul: keep 12 MiB instead of 40 MiB each, +0.8 ms``."""
+    block_of = {path: block for block in plan.blocks for path in block.paths}
+    taken = [(block_of[unit], point, unit) for unit, point in zip(stage.units, stage.recompute, strict=False) if point]
+    for (block, number), found in itertools.groupby(taken, key=lambda row: (row[0], row[1])):
+        units, point = [unit for _, _, unit in found], block.recompute[number - 1]
+        ops = {node.name: node.op.split(".")[1] if "." in node.op else node.op for node in block.nodes}
+        spans = [" … ".join(ops[name] for name in dict.fromkeys(region)) for region in point.regions]
+        verb = "recomputes" if len(units) == 1 else "recompute"
+        yield (
+            f"  {_units_text(units)} {verb} {', '.join(spans)}: {bytes_text(point.saved_bytes)} kept instead of "
+            f"{bytes_text(block.saved_bytes)} each, +{seconds_text(len(units) * point.seconds)}"
+        )
 
 
 def _explain_block(block: BlockPlan) -> Iterator[str]:

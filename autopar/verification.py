@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -15,6 +15,9 @@ from autopar.batch import flatten
 from autopar.capture import loss_of
 from autopar.divergence import Compiled, first_divergence
 from autopar.graph import Model, info
+from autopar.options import Options
+from autopar.passes.mixed_precision import LOWER
+from autopar.runtime.optimizers import Maker, SchedulerMaker, one_device
 
 TOLERANCES: Final = {torch.float64: 1e-9, torch.float32: 2e-5}
 """Largest relative error that is rounding, by the narrowest dtype of the model; others: the root of their epsilon."""
@@ -87,7 +90,17 @@ def verify_job(job: Compiled, batch: Any, steps: int) -> Verification:
     """Train both for ``steps`` steps on ``batch`` and compare losses, gradients and parameters."""
     reference = job.reference()
     dtype = narrowest_dtype(job.lowered)
-    expected = train_one_device(reference, batch, steps, job.loss, job.job.optimizer, job.job.clip_norm)
+    ranks = job.job
+    expected = train_one_device(
+        reference,
+        batch,
+        steps,
+        job.loss,
+        ranks.optimizer,
+        ranks.clip_norm,
+        scheduler=ranks.scheduler,
+        options=ranks.options,
+    )
     found = job.simulate(batch, steps)
     tolerance = TOLERANCES.get(dtype, torch.finfo(dtype).eps ** 0.5)
     loss_error = max(abs(a - b) / max(abs(b), 1e-30) for a, b in zip(found.losses, expected.losses, strict=True))
@@ -112,22 +125,36 @@ def train_one_device(
     batch: Any,
     steps: int,
     loss: Callable[[Any, Any], torch.Tensor] | None,
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+    optimizer: Maker,
     clip_norm: float | None,
+    *,
+    scheduler: SchedulerMaker | None = None,
+    options: Options | None = None,
 ) -> Trained:
-    """What a user would write by hand for one device. ``model`` is trained in place: give a copy."""
+    """What a user would write by hand for one device, under ``torch.autocast`` where ``options`` have a precision.
+
+    ``model`` is trained in place: give a copy.
+    """
     tensors, structure = flatten(batch)
     args, kwargs = structure.call_arguments(tensors)
     trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    update = optimizer(list(trainable.values()))
+    update = one_device(optimizer, scheduler, model, options)
     losses: list[float] = []
     gradients: dict[str, torch.Tensor] = {}
+    lower = LOWER.get(options.precision) if options else None
+    scale = 2.0**16 if lower == torch.float16 else 1.0
     for _ in range(steps):
         update.zero_grad()
-        value = loss_of(model(*args, **kwargs), batch, loss)
-        value.backward()  # type: ignore[no-untyped-call]
+        with torch.autocast(next(iter(trainable.values())).device.type, lower, enabled=lower is not None):
+            value = loss_of(model(*args, **kwargs), batch, loss)
+        (value * scale).backward()  # type: ignore[no-untyped-call]
         losses.append(float(value.detach()))
-        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trainable.items()}
+        gradients = {
+            n: torch.zeros_like(p) if p.grad is None else p.grad.div_(scale).clone() for n, p in trainable.items()
+        }
+        if lower == torch.float16 and not all(bool(g.isfinite().all()) for g in gradients.values()):
+            scale /= 2
+            continue
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(list(trainable.values()), clip_norm)
         update.step()

@@ -57,6 +57,7 @@ def measure_device() -> Device:
     rates = {dtype: flops_per_second(dtype) for dtype in DTYPES}
     one, source = torch.ones(1), torch.ones(COPIED_BYTES // 4)
     target = torch.empty_like(source)
+    copied = COPIED_BYTES / best_seconds(lambda: target.copy_(source), 10)
     launch = best_seconds(lambda: torch.add(one, one), 20, 2000)
     small = matmul_seconds(SMALL, torch.float32, 20, 2000)
     return Device(
@@ -64,10 +65,12 @@ def measure_device() -> Device:
         kind="cpu",
         memory_bytes=MEMORY_BYTES,
         flops_per_second=rates,
-        memory_bytes_per_second=rounded(2 * COPIED_BYTES / best_seconds(lambda: target.copy_(source), 10)),
+        memory_bytes_per_second=rounded(2 * copied),
         launch_seconds=rounded(launch),
         achievable_fraction=1,
         ramp_seconds=rounded(max(0.0, small - launch - 2 * SMALL**3 / rates["float32"])),
+        host_memory_bytes=MEMORY_BYTES,
+        host_bytes_per_second=rounded(copied),
     )
 
 

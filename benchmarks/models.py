@@ -1,4 +1,4 @@
-"""The models of the benchmarks: a small GPT in plain PyTorch, and Llama at full width without weights."""
+"""The models of the benchmarks: GPTs in plain PyTorch, and Llama at full width without weights."""
 
 from __future__ import annotations
 
@@ -89,6 +89,52 @@ def gpt_batch(sizes: Sizes, seed: int = 0) -> dict[str, Tensor]:
     shape = (sizes.batch, sizes.sequence + 1)
     tokens = torch.randint(sizes.vocabulary, shape, generator=generator)
     return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+
+
+class CoreAttention(nn.Module):
+    """Scores, mask, softmax, dropout and the weighted sum, each a kernel of its own."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+        weights = scores.masked_fill(mask, -1e4).softmax(-1)
+        return F.dropout(weights, self.dropout) @ v
+
+
+class MegatronLayer(nn.Module):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.core = CoreAttention(dropout)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.ln_1(x)).chunk(3, -1))
+        y = self.core(q, k, v, mask).transpose(1, 2).flatten(2)
+        x = x + F.dropout(self.proj(y), self.dropout)
+        return x + F.dropout(self.down(F.gelu(self.up(self.ln_2(x)))), self.dropout)
+
+
+class MegatronGPT(nn.Module):
+    """The GPT of Megatron-LM before fused attention, whose layers V. Korthikanti et al. measured (arXiv 2205.05198)."""
+
+    def __init__(self, *, layers: int, width: int, heads: int, vocabulary: int, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(MegatronLayer(width, heads, dropout) for _ in range(layers))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).triu(1)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
 def llama(layers: int) -> nn.Module:

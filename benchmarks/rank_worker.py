@@ -28,7 +28,7 @@ _TOLERANCE = 1e-4  # float32
 
 @dataclass(frozen=True)
 class Options:
-    axis: str  # "dp", "tp" or "pp", of size 2
+    axis: str  # "dp", "tp" or "pp", of size 2; "zero3" is dp under ZeRO 3
     sides: tuple[str, ...]  # "torch", "autopar", or "autopar MODE" with a way to compute the vocabulary
     rounds: int
     steps: int  # per side and round
@@ -154,7 +154,8 @@ def autopar_step(options: Options, side: str) -> Step:
         WORLD,
         sample=gpt_batch(options.sizes),
         optimizer=adamw,
-        mesh={options.axis: WORLD},
+        mesh={"dp" if options.axis == "zero3" else options.axis: WORLD},
+        zero=3 if options.axis == "zero3" else 0,
         microbatches=options.microbatches,
         vocabulary=side.removeprefix("autopar").strip() or "redistributed",
     )

@@ -1,9 +1,10 @@
 """A small GPT on two gloo processes: autopar against PyTorch's own parallelism applied by hand, interleaved.
 
-    python benchmarks/ranks.py [--rounds N] [--steps N] [--axis dp|tp|pp] [--only autopar|torch] [--json]
+    python benchmarks/ranks.py [--rounds N] [--steps N] [--axis dp|zero3|tp|pp] [--only autopar|torch] [--json]
 
-dp is against DistributedDataParallel, tp against ``parallelize_module`` with sequence parallelism, pp against
-``torch.distributed.pipelining``'s 1F1B with 4 microbatches. In each round both sides train the same number of
+dp is against DistributedDataParallel, zero3 (ZeRO 3 on dp) against FSDP2's ``fully_shard`` of each block, tp against
+``parallelize_module`` with sequence parallelism, pp against ``torch.distributed.pipelining``'s 1F1B with 4
+microbatches. In each round both sides train the same number of
 steps in the same two processes, of one thread each, in alternating order. A ratio is of tokens/s within a
 round: above 1, autopar is faster. First, the losses of both sides are checked against one device.
 """
@@ -27,7 +28,12 @@ from rich.console import Console
 from rich.table import Table
 
 SIDES = ("autopar", "torch")
-BASELINES = {"dp": "DistributedDataParallel", "tp": "parallelize_module + SP", "pp": "pipelining 1F1B"}
+BASELINES = {
+    "dp": "DistributedDataParallel",
+    "zero3": "fully_shard",
+    "tp": "parallelize_module + SP",
+    "pp": "pipelining 1F1B",
+}
 
 Axis = StrEnum("Axis", list(BASELINES))
 Side = StrEnum("Side", list(SIDES))

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from models import GPT
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -45,6 +46,26 @@ def data_parallel(model: GPT, microbatches: int) -> Step:
     def step(batch: Batch) -> Tensor:
         own = {name: tensor.chunk(world)[rank] for name, tensor in batch.items()}
         loss = replica(**own)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach() / world
+
+    return step
+
+
+def fully_sharded(model: GPT, microbatches: int) -> Step:
+    """FSDP2, a unit per block and one for the rest, over half of the batch each."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = adamw(model.parameters())
+
+    def step(batch: Batch) -> Tensor:
+        own = {name: tensor.chunk(world)[rank] for name, tensor in batch.items()}
+        loss = model(**own)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -145,6 +166,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 BASELINES: dict[str, Callable[[GPT, int], Step]] = {
     "dp": data_parallel,
+    "zero3": fully_sharded,
     "tp": tensor_parallel,
     "pp": pipeline,
 }

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import autopar
-from autopar.runtime.job import adamw
+from autopar.runtime.optimizers import adamw
 from autopar.schedules import render
 
 BATCH, SEQUENCE, BYTES = 8, 64, 256

@@ -27,7 +27,8 @@ _SWAPS: Final = {"aten.t.default", "aten.transpose.int", "aten.permute.default",
 @dataclass(frozen=True)
 class Logits:
     """What leads from a product to its cross entropy, in order: ``rows`` (each with the class dim of its result) and
-    ``elements``. ``product`` is ``x`` times ``weight`` (``transposed``: as it is, ``[h, classes]``)."""
+    ``elements``. ``product`` is ``x`` times ``weight`` (``transposed``: as it is, ``[h, classes]``), a parameter that
+    may be cast to the dtype of ``x`` before; so may the ``bias``, to ``bias_dtype``."""
 
     entropy: fx.Node
     product: fx.Node
@@ -35,6 +36,7 @@ class Logits:
     weight: fx.Node
     transposed: bool
     bias: fx.Node | None
+    bias_dtype: torch.dtype | None
     biased: fx.Node
     rows: tuple[tuple[fx.Node, int], ...]
     elements: tuple[fx.Node, ...]
@@ -50,7 +52,7 @@ def trace(entropy: fx.Node) -> Logits | fx.Node:
     dim = min(1, len(_shape(node)) - 1)
     rows: list[tuple[fx.Node, int]] = []
     elements: list[fx.Node] = []
-    bias, biased = None, None
+    bias, bias_dtype, biased = None, None, None
     user = entropy
     while node.op == "call_function":
         if set(node.users) != {user}:
@@ -60,10 +62,10 @@ def trace(entropy: fx.Node) -> Logits | fx.Node:
         if factor is not None and dim == len(_shape(node)) - 1:
             x, weight, transposed = factor
             forward = tuple(reversed(rows)), tuple(reversed(elements))
-            return Logits(entropy, node, x, weight, transposed, bias, biased or node, *forward)
+            return Logits(entropy, node, x, weight, transposed, bias, bias_dtype, biased or node, *forward)
         if added is not None and bias is None and dim == len(_shape(node)) - 1:
-            node, bias = added
-            biased = user
+            node, read = added
+            bias, bias_dtype, biased = parameter_of(read), info(read).meta.dtype, user
         elif bias is None and _is_pointwise(node):
             elements.append(node)
             node = operands(node)[0]
@@ -98,20 +100,20 @@ def rewrite(found: Logits) -> fx.Node:
     graph, entropy = found.entropy.graph, found.entropy
     given = arguments(entropy)
     with graph.inserting_before(entropy):
-        z = _product(graph, found, _tokens(graph, found))
+        z = _product(graph, found, tokens(graph, found))
         for node in found.elements:
             z = _again(graph, node, z, _shape(z), info(node).meta.dtype)
-        target = _reshaped(graph, given["target"], (_shape(z)[0],))
+        target = reshaped(graph, given["target"], (_shape(z)[0],))
         reduction, ignored, smoothing = given["reduction"], given["ignore_index"], given["label_smoothing"]
         made = graph.call_function(aten.cross_entropy_loss.default, (z, target, None, reduction, ignored, smoothing))
         each = (_shape(z)[0],) if len(_shape(entropy)) or reduction == 0 else ()
         derive(made, entropy, outputs=(replace(info(entropy).meta, shape=each),))
-        result = _reshaped(graph, made, _shape(entropy))
+        result = reshaped(graph, made, _shape(entropy))
     entropy.replace_all_uses_with(result)
     return made
 
 
-def _tokens(graph: fx.Graph, found: Logits) -> fx.Node:
+def tokens(graph: fx.Graph, found: Logits) -> fx.Node:
     """``x`` as ``[t, h]``, after all that was done to rows of logits."""
     x, width = found.x, _shape(found.x)[-1]
     dim = len(_shape(x)) - 1
@@ -125,17 +127,35 @@ def _tokens(graph: fx.Graph, found: Logits) -> fx.Node:
     if order != sorted(order):
         moved = graph.call_function(aten.permute.default, (x, order))
         x = derive(moved, x, outputs=(_meta(x, tuple(_shape(x)[d] for d in order)),))
-    return _reshaped(graph, x, (prod(_shape(x)[:-1]), width))
+    return reshaped(graph, x, (prod(_shape(x)[:-1]), width))
 
 
 def _product(graph: fx.Graph, found: Logits, x: fx.Node) -> fx.Node:
     classes = _shape(found.product)[-1]
     meta = replace(info(found.product).meta, shape=(_shape(x)[0], classes))
     op = aten.mm.default if found.transposed else aten.linear.default
-    z = derive(graph.call_function(op, (x, found.weight)), found.product, outputs=(meta,))
-    if found.bias is None:
+    weight, bias = table(graph, found)
+    z = derive(graph.call_function(op, (x, weight)), found.product, outputs=(meta,))
+    if bias is None:
         return z
-    return derive(graph.call_function(aten.add.Tensor, (z, found.bias)), found.biased, outputs=(meta,))
+    meta = replace(meta, dtype=info(found.biased).meta.dtype)
+    return derive(graph.call_function(aten.add.Tensor, (z, bias)), found.biased, outputs=(meta,))
+
+
+def table(graph: fx.Graph, found: Logits) -> tuple[fx.Node, fx.Node | None]:
+    """Weight and bias as the product takes them, cast if it is so."""
+    weight = _cast(graph, found.weight, info(found.x).meta.dtype)
+    if found.bias is None or found.bias_dtype is None:
+        return weight, None
+    return weight, _cast(graph, found.bias, found.bias_dtype)
+
+
+def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    meta = replace(info(node).meta, dtype=dtype)
+    if meta == info(node).meta:
+        return node
+    made = graph.call_function(aten.to.dtype, (node, dtype))
+    return derive(made, node, outputs=(meta,), role="", name="")
 
 
 def _again(graph: fx.Graph, node: fx.Node, x: fx.Node, shape: tuple[int, ...], dtype: torch.dtype) -> fx.Node:
@@ -147,7 +167,8 @@ def _again(graph: fx.Graph, node: fx.Node, x: fx.Node, shape: tuple[int, ...], d
     return derive(made, node, outputs=(replace(info(node).meta, shape=shape, dtype=dtype),))
 
 
-def _reshaped(graph: fx.Graph, x: fx.Node, shape: tuple[int, ...]) -> fx.Node:
+def reshaped(graph: fx.Graph, x: fx.Node, shape: tuple[int, ...]) -> fx.Node:
+    """``x`` in another shape; itself where it has that already."""
     if _shape(x) == shape:
         return x
     return derive(graph.call_function(aten.reshape.default, (x, list(shape))), x, outputs=(_meta(x, shape),))
@@ -170,9 +191,23 @@ def _factor(node: fx.Node) -> tuple[fx.Node, fx.Node, bool] | None:
         return None
     x, weight = operands(node)
     swapped = op_name(node) != "aten.linear.default"
-    while op_name(weight) in _SWAPS and len(_shape(weight)) == 2 and _swaps(weight):
-        weight, swapped = operands(weight)[0], not swapped
+    if info(x).meta.dtype != info(weight).meta.dtype:
+        return None
+    casts = 0
+    while _is_swap(weight) or (op_name(weight) in CASTS and not casts):
+        swapped, casts = swapped != _is_swap(weight), casts + (op_name(weight) in CASTS)
+        weight = operands(weight)[0]
     return (x, weight, swapped) if _is_parameter(weight) and len(_shape(weight)) == 2 and _shape(x) else None
+
+
+def _is_swap(node: fx.Node) -> bool:
+    return op_name(node) in _SWAPS and len(_shape(node)) == 2 and _swaps(node)
+
+
+def parameter_of(node: fx.Node) -> fx.Node | None:
+    """The parameter that ``node`` is, or that it casts."""
+    node = operands(node)[0] if op_name(node) in CASTS else node
+    return node if _is_parameter(node) else None
 
 
 def _swaps(node: fx.Node) -> bool:
@@ -198,7 +233,7 @@ def _added(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     if op_name(node) != "aten.add.Tensor" or node.kwargs or len(operands(node)) != 2:
         return None
     for x, bias in (operands(node), operands(node)[::-1]):
-        if _is_parameter(bias) and _shape(bias) == _shape(node)[-1:] and not _is_parameter(x):
+        if parameter_of(bias) and _shape(bias) == _shape(node)[-1:] and not parameter_of(x):
             return x, bias
     return None
 

@@ -14,16 +14,17 @@ What is left of their calls stays where it was. Tables get rows of zeros, up to 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from torch import fx
 
 from autopar.errors import StageError
 from autopar.graph import Block, Model, arguments, info, op_name, operands, set_info, verify, where
-from autopar.passes.logits import CROSS_ENTROPY, rewrite, trace
-from autopar.passes.recut import Piece, closure, is_batch, merge_calls, split_call
-from autopar.passes.vocabulary import TAIL, VOCABULARY, head_of, is_head, vocabulary_calls, vocabulary_dims
+from autopar.passes.find_head import drop_dead, find_head, free
+from autopar.passes.logits import rewrite
+from autopar.passes.recut import Piece, closure, is_batch, split_call
+from autopar.passes.vocabulary import TAIL, VOCABULARY, conversions, head_of, is_head, vocabulary_calls, vocabulary_dims
 
 _EMBEDDING = "aten.embedding.default"
 _WAY_OUT = 'vocabulary="stage" keeps embedding and head whole, on pipeline stages'
@@ -49,53 +50,11 @@ def split_vocabulary(model: Model, pp: int, tp: int) -> Model:
 
 
 def _cut_head(model: Model) -> Model:
-    first = _entropy_call(model)
-    while True:
-        merged = merge_calls(model, first, _glue_name(model, first))
-        block = merged.blocks[merged.calls[first].block]
-        found = trace(next(n for n in block.ops if op_name(n) == CROSS_ENTROPY))
-        if not isinstance(found, fx.Node):
-            break
-        source = merged.calls[first].operands[block.inputs.index(found)] if found in block.inputs else None
-        if source is None or is_batch(merged, source):
-            raise StageError(f"{where(found)}: the logits are no product with a parameter")
-        first = source.call
+    merged, first, found = find_head(model)
+    block = merged.block_of(merged.calls[first])
     entropy = rewrite(found)
-    _drop_dead(block)
+    drop_dead(block)
     return split_call(merged, first, _head_pieces(merged, first, block, entropy, found.x))
-
-
-def _entropy_call(model: Model) -> int:
-    """The call with the one cross entropy."""
-    found = [
-        (index, node)
-        for index, call in enumerate(model.calls)
-        for node in model.block_of(call).ops
-        if op_name(node) == CROSS_ENTROPY
-    ]
-    if not found:
-        raise StageError("the loss has no cross entropy over classes")
-    if len(found) > 1:
-        raise StageError(f"there are {len(found)} cross entropies, {' and '.join(where(n) for _, n in found)}")
-    return found[0][0]
-
-
-def _glue_name(model: Model, first: int) -> str:
-    """The name of the call that the head is cut from; that of the block where it is glue already."""
-    block = model.block_of(model.calls[first])
-    return block.name if block.kind == "glue" else _free("glue", {b.name for b in model.blocks})
-
-
-def _free(name: str, taken: Collection[str]) -> str:
-    while name in taken:
-        name += "_"
-    return name
-
-
-def _drop_dead(block: Block) -> None:
-    for node in reversed(block.ops):
-        if not node.users:
-            block.graph.erase_node(node)
 
 
 def _head_pieces(model: Model, index: int, block: Block, head: fx.Node, x: fx.Node) -> list[Piece]:
@@ -115,8 +74,8 @@ def _head_pieces(model: Model, index: int, block: Block, head: fx.Node, x: fx.No
     taken = {b.name for b in model.blocks}
     return [
         Piece(block.name, block.kind, closure([x])),
-        Piece(_free("head", taken), VOCABULARY, closure([head], without={x})),
-        Piece(_free("tail", taken), TAIL, closure(tail, without={head})),
+        Piece(free("head", taken), VOCABULARY, closure([head], without={x})),
+        Piece(free("tail", taken), TAIL, closure(tail, without={head})),
     ]
 
 
@@ -166,7 +125,7 @@ def _cut_embedding(model: Model) -> Model:
     if len(next(p for p in operands(found.node) if info(p).role == "parameter").users) > 1:
         return model
     rest = closure(block.outputs, without={found.node})
-    name = _free("embedding", {b.name for b in model.blocks})
+    name = free("embedding", {b.name for b in model.blocks})
     pieces = [Piece(name, VOCABULARY, closure([found.node])), Piece(block.name, block.kind, rest)]
     return split_call(model, found.call, pieces)
 
@@ -224,7 +183,8 @@ def _padded(model: Model, multiple: int) -> Model:
     """Tables, and the logits, become longer, up to a multiple of so many rows."""
     for block in (b for b in model.blocks if b.kind == VOCABULARY):
         for node, dim in vocabulary_dims(block).items():
-            _lengthen(node, dim, multiple)
+            for same in conversions(node):
+                _lengthen(same, dim, multiple)
         for node in head_of(block).path if is_head(block) else ():
             _lengthen(node, 1, multiple)
     return model

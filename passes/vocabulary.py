@@ -98,8 +98,8 @@ def head_of(block: Block) -> Head:
 
 
 def stored_in(node: fx.Node) -> fx.Node | None:
-    """The parameter that ``node`` is, or is a mere conversion of."""
-    while node.op == "call_function" and op_name(node) == "convert":
+    """The parameter that ``node`` is, or is a mere conversion of: to another type or dtype."""
+    while node.op == "call_function" and (op_name(node) == "convert" or op_name(node) in CASTS):
         node = operands(node)[0]
     return node if node.op == "placeholder" and info(node).role == "parameter" else None
 
@@ -147,7 +147,7 @@ def _with_choice(data: Info, choice: Choice | None, pp: int) -> Info:
 def _types(block: Block) -> Iterator[tuple[fx.Node, Type]]:
     """The type on pp of every node that the vocabulary runs through."""
     for node, dim in vocabulary_dims(block).items():
-        yield from ((n, S(dim)) for n in _conversions(node))
+        yield from ((n, S(dim)) for n in conversions(node))
     if not is_head(block):
         yield block.outputs[0], P
         return
@@ -156,9 +156,9 @@ def _types(block: Block) -> Iterator[tuple[fx.Node, Type]]:
     yield head.entropy, I
 
 
-def _conversions(node: fx.Node) -> Iterator[fx.Node]:
+def conversions(node: fx.Node) -> Iterator[fx.Node]:
     """The parameter and all that is a mere conversion of it."""
     yield node
     for user in node.users:
         if stored_in(user) is not None:
-            yield from _conversions(user)
+            yield from conversions(user)

@@ -112,6 +112,7 @@ def _replacements(strides: Strides, names: dict[str, Any]) -> dict[str, Any]:
     made: dict[str, Any] = {name: collective(name) for name in COLLECTIVES}
     made["embedding_sharded"] = lambda *args: embedding_sharded(strides, *args)
     made["cross_entropy_sharded"] = lambda *args, **named: cross_entropy_sharded(strides, *args, **named)
+    made["chunked_cross_entropy"] = lambda *args, **named: chunked_cross_entropy(strides, *args, **named)
     made["aten"] = Aten(strides)
     imported = {n for n, f in names.items() if isfunction(f) and f.__module__.startswith("autopar.runtime")}
     unknown = imported - made.keys() - LOCAL
@@ -129,6 +130,28 @@ def cross_entropy_sharded(strides: Strides, logits: Tensor, target: Tensor, axis
     """As if the logits were gathered, and the loss computed by all ranks alike."""
     whole = strides.collective("all_gather", logits, axis, src=S(min(logits.dim() - 1, 1)), dst=I)
     return torch.ops.aten.cross_entropy_loss(whole, target, reduction=2, **named)
+
+
+def chunked_cross_entropy(
+    strides: Strides,
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    chunks: int,
+    axis: Axis | None = None,
+    weight_dim: int = 0,
+    logits: Callable[[Tensor], Tensor] | None = None,
+    **named: Any,
+) -> Tensor:
+    """As the ops that it stands for, on all logits."""
+    z = linear(x, weight.t() if weight_dim else weight, bias)
+    y = z if logits is None else logits(z)
+    y, target = reshape(strides, y, [target.numel(), y.shape[-1]]), reshape(strides, target, [target.numel()])
+    if axis is not None:
+        return cross_entropy_sharded(strides, y, target, axis, **named)
+    return torch.ops.aten.cross_entropy_loss(y, target, reduction=2, **named)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -15,16 +15,18 @@ ROOT = Path(__file__).parents[1]
 SHIPPED = ("autopar", "passes", "cost_models")
 ALL = (*SHIPPED, "tests", "examples", "benchmarks")
 
-VALUES = {"errors", "options", "spmd", "mesh", "cluster", "graph", "plan", "batch"}
+VALUES = {"errors", "options", "compression", "spmd", "mesh", "cluster", "graph", "plan", "batch"}
 PLANNING = VALUES | {"rules", "cost_models", "passes", "schedules", "planner"}
-RUNNING = {"errors", "options", "spmd", "mesh", "plan", "batch", "schedules"}
-BELOW_API = PLANNING | {"capture", "codegen", "recipe", "runtime", "simulate", "report"}
+RUNNING = {"errors", "options", "compression", "spmd", "mesh", "plan", "batch", "schedules"}
+BELOW_API = PLANNING | {"storages", "capture", "codegen", "recipe", "runtime", "simulate", "report"}
 
 # Each module or package directly under autopar, and what it may import of the others.
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
+    "compression": set(),
     "options": {"errors"},
     "spmd": {"errors"},
+    "storages": set(),
     "mesh": {"errors"},
     "cluster": {"errors", "mesh"},
     "graph": {"errors", "spmd"},
@@ -35,16 +37,16 @@ ARROWS: dict[str, set[str]] = {
     "cost_models": VALUES,
     "passes": VALUES | {"capture", "rules", "cost_models"},  # of capture, the graph that the first pass takes
     "schedules": VALUES | {"cost_models"},
-    "planner": PLANNING - {"planner"},
+    "planner": (PLANNING - {"planner"}) | {"storages"},
     "codegen": PLANNING | {"runtime"},  # the values that an emitted program ends with
     "recipe": {"errors"},
-    "runtime": RUNNING | {"recipe"},
-    "simulate": RUNNING | {"runtime"},
+    "runtime": RUNNING | {"recipe", "storages"},
+    "simulate": RUNNING | {"runtime", "storages"},
     "divergence": BELOW_API,
     "verification": BELOW_API | {"divergence"},
     "write": BELOW_API,
     "model_names": BELOW_API,
-    "report": VALUES | {"cost_models", "schedules", "runtime", "simulate"},
+    "report": VALUES | {"cost_models", "schedules", "runtime", "simulate", "storages"},
     "api": BELOW_API | {"verification", "write"},
     "autopar": BELOW_API | {"api", "verification"},  # autopar/__init__.py, the public names
     "command_options": {"errors", "options", "plan", "api", "model_names"},
@@ -54,8 +56,10 @@ ARROWS: dict[str, set[str]] = {
 
 # The only files that may use names of torch that begin with an underscore, and which of them.
 PRIVATE_TORCH = {
+    "autopar/planner/saved.py": "torch._subclasses.fake_tensor.FakeTensorMode",  # runs ops on shapes alone
     "autopar/graph.py": "torch._ops.OpOverload",  # the type of an ATen op has no public name
     "autopar/simulate/torch_private.py": "torch.",
+    "autopar/storages.py": "torch.",  # sees what operations make, fake tensors among it
     "autopar/recipe/trace.py": "torch.utils._python_dispatch.TorchDispatchMode",  # sees in-place ops on meta tensors
 }
 

@@ -151,7 +151,9 @@ MODELS = {
     "gpt2": lambda: models.gpt2(8, layers=2, dropout=0.1),
     "nano_gpt": lambda: models.nano_gpt(8),
     "encoder": lambda: models.encoder(8),
+    "nano_gpt in chunks": lambda: models.nano_gpt(8),
 }
+HEAD_CHUNKS = {"nano_gpt in chunks": 3}
 
 
 @cache
@@ -169,6 +171,7 @@ def emitted(name: str) -> str:
         mesh={"dp": 2, "tp": 2},
         microbatches=2,
         cluster=cluster,
+        head_chunks=HEAD_CHUNKS.get(name, 1),
     )
     return job.source(0)
 

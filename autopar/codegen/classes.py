@@ -14,13 +14,15 @@ from autopar.codegen.cuts import Part
 from autopar.codegen.function import PYTHON_NAMES, Atom, Function, identifier
 from autopar.codegen.job import Job
 from autopar.codegen.names import bases
+from autopar.codegen.regions import named, region_code
 from autopar.codegen.runs import Run, number, runs
-from autopar.codegen.text import Line, attribute, is_index, literal, spans
+from autopar.codegen.text import Line, attribute, human_bytes, is_index, literal, spans
 from autopar.graph import INPUT_CALL, Call, Meta, RuntimeOp, Value, info
 
 RUNTIME_NAMES = (
     *("Axes", "Container", "I", "Input", "P", "Parameter", "Program", "R", "S", "Tensor", "Total", "VocabularyProgram"),
-    *("all_gather", "all_reduce", "all_to_all", "convert", "declare", "reduce_scatter", "rng"),
+    *("all_gather", "all_reduce", "all_to_all", "convert", "declare", "kept_in_8_bits", "recompute"),
+    *("reduce_scatter", "rng"),
 )
 _OWN_NAMES = ("Stage", "Vocabulary", "PROGRAM", "aten", "nn", "torch", "self", "i")
 
@@ -69,17 +71,32 @@ def layer_class(job: Job, block: int, calls: Sequence[int]) -> list[Line]:
         Declaration(first.parameters[k].removeprefix(f"{first.path}."), _tensor(job, first, k)) for k in own
     ]
     served = paths_text([job.model.calls[c].path for c in calls])
-    methods = _layer_forward(job, block, calls[0], own).lines(job.axes)
+    functions = _layer_methods(job, block, calls[0], own)
+    methods = [line for function in functions for line in [*function.lines(job.axes), Line(0, "")]][:-1]
+    if job.options.activations == "8bit":
+        methods.insert(0, Line(1, "@kept_in_8_bits", "lossy: what the backward needs"))
     return _class(
         class_names(job)[block],
-        served,
+        served + _stored(job, first, own),
         declarations,
         [declaration.line() for declaration in declarations],
         methods,
     )
 
 
-def _layer_forward(job: Job, block: int, index: int, own: Sequence[int]) -> Function:
+def _stored(job: Job, call: Call, own: Sequence[int]) -> str:
+    """What a comment says of weights that are there only while they are used."""
+    nodes = [job.parameter(call, k) for k in own if not job.model.parameters[call.parameters[k]].is_buffer]
+    size = human_bytes(sum(info(node).meta.bytes for node in nodes))
+    if nodes and job.options.zero == 3 and (shards := job.mesh.dp_shards(job.options.zero_ranks)) > 1:
+        return f" · weights S(0)@dp on {shards} ranks, gathered ahead: {size}"
+    if nodes and "parameters" in job.options.offload:
+        return f" · weights on the host, copied ahead: {size}"
+    return ""
+
+
+def _layer_methods(job: Job, block: int, index: int, own: Sequence[int]) -> list[Function]:
+    """``forward``, and a method for each region that is recomputed."""
     code, call = job.model.blocks[block], job.model.calls[index]
     function = Function("forward", [], reserved(job))
     given: dict[fx.Node, Atom] = {}
@@ -93,8 +110,10 @@ def _layer_forward(job: Job, block: int, index: int, own: Sequence[int]) -> Func
             given[node] = function.argument(identifier("_".join(call.parameters[k].split(".")[-2:])))
     outputs = {node: job.names[Value(index, k)] for k, node in enumerate(code.outputs)}
     writer = Writer(function, bases(code, inputs, outputs), count(), index)
-    function.results = tuple(writer.write(code, given, set(code.ops)))
-    return function
+    taken = {call.parameters[k].removeprefix(f"{call.path}.").split(".")[0] for k in own}
+    parts = [region_code(code, region) for region in job.regions.get(block, ())]
+    function.results = tuple(writer.write(code, given, set(code.ops), named(parts, taken)))
+    return [function, *writer.methods]
 
 
 def _input_name(job: Job, value: Value) -> str:

@@ -10,6 +10,7 @@ from autopar.codegen.aten import is_pointwise
 from autopar.codegen.names import source
 from autopar.codegen.text import human_bytes
 from autopar.graph import AxisRef, Meta, RuntimeOp, info, is_view, operands
+from autopar.rules.chunked import whole_logits
 from autopar.spmd import Type, transition
 
 MICROBATCHES = "mb"
@@ -29,7 +30,9 @@ def of_node(node: fx.Node) -> str:
         return of_change(info(operands(node)[0]).meta, data.meta, *move)
     if not _informs(node):
         return ""
-    return "   ".join(part for part in (typed(data.meta, data.types()), data.source) if part)
+    never = whole_logits(node)
+    parts = (typed(data.meta, data.types()), f"{never} never exists" if never else "", data.source)
+    return "   ".join(part for part in parts if part)
 
 
 def of_change(before: Meta, after: Meta, src: Type, dst: Type) -> str:

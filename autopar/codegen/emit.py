@@ -19,6 +19,7 @@ from autopar.options import Options
 from autopar.passes.defer_weights import defer_weights
 from autopar.passes.float8 import float8
 from autopar.passes.hoist import hoist_parameter_sums
+from autopar.passes.recompute import Regions, split_blocks
 from autopar.runtime.program import Program
 
 
@@ -44,20 +45,32 @@ def emit(
     digest: str,
     split_backward: bool = False,
     options: Options | None = None,
+    recompute: Mapping[int, Regions] | None = None,
 ) -> tuple[EmittedStage, ...]:
     """Write the program of every stage.
 
     ``model`` is solved and local on every axis, and stays as it is; ``stages`` are the call indices of each
     stage (calls of tables are left out: every stage computes for itself what it needs of them).
-    ``split_backward``: for a schedule with passes I and W, gradients of weights can be put off. Raises
-    StageError where stages, calls and mesh don't fit, GraphError where a value can't become what is taken.
+    ``split_backward``: for a schedule with passes I and W, gradients of weights can be put off. ``recompute`` gives
+    calls the regions that their backward computes again. Raises StageError where stages, calls and mesh don't fit,
+    GraphError where a value can't become what is taken.
     """
-    hoisted, reduce = hoist_parameter_sums(model)
+    varied, regions = split_blocks(model, recompute or {})
+    hoisted, reduce = hoist_parameter_sums(varied)
     if options is not None and options.float8:
         hoisted = float8(hoisted)
     if split_backward:
         hoisted = defer_weights(hoisted)
-    job = make_job(hoisted, stages, mesh, microbatches=microbatches, digest=digest, reduce=reduce, options=options)
+    job = make_job(
+        hoisted,
+        stages,
+        mesh,
+        microbatches=microbatches,
+        digest=digest,
+        reduce=reduce,
+        options=options,
+        regions=regions,
+    )
     return tuple(_emit_stage(job, part) for part in parts(job))
 
 

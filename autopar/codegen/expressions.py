@@ -18,7 +18,7 @@ from autopar.codegen.aten import overload
 from autopar.codegen.function import Atom, Code, join
 from autopar.codegen.text import literal
 from autopar.errors import GraphError
-from autopar.graph import AxisRef, RuntimeOp, info, op_name, where
+from autopar.graph import AxisRef, ElementOps, RuntimeOp, info, op_name, where
 
 Atoms = Callable[[fx.Node], Atom]
 """What stands for a node in the text."""
@@ -46,7 +46,7 @@ _BINARY: Final = {
 _UNARY: Final = {"aten.neg.default": "-", "aten.bitwise_not.default": "~"}
 _MEANINGLESS: Final = {"pin_memory": False, "cudnn_enable": False, "layout": torch.strided}
 """Arguments that capture writes down, and that change nothing at these values."""
-_TAKES_AXES: Final = {"linear", "matmul", "embedding_rows"}
+_TAKES_AXES: Final = {"dropout_replayed", "linear", "matmul", "embedding_rows"}
 """Functions of the runtime that are given all that the rank knows of itself, last."""
 
 
@@ -112,9 +112,24 @@ def _value(value: Any, atoms: Atoms) -> Code:
         return (atoms(value),)
     if isinstance(value, AxisRef):
         return (value.name,)
+    if isinstance(value, ElementOps):
+        return (_function_of_elements(value),)
     if isinstance(value, list | tuple) and any(isinstance(v, fx.Node | AxisRef) for v in value):
         return ("[", *join([_value(v, atoms) for v in value]), "]")
     return (literal(value),)
+
+
+def _function_of_elements(ops: ElementOps) -> str:
+    """``lambda z: 30.0 * aten.tanh(z / 30.0)``."""
+    operators = _BINARY.keys() | _UNARY.keys()
+    texts: dict[fx.Node, str] = {}
+    for node in ops.graph.nodes:
+        if node.op == "placeholder":
+            texts[node] = node.name
+        elif node.op == "call_function":
+            inner = {n: f"({t})" if {op_name(n), op_name(node)} <= operators else t for n, t in texts.items()}
+            texts[node] = "".join(map(str, expression(node, inner.__getitem__)))
+    return f"lambda {next(iter(texts.values()))}: {texts[ops.result]}"
 
 
 def _index(node: fx.Node) -> str | None:

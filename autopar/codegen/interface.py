@@ -13,7 +13,7 @@ from autopar.codegen.function import Function, Var
 from autopar.codegen.job import Job
 from autopar.codegen.runs import number, runs
 from autopar.codegen.text import INDENT, literal, wrap
-from autopar.graph import Call, arguments, info, is_aten
+from autopar.graph import Call, ParameterInfo, arguments, info, is_aten
 from autopar.passes.vocabulary import VOCABULARY, Head, vocabulary_dims
 from autopar.runtime.program import Input, Parameter, Program, Tensor, Total, VocabularyProgram
 from autopar.spmd import P, S
@@ -39,7 +39,18 @@ def program_of(job: Job, part: Part, forward: Function) -> Program:
         loss_axes=loss_axes(job),
         plan_digest=job.digest,
         returns_loss=job.vocabulary is None or part.index < len(job.stages) - 1,
+        spanning=_spanning(job, part) if job.options.zero == 3 or "parameters" in job.options.offload else (),
     )
+
+
+def _spanning(job: Job, part: Part) -> tuple[str, ...]:
+    """The parameters that more than one call reads, or the stage's code reads of a layer's."""
+    readers: dict[str, set[int]] = {}
+    for index, position in stage_parameters(job, part):
+        call = job.model.calls[index]
+        if not job.model.parameters[call.parameters[position]].is_buffer:
+            readers.setdefault(call.parameters[position], set()).add(index)
+    return tuple(name for name, calls in readers.items() if len(calls) > 1)
 
 
 def vocabulary_program(job: Job, part: Part, head: Head, methods: Mapping[str, Function]) -> VocabularyProgram:
@@ -67,6 +78,7 @@ def vocabulary_program(job: Job, part: Part, head: Head, methods: Mapping[str, F
         rows=info(head.weight).meta.shape[weight_dim],
         loss_axes=loss_axes(job),
         plan_digest=job.digest,
+        chunks=job.options.head_chunks,
         **_entropy_options(head),
     )
 
@@ -140,7 +152,17 @@ def _parameter(job: Job, call: Call, position: int, holders: tuple[int, ...]) ->
         shared_stages=holders if trains and len(holders) > 1 else (),
         aliases=known.aliases,
         padding=_padding(job, call, position),
+        master=str(known.master).removeprefix("torch.") if trains and known.master is not None else "",
+        zero=_zero(job, known, len(data.meta.shape)),
     )
+
+
+def _zero(job: Job, known: ParameterInfo, dims: int) -> int:
+    """Over how many ranks the rows are stored: of what is trained, under ZeRO 3 of all. Scalars have none."""
+    stage = job.options.zero
+    if not stage or known.is_buffer or not dims or not (known.trainable or stage == 3):
+        return 1
+    return job.mesh.dp_shards(job.options.zero_ranks)
 
 
 def _padding(job: Job, call: Call, position: int) -> tuple[int, int] | None:
@@ -159,7 +181,7 @@ def program_lines(job: Job, part: Part, program: Program | VocabularyProgram) ->
     lines = [f"PROGRAM = {type(program).__name__}("]
     for entry in fields(program):
         value = getattr(program, entry.name)
-        if entry.name == "returns_loss" and value:
+        if (entry.name, value) in (("returns_loss", True), ("chunks", 1), ("spanning", ())):
             continue
         if entry.name == "parameters":
             lines += [f"{INDENT}parameters=(", *_folded(job, part, program.parameters), f"{INDENT}),"]

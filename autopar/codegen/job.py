@@ -13,13 +13,14 @@ from autopar.errors import StageError
 from autopar.graph import INPUT_CALL, Call, Meta, Model, Value, info
 from autopar.mesh import AXES, Mesh
 from autopar.options import Options
+from autopar.passes.recompute import Regions, own_modules
 from autopar.passes.vocabulary import STAGELESS, VocabularyCalls, vocabulary_calls
 
 
 @dataclass(frozen=True)
 class Job:
     """``stages`` are the calls of each pipeline stage, those that belong to none left out; ``reduce`` is what hoisting
-    found."""
+    found; ``regions`` are what calls of a block recompute."""
 
     model: Model
     stages: tuple[tuple[int, ...], ...]
@@ -28,6 +29,7 @@ class Job:
     digest: str
     reduce: Mapping[str, tuple[str, ...]]
     options: Options
+    regions: Mapping[int, Regions]
 
     @cached_property
     def names(self) -> dict[Value, str]:
@@ -64,12 +66,7 @@ class Job:
     @cached_property
     def inlined(self) -> frozenset[int]:
         """Calls written into the stage itself: glue, and modules that are called more than once."""
-        paths = [call.path for call in self.model.calls]
-        return frozenset(
-            index
-            for index, call in enumerate(self.model.calls)
-            if self.model.block_of(call).kind != "layer" or not call.path or paths.count(call.path) > 1
-        )
+        return frozenset(range(len(self.model.calls))) - own_modules(self.model)
 
     @cached_property
     def borrowed(self) -> dict[int, frozenset[int]]:
@@ -136,6 +133,7 @@ def make_job(
     digest: str,
     reduce: Mapping[str, tuple[str, ...]],
     options: Options | None = None,
+    regions: Mapping[int, Regions] | None = None,
 ) -> Job:
     """Raises StageError where the cut is not the model's calls in order, or doesn't fit the mesh."""
     left_out = {i for i, call in enumerate(model.calls) if model.block_of(call).kind in STAGELESS}
@@ -146,4 +144,4 @@ def make_job(
         raise StageError(f"stages {cut} are not the calls {expected} in order, cut into parts that are not empty")
     if len(cut) % mesh.pp:
         raise StageError(f"{len(cut)} stages can't run on {mesh.pp} pipeline ranks; give as many for each")
-    return Job(model, cut, mesh, microbatches, digest, reduce, options or Options())
+    return Job(model, cut, mesh, microbatches, digest, reduce, options or Options(), regions or {})

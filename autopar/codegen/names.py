@@ -24,6 +24,7 @@ _ROLES: Final[dict[str, tuple[str, ...]]] = {
     "scaled_dot_product_attention": ("q", "k", "v", "mask"),
     "cross_entropy_loss": ("logits", "target"),
     "cross_entropy_sharded": ("logits", "target"),
+    "chunked_cross_entropy": ("h", "weight", "target"),
 }
 """What an op's operands are called."""
 
@@ -47,6 +48,7 @@ _SHORT: Final = {
     "select": "part",
     "cross_entropy_loss": "loss",
     "cross_entropy_sharded": "loss",
+    "chunked_cross_entropy": "loss",
     "embedding": "embed",
     "embedding_sharded": "embed",
     "embedding_rows": "embed",
@@ -54,6 +56,16 @@ _SHORT: Final = {
     "arange": "position",
 }
 """Names for results of ops that are long, or taken by Python."""
+
+_NEW_VALUES: Final = {
+    "relu_kept_as_bits": "relu",
+    "relu6_kept_as_bits": "relu6",
+    "leaky_relu_kept_as_bits": "leaky_relu",
+    "hardtanh_kept_as_bits": "hardtanh",
+    "threshold_kept_as_bits": "threshold",
+    "max_pool2d_kept_as_places": "max_pool2d",
+}
+"""Runtime functions of one tensor that do more than change it, and the names of their results."""
 
 _CHANGES: Final = {"pad", "clone", "dropout", "masked_fill"}
 """Ops, beside views, whose result is still called what it was."""
@@ -72,7 +84,7 @@ def carried(node: fx.Node) -> fx.Node | None:
     if node.op != "call_function" or not found:
         return None
     if isinstance(node.target, RuntimeOp):
-        return found[0] if len(found) == 1 else None
+        return found[0] if len(found) == 1 and str(node.target) not in _NEW_VALUES else None
     if is_getitem(node) or len(info(node).outputs) > 1:
         return None
     if is_view(node) or packet(node) in _CHANGES:
@@ -123,7 +135,7 @@ def _forward(node: fx.Node, found: Mapping[fx.Node, str]) -> str:
             return STREAM
     if packet(node) == "sum" and info(operands(node)[0]).meta.dtype == torch.bool:
         return "count"
-    return _SHORT.get(packet(node)) or identifier(packet(node))
+    return (_SHORT | _NEW_VALUES).get(packet(node)) or identifier(packet(node))
 
 
 def _wanted(block: Block, outputs: Mapping[fx.Node, str]) -> dict[fx.Node, str]:

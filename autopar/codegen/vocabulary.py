@@ -27,6 +27,7 @@ from autopar.graph import Block, Model, RuntimeOp, Value, arguments, info, is_at
 from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.passes.hoist import hoist_parameter_sums
+from autopar.passes.logits import parameter_of
 from autopar.passes.recut import closure
 from autopar.passes.vocabulary import Head, VocabularyCalls, head_of, localize_vocabulary, vocabulary_calls
 from autopar.runtime.program import VocabularyProgram
@@ -87,7 +88,7 @@ def _check(job: Job, part: Part, head: Head) -> None:
             )
     if len(part.receives) != 1:
         raise GraphError(f"the head takes {len(part.receives)} values of the pipeline's stages; it can take one")
-    if head.weight not in operands(head.product):
+    if all(parameter_of(factor) is not head.weight for factor in operands(head.product)):
         raise GraphError(f"{head.product.name}: the head's weight is exchanged before it is used")
 
 

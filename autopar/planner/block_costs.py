@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
 from autopar.cluster import Device, Link
 from autopar.cost_models import collective
-from autopar.graph import AxisRef, Block, Choice, RuntimeOp, info, is_view, op_name, operands
-from autopar.planner.prices import op_seconds
+from autopar.graph import AxisRef, Block, Choice, RuntimeOp, info, op_name, operands
+from autopar.planner.prices import pass_seconds
 from autopar.rules import lookup
 from autopar.rules.base import Op
 from autopar.spmd import R, Type, transition
@@ -18,16 +19,16 @@ from autopar.spmd import R, Type, transition
 
 @dataclass(frozen=True)
 class BlockCost:
-    """Per call and microbatch: seconds of the passes, bytes kept from forward to backward, bytes and elements of
-    its parameters. ``weight_seconds`` is the part of the backward that can be put off, which keeps ``later_bytes``."""
+    """Per call and microbatch: seconds of the passes, bytes and elements of its parameters. ``weight_seconds`` is the
+    part of the backward that can be put off, which keeps ``later_bytes``; ``op_seconds`` is each op's forward."""
 
     forward_seconds: float
     backward_seconds: float
     weight_seconds: float
-    saved_bytes: int
     later_bytes: int
     parameter_bytes: int
     parameters: int
+    op_seconds: Mapping[fx.Node, float] = field(default_factory=dict, compare=False)
 
     @property
     def seconds(self) -> float:
@@ -44,11 +45,11 @@ class Machine:
 
 
 def block_cost(block: Block, machine: Machine) -> BlockCost:
-    forward = backward = weights = 0.0
+    forward: dict[fx.Node, float] = {}
+    backward = weights = 0.0
     later: dict[fx.Node, int] = {}
     for node in block.ops:
-        there, back = _node_seconds(node, machine)
-        forward += there
+        forward[node], back = _node_seconds(node, machine)
         backward += back
         if (factor := weight_product(node)) is not None:
             weights += back / max(1, sum(info(o).meta.needs_grad for o in operands(node)))
@@ -56,7 +57,7 @@ def block_cost(block: Block, machine: Machine) -> BlockCost:
             later[node] = info(node).meta.bytes  # the gradient of the result
     metas = [info(p).meta for p in block.placeholders("parameter")]
     held, elements = sum(m.bytes for m in metas), sum(m.numel for m in metas)
-    return BlockCost(forward, backward, weights, saved_bytes(block), sum(later.values()), held, elements)
+    return BlockCost(math.fsum(forward.values()), backward, weights, sum(later.values()), held, elements, forward)
 
 
 def weight_product(node: fx.Node) -> fx.Node | None:
@@ -79,15 +80,14 @@ def _node_seconds(node: fx.Node, machine: Machine) -> tuple[float, float]:
     op = Op.of(node)
     rule = lookup(op.name)
     choice = _whole(node)
-    total = op_seconds(node, op, rule, choice, 1, machine.device)
+    forward, backward = pass_seconds(node, op, rule, choice, 1, machine.device)
     inside = sum(
         collective.seconds(kind, bytes_, machine.sizes[axis], machine.links[axis])
         for axis, taken in info(node).choices.items()
         if axis in machine.sizes and taken.form
         for kind, bytes_ in rule.communication(op, taken, machine.sizes[axis])
     )
-    forward = total / 3 if op.result.needs_grad else total
-    return forward + inside, total - forward
+    return forward + inside, backward
 
 
 def _whole(node: fx.Node) -> Choice:
@@ -116,21 +116,3 @@ def _transition_seconds(node: fx.Node, machine: Machine) -> tuple[float, float]:
 
 def _wire(kind: str | None, bytes_: int, size: int, link: Link) -> float:
     return collective.seconds(kind, bytes_, size, link) if kind else 0.0
-
-
-def saved_bytes(block: Block) -> int:
-    """Bytes of results that the backward of some op needs: every value with a gradient that isn't a view.
-
-    An upper estimate: autograd keeps operands of products and results of nonlinear ops, not those of sums.
-    """
-    kept = [n for n in block.ops if info(n).meta.needs_grad and not is_view(n) and _keeps(n)]
-    return sum(meta.bytes for node in kept for meta in info(node).outputs)
-
-
-def _keeps(node: fx.Node) -> bool:
-    """A sum's result is kept only by those who use it; what uses a view uses the value behind it."""
-    return any(
-        _keeps(user) if is_view(user) else not lookup(op_name(user)).linear_sum
-        for user in node.users
-        if user.op == "call_function"
-    )

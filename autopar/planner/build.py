@@ -6,25 +6,34 @@ is emitted from) so that what is executed is what was costed.
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 from autopar.cluster import Cluster
 from autopar.errors import ShardingError
 from autopar.graph import Model, info, op_name, verify, where
 from autopar.mesh import Mesh
 from autopar.options import Options
+from autopar.passes.chunk_head import chunk_head
+from autopar.passes.compress_activations import compress_activations
 from autopar.passes.float8 import check_float8
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.localize import localize
 from autopar.passes.split_vocabulary import split_vocabulary
 from autopar.plan import BlockPlan, CostPlan, InputPlan, NodePlan, Plan, RankPlan, StagePlan
+from autopar.planner.activations import Activations
 from autopar.planner.block_costs import BlockCost, Machine, block_cost
+from autopar.planner.budget import within_budget
+from autopar.planner.compression import KeptBytes, check_compression, describe
 from autopar.planner.modes import mode_of
+from autopar.planner.offload import host_peak_bytes, require_host
 from autopar.planner.onehot import Solution
 from autopar.planner.pipeline import SYNTHESIZED, Pipeline, Wanted, compute_only, lay_out
+from autopar.planner.plan_recompute import pins_of, points_of_call, recompute_plan, used_alternatives
 from autopar.planner.prices import STATE_COPIES, MicrobatchPrices, RankPrices
+from autopar.planner.rank_memory import Storage, rank_state, vocabulary_state
 from autopar.planner.sharding import AxisProblem, apply_choices, solve_axis
+from autopar.planner.zero import REPLICATE, SHARD
 from autopar.rules import has_rule
 from autopar.rules.attention import heads
 from autopar.rules.base import Op
@@ -51,28 +60,65 @@ class Built:
     pipeline: Pipeline
 
 
-def build(model: Model, request: Request, pinned: Plan | None = None) -> Built:
-    """Plan ``model`` (which becomes local) for ``request``; with ``pinned``, take its decisions instead of solving.
+@dataclass(frozen=True)
+class _Remarks:
+    """What the plan says of the graph: ops that every rank computes whole, and what is compressed."""
 
-    Raises ShardingError, StageError, ScheduleError or PlanError.
+    replicated: list[str]
+    compression: list[str]
+
+
+def build(
+    model: Model, request: Request, pinned: Plan | None = None, measured: Callable[[Built], Built] | None = None
+) -> Built:
+    """Plan ``model`` (which becomes local) for ``request``; with ``pinned``, take its decisions instead of solving.
+    ``measured`` gives what was built with what its ranks really hold (None: a plan is held to what solvers count).
+
+    Raises ShardingError, StageError, ScheduleError, ArgumentError or PlanError.
     """
     _check_batch(model, request)
     check_float8(request.options, request.cluster.device)
-    if mode_of(request.wanted.vocabulary).head:
-        model = split_vocabulary(model, request.mesh.pp, request.mesh.tp)
+    check_compression(request.options)
+    require_host(request.options, request.cluster.device)
+    model = cut_head(model, request.mesh, request.wanted.vocabulary, request.options)
     solutions = [_place(model, problem, pinned) for problem in _axes(request)]
     _check_heads(model, request)
     machine = _machine(request)
+    replicated = _replicated(model)
+    exact = request.options.activations == "exact"
+    replaced = [] if exact else compress_activations(model, KeptBytes(model, machine.device.kind))
     costs = [block_cost(block, machine) for block in model.blocks]
-    starts, actions = (_starts(pinned), pinned.actions) if pinned else (None, None)
-    pipeline = lay_out(model, costs, machine, request.microbatches, request.wanted, starts, actions)
-    plan = pinned or _plan(model, request, solutions, pipeline, costs)
-    return Built(plan, model, pipeline)
+    activations = activations_of(model, costs, machine, request.options)
+    wanted = replace(request.wanted, head_chunks=request.options.head_chunks)
+    pins = pins_of(pinned, model) if pinned else None
+    remarks = _Remarks(replicated, list(describe(model, request.options, replaced)))
+
+    def laid_out(spared_bytes: int) -> Built:
+        spared = replace(wanted, spared_bytes=spared_bytes)
+        pipeline = lay_out(model, costs, machine, request.microbatches, spared, request.options, activations, pins)
+        plan = pinned or _plan(model, request, solutions, pipeline, costs, remarks)
+        require_host(request.options, machine.device, max(rank.host_bytes for rank in plan.rank_plans))
+        return Built(plan, model, pipeline)
+
+    if pinned is not None or measured is None:
+        return laid_out(0)
+    return within_budget(laid_out, measured, request.options.budget_bytes or machine.device.memory_bytes)
 
 
-def _starts(plan: Plan) -> list[int]:
-    """The first unit of each stage."""
-    return [0, *itertools.accumulate(len(stage.units) for stage in plan.stage_plans[:-1])]
+def activations_of(model: Model, costs: list[BlockCost], machine: Machine, options: Options) -> Activations:
+    """What calls keep; made once, since the choices of what to recompute take a solver's time."""
+    seconds = [cost.op_seconds for cost in costs]
+    return Activations(model, machine.device.kind, seconds, eight_bits=options.activations == "8bit")
+
+
+def cut_head(model: Model, mesh: Mesh, vocabulary: str, options: Options) -> Model:
+    """The graph, not solved yet, with its head as that is computed: whole, in chunks, or split over the pipeline.
+
+    Raises StageError or ArgumentError where there is no such head.
+    """
+    if mode_of(vocabulary).head:
+        return split_vocabulary(model, mesh.pp, mesh.tp)
+    return chunk_head(model, options.head_chunks) if options.head_chunks > 1 else model
 
 
 def _check_batch(model: Model, request: Request) -> None:
@@ -97,9 +143,15 @@ def _axes(request: Request) -> list[AxisProblem]:
         if size > 1:
             link = request.cluster.link(size, mesh.stride(axis), mesh.world)
             prices = RankPrices(size, device, link, request.microbatches)
-            budget = device.memory_bytes * mesh.pp if axis == "tp" else None
+            budget = _state_budget(request) if axis == "tp" else None
             problems.append(AxisProblem(axis, size, prices, axis == "dp", budget))
     return problems
+
+
+def _state_budget(request: Request) -> int:
+    """Bytes of one pipeline for parameters, gradients and optimizer, each of which counts whole."""
+    bytes_ = (request.options.budget_bytes or request.cluster.device.memory_bytes) * request.mesh.pp
+    return round(bytes_ * STATE_COPIES / max(Storage.of(request.options, request.mesh.dp).copies, 0.01))
 
 
 def _place(model: Model, problem: AxisProblem, pinned: Plan | None) -> Solution:
@@ -130,12 +182,22 @@ def _check_heads(model: Model, request: Request) -> None:
 
 def _machine(request: Request) -> Machine:
     mesh = request.mesh
-    links = {axis: request.cluster.link(mesh.size(axis), mesh.stride(axis), mesh.world) for axis in ("pp", "dp", "tp")}
-    return Machine(request.cluster.device, links, {axis: mesh.size(axis) for axis in links})
+    sizes = {axis: mesh.size(axis) for axis in ("pp", "dp", "tp")}
+    strides = {axis: mesh.stride(axis) for axis in sizes}
+    sizes[SHARD] = mesh.dp_shards(request.options.zero_ranks)
+    sizes[REPLICATE] = mesh.dp // sizes[SHARD]
+    strides |= {SHARD: mesh.stride("dp"), REPLICATE: mesh.stride("dp") * sizes[SHARD]}
+    links = {axis: request.cluster.link(size, strides[axis], mesh.world) for axis, size in sizes.items()}
+    return Machine(request.cluster.device, links, sizes)
 
 
 def _plan(
-    model: Model, request: Request, solutions: list[Solution], pipeline: Pipeline, costs: list[BlockCost]
+    model: Model,
+    request: Request,
+    solutions: list[Solution],
+    pipeline: Pipeline,
+    costs: list[BlockCost],
+    remarks: _Remarks,
 ) -> Plan:
     schedule = pipeline.schedule
     return Plan(
@@ -147,15 +209,16 @@ def _plan(
         batch_size=model.batch_size,
         microbatches=request.microbatches,
         inputs=[_input_plan(item) for item in model.inputs],
-        blocks=[_block_plan(model, i) for i in range(len(model.blocks))],
+        blocks=[_block_plan(model, i, pipeline) for i in range(len(model.blocks))],
         stage_plans=[_stage_plan(model, k, pipeline, costs) for k in range(schedule.stages)],
-        rank_plans=[_rank_plan(model, rank, pipeline, costs) for rank in range(schedule.ranks)],
+        rank_plans=[_rank_plan(model, rank, pipeline, request) for rank in range(schedule.ranks)],
         schedule=request.wanted.schedule,
         chunks=schedule.chunks,
         vocabulary=request.wanted.vocabulary,
         options=request.options,
         actions=compute_only(schedule) if request.wanted.schedule == SYNTHESIZED else None,
-        replicated_ops=_replicated(model),
+        replicated_ops=remarks.replicated,
+        compression=remarks.compression,
         cost=_cost_plan(request, solutions, model, costs, pipeline),
     ).sealed()
 
@@ -165,7 +228,7 @@ def _input_plan(item) -> InputPlan:  # type: ignore[no-untyped-def]
     return InputPlan(name=item.name, path=item.path, shape=list(item.meta.shape), dtype=dtype, batch_dim=item.batch_dim)
 
 
-def _block_plan(model: Model, index: int) -> BlockPlan:
+def _block_plan(model: Model, index: int, pipeline: Pipeline) -> BlockPlan:
     block = model.blocks[index]
     nodes = [
         NodePlan(
@@ -178,7 +241,9 @@ def _block_plan(model: Model, index: int) -> BlockPlan:
         if node.op != "output"
     ]
     paths = [call.path for call in model.calls if call.block == index]
-    return BlockPlan(name=block.name, kind=block.kind, paths=paths, nodes=nodes)
+    saved = pipeline.activations.choices[index].none.saved_bytes
+    points = [recompute_plan(pipeline, index, a) for a in used_alternatives(model, index, pipeline)]
+    return BlockPlan(name=block.name, kind=block.kind, paths=paths, nodes=nodes, saved_bytes=saved, recompute=points)
 
 
 def _stage_plan(model: Model, number: int, pipeline: Pipeline, costs: list[BlockCost]) -> StagePlan:
@@ -190,25 +255,28 @@ def _stage_plan(model: Model, number: int, pipeline: Pipeline, costs: list[Block
         last=stage[-1],
         units=[model.calls[i].path or model.block_of(model.calls[i]).name for i in stage],
         forward_seconds=sum(c.forward_seconds for c in mine),
-        backward_seconds=sum(c.backward_seconds for c in mine),
+        backward_seconds=sum(c.backward_seconds for c in mine) + pipeline.recompute_seconds(number),
         parameter_bytes=sum(c.parameter_bytes for c in mine),
-        saved_bytes=sum(c.saved_bytes for c in mine),
+        saved_bytes=pipeline.saved_bytes(number),
         inflight=pipeline.inflight[number],
+        recompute=[points_of_call(model, i, pipeline) for i in stage],
+        offloads=any(a.kind == "OFFLOAD" and a.stage == number for row in pipeline.schedule.lists for a in row),
     )
 
 
-def _rank_plan(model: Model, rank: int, pipeline: Pipeline, costs: list[BlockCost]) -> RankPlan:
+def _rank_plan(model: Model, rank: int, pipeline: Pipeline, request: Request) -> RankPlan:
+    storage = Storage.of(request.options, request.mesh.dp)
     stages = [k for k, home in enumerate(pipeline.schedule.placement) if home == rank]
-    parameters = sum(costs[model.calls[i].block].parameter_bytes for k in stages for i in pipeline.stages[k])
-    vocabulary = pipeline.vocabulary.parameter_bytes if pipeline.vocabulary else 0
-    state = STATE_COPIES * (parameters + vocabulary)
-    activations = pipeline.timeline.peak_activation_bytes[rank]
+    state = rank_state(model, [i for k in stages for i in pipeline.stages[k]], storage)
+    state += vocabulary_state(model, storage, request.mesh.pp)
+    kinds = {**state.device, "saved": pipeline.timeline.peak_activation_bytes[rank]}
     return RankPlan(
         stages=stages,
-        vocabulary_bytes=vocabulary,
-        state_bytes=state,
-        activation_bytes=activations,
-        peak_bytes=state + activations,
+        vocabulary_bytes=pipeline.vocabulary.parameter_bytes if pipeline.vocabulary else 0,
+        kinds={kind: bytes_ for kind, bytes_ in kinds.items() if bytes_},
+        action="",
+        peak_bytes=sum(kinds.values()),
+        host_bytes=state.host.total() + host_peak_bytes(pipeline.timeline, rank),
     )
 
 

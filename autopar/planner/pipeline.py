@@ -6,27 +6,37 @@ schedule is generated twice, first with equal passes.
 
 from __future__ import annotations
 
+import math
+import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from autopar.cost_models import collective, step
-from autopar.errors import ArgumentError, PlanError, ScheduleError, StageError
+from autopar.errors import ArgumentError, BudgetError, PlanError, ScheduleError, StageError
 from autopar.graph import Block, Call, Model, info
-from autopar.passes.vocabulary import STAGELESS
+from autopar.options import Options
+from autopar.passes.vocabulary import STAGELESS, VOCABULARY
+from autopar.planner.activations import Activations, Alternative
 from autopar.planner.block_costs import BlockCost, Machine
+from autopar.planner.fitting import Demand, Fit, fit, pinned
 from autopar.planner.makespan_bounds import makespan_bound
 from autopar.planner.modes import mode_of
-from autopar.planner.prices import STATE_COPIES
-from autopar.planner.stages import Partition, Unit, even_partition, partition
+from autopar.planner.offload import device_inflight, offloaded_stages
+from autopar.planner.rank_memory import State, Storage, rank_state, vocabulary_state
+from autopar.planner.stages import Partition, Unit
 from autopar.planner.synthesis import synthesize
 from autopar.planner.vocabulary_costs import VocabularyCost, vocabulary_cost
+from autopar.planner.zero import MoveCosts, weight_moves
 from autopar.schedules import Costs, Schedule, Timeline, generate, lower, simulate_timeline
 from autopar.schedules.flow import COMPUTE
 from autopar.schedules.greedy import Job
+from autopar.schedules.offloads import LEAST_BYTES, offload_activations
 from autopar.schedules.pass_times import PassTimes
 from autopar.schedules.registry import SCHEDULES
+from autopar.schedules.weight_moves import WeightMoves
 
 SYNTHESIZED = "synthesized"
 """The name of a schedule that is made for the costs at hand instead of taken from the literature."""
@@ -34,18 +44,22 @@ SYNTHESIZED = "synthesized"
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is pinned of a pipeline: schedule by name, stages per rank, how the vocabulary is computed."""
+    """What is pinned of a pipeline: schedule by name, stages per rank, how the vocabulary is computed, in how many
+    chunks of tokens its logits; ``spared_bytes`` of a rank's budget are left for what no stage is charged with."""
 
     schedule: str
     vocabulary: str
     chunks: int | None = None
+    head_chunks: int = 1
+    spared_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Pipeline:
     """``stages`` are the calls of each stage; ``inflight[k]`` how many microbatches of stage k its rank keeps when it
     keeps the most. ``bound_seconds`` is a proven bound on the slowest rank's passes of one microbatch,
-    ``order_seconds`` one on the step of these stages, whatever the order of their passes (0: none was looked for)."""
+    ``order_seconds`` one on the step of these stages, whatever the order of their passes (0: none was looked for).
+    ``chosen`` is what each call recomputes."""
 
     stages: tuple[tuple[int, ...], ...]
     schedule: Schedule
@@ -54,6 +68,27 @@ class Pipeline:
     bound_seconds: float
     order_seconds: float
     vocabulary: VocabularyCost | None
+    activations: Activations
+    chosen: Mapping[int, Alternative]
+
+    def saved_bytes(self, stage: int) -> int:
+        """What the stage keeps of a microbatch from its forward to its backward."""
+        return self.activations.stage_bytes(self.stages[stage], self.chosen)
+
+    def recompute_seconds(self, stage: int) -> float:
+        """What recomputation adds to the stage's backward of a microbatch."""
+        return math.fsum(self.chosen[i].seconds for i in self.stages[stage])
+
+
+@dataclass(frozen=True)
+class Pins:
+    """What a plan says: the first unit of each stage, the list of a schedule that has no name, and for each unit the
+    names of the first and last op of each region that it recomputes; the stages whose activations are offloaded."""
+
+    starts: Sequence[int]
+    actions: str | None
+    recompute: Sequence[Sequence[Sequence[str]]]
+    offloads: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -67,7 +102,27 @@ class _Parts:
     machine: Machine
     microbatches: int
     wanted: Wanted
+    options: Options
     vocabulary: VocabularyCost | None
+    activations: Activations
+
+    @property
+    def budget_bytes(self) -> int:
+        return self.options.budget_bytes or self.machine.device.memory_bytes
+
+    @property
+    def storage(self) -> Storage:
+        return Storage.of(self.options, self.machine.sizes["dp"])
+
+    @property
+    def vocabulary_state(self) -> State:
+        return vocabulary_state(self.model, self.storage, self.machine.sizes["pp"])
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What every rank holds beside its stages: of a split vocabulary, state and logits of one microbatch."""
+        kept = self.vocabulary.logits_bytes + self.vocabulary.chunk_bytes if self.vocabulary else 0
+        return self.vocabulary_state.device_bytes + kept + self.wanted.spared_bytes
 
 
 def lay_out(
@@ -76,40 +131,77 @@ def lay_out(
     machine: Machine,
     microbatches: int,
     wanted: Wanted,
-    starts: Sequence[int] | None = None,
-    actions: str | None = None,
+    options: Options,
+    activations: Activations,
+    pins: Pins | None = None,
 ) -> Pipeline:
-    """Cut ``model`` (local on all axes) and schedule it. With ``starts``, take that cut; with ``actions``, that list.
+    """Cut ``model`` (local on all axes), choose what it recomputes, and schedule it; or take that from ``pins``.
 
     Raises StageError, ScheduleError, ArgumentError or PlanError.
     """
     calls = [i for i, call in enumerate(model.calls) if model.block_of(call).kind not in STAGELESS]
-    units = [_unit(model, model.calls[i], i, costs, machine) for i in calls]
-    vocabulary = vocabulary_cost(model, mode_of(wanted.vocabulary).head, costs, machine)
-    parts = _Parts(model, calls, units, costs, machine, microbatches, wanted, vocabulary)
-    if actions is not None:
-        written = Schedule.from_text(actions)
-        return _pipeline(parts, written, starts, lambda costs, _: lower(written, costs.seconds))
+    storage = Storage.of(options, machine.sizes["dp"])
+    units = [_unit(model, model.calls[i], i, costs, machine, storage) for i in calls]
+    vocabulary = vocabulary_cost(model, mode_of(wanted.vocabulary).head, costs, machine, wanted.head_chunks)
+    parts = _Parts(model, calls, units, costs, machine, microbatches, wanted, options, vocabulary, activations)
+    if pins is not None and pins.actions is not None:
+        written = Schedule.from_text(pins.actions)
+        return _pipeline(parts, written, pins, lambda costs, _: lower(written, costs.seconds))
     if wanted.schedule != SYNTHESIZED:
         name = _schedule_name(wanted, machine.sizes["pp"])
         draft = _generate(parts, name, wanted.chunks, None)
-        return _pipeline(parts, draft, starts, partial(_named, parts, name))
-    return _best_synthesized(parts, starts)
+        return _pipeline(parts, draft, pins, partial(_named, parts, name))
+    return _best_synthesized(parts, pins)
 
 
 def _pipeline(
     parts: _Parts,
     draft: Schedule,
-    starts: Sequence[int] | None,
+    pins: Pins | None,
     schedule_for: Callable[[Costs, list[int]], Schedule],
 ) -> Pipeline:
+    """The faster of two ways to fit: with all activations on the device, and with some of them on the host."""
+    offloads = "activations" in parts.options.offload
+    if offloads and draft.is_asynchronous:
+        raise ArgumentError(
+            f"offload of activations, but schedule {parts.wanted.schedule!r} is asynchronous: it keeps versions of "
+            "weights with them, which can't go to the host. Use a synchronous schedule, or leave offload out"
+        )
+    if pins is not None or not offloads:
+        return _laid_out(parts, draft, pins, schedule_for)
+    found, refusals = [], []
+    for away in (False, True):
+        try:
+            found.append(_laid_out(parts, draft, pins, schedule_for, offloads=away))
+        except BudgetError as error:
+            refusals.append(error)
+    if not found:
+        raise min(refusals, key=lambda error: error.needed_bytes)
+    return min(found, key=lambda pipeline: pipeline.timeline.makespan_seconds)  # the first where they are equal
+
+
+def _laid_out(
+    parts: _Parts,
+    draft: Schedule,
+    pins: Pins | None,
+    schedule_for: Callable[[Costs, list[int]], Schedule],
+    *,
+    offloads: bool = False,
+) -> Pipeline:
     """Cut for what ``draft`` keeps, then schedule by the costs of that cut and the bytes left for activations."""
-    cut = _cut(parts, draft.placement, kept_stages(draft), starts)
-    stages = _stages(parts.calls, cut)
+    found = _fit(parts, draft, pins, device_inflight(draft) if offloads else kept_stages(draft))
+    cut, stages = found.cut, _stages(parts.calls, found.cut)
     if draft.is_asynchronous:
         _refuse_ties(parts, stages)
-    costs = _schedule_costs(parts, stages, draft.placement)
-    schedule = schedule_for(costs, _free_bytes(parts, stages, draft))
+    costs = _schedule_costs(parts, stages, draft.placement, found.chosen)
+    free = _free_bytes(parts, stages, draft)
+    # A schedule that is made for the memory would be one for the memory without the host's.
+    room = [sys.maxsize] * len(free) if offloads else free
+    schedule = _with_moves(parts, schedule_for(costs, room), costs)
+    if pins is not None:
+        schedule = offload_activations(schedule, pins.offloads)
+    elif offloads:
+        schedule = offload_activations(schedule, offloaded_stages(schedule, costs, free, parts.budget_bytes))
     return Pipeline(
         stages=stages,
         schedule=schedule,
@@ -118,6 +210,8 @@ def _pipeline(
         bound_seconds=cut.bound_seconds,
         order_seconds=_order_bound(schedule, costs),
         vocabulary=parts.vocabulary,
+        activations=parts.activations,
+        chosen=found.chosen,
     )
 
 
@@ -133,7 +227,7 @@ def _named(parts: _Parts, name: str, costs: Costs, free_bytes: list[int]) -> Sch
     return lower(_generate(parts, name, parts.wanted.chunks, PassTimes.of(costs)), costs.seconds)
 
 
-def _best_synthesized(parts: _Parts, starts: Sequence[int] | None) -> Pipeline:
+def _best_synthesized(parts: _Parts, pins: Pins | None) -> Pipeline:
     """The fastest over the placements that the pinned number of chunks allows."""
     ranks, chunks = parts.machine.sizes["pp"], parts.wanted.chunks
     name = _schedule_name(parts.wanted, ranks)
@@ -146,7 +240,7 @@ def _best_synthesized(parts: _Parts, starts: Sequence[int] | None) -> Pipeline:
     found, refusals = [], []
     for draft in drafts:
         try:
-            found.append(_pipeline(parts, draft, starts, partial(_synthesized, draft)))
+            found.append(_pipeline(parts, draft, pins, partial(_synthesized, draft)))
         except (StageError, ScheduleError) as error:
             refusals.append(error)  # another placement may fit into the memory
     if not found:
@@ -169,11 +263,18 @@ def _synthesized(draft: Schedule, costs: Costs, free_bytes: list[int]) -> Schedu
 
 def _free_bytes(parts: _Parts, stages: tuple[tuple[int, ...], ...], draft: Schedule) -> list[int]:
     """Per pipeline rank, what it has left beside parameters, gradients and optimizer."""
-    rows = parts.vocabulary.parameter_bytes if parts.vocabulary else 0
-    held = [rows] * draft.ranks
+    held = [parts.vocabulary_state.device_bytes] * draft.ranks
     for home, stage in zip(draft.placement, stages, strict=True):
-        held[home] += sum(parts.costs[parts.model.calls[i].block].parameter_bytes for i in stage)
-    return [max(0, parts.machine.device.memory_bytes - STATE_COPIES * bytes_) for bytes_ in held]
+        held[home] += rank_state(parts.model, stage, parts.storage).device_bytes
+    return [max(0, parts.budget_bytes - parts.wanted.spared_bytes - bytes_) for bytes_ in held]
+
+
+def _with_moves(parts: _Parts, schedule: Schedule, costs: Costs) -> Schedule:
+    """The same list of compute actions, with those that gather weights and scatter gradients."""
+    moves = weight_moves(parts.model, parts.options, parts.machine.sizes)
+    if moves == WeightMoves():
+        return schedule
+    return lower(Schedule.from_text(compute_only(schedule)), costs.seconds, moves)
 
 
 def compute_only(schedule: Schedule) -> str:
@@ -238,12 +339,12 @@ def kept_stages(schedule: Schedule) -> tuple[int, ...]:
     return tuple(most)
 
 
-def _unit(model: Model, call: Call, index: int, costs: list[BlockCost], machine: Machine) -> Unit:
+def _unit(model: Model, call: Call, index: int, costs: list[BlockCost], machine: Machine, storage: Storage) -> Unit:
     cost = costs[call.block]
     crossing = _crossing_bytes(model, index)
     seconds = 2 * collective.seconds("send", crossing, 2, machine.links["pp"]) if machine.sizes["pp"] > 1 else 0.0
     name = call.path or model.block_of(call).name
-    return Unit(name, cost.seconds, STATE_COPIES * cost.parameter_bytes, cost.saved_bytes, seconds, call.block)
+    return Unit(name, cost.seconds, rank_state(model, [index], storage).device_bytes, 0, seconds, call.block)
 
 
 def _crossing_bytes(model: Model, index: int) -> int:
@@ -261,14 +362,32 @@ def _block_of(model: Model, call: int) -> Block:
     return model.block_of(model.calls[call])
 
 
-def _cut(parts: _Parts, placement: Sequence[int], inflight: Sequence[int], starts: Sequence[int] | None) -> Partition:
-    if starts is not None:
-        return _pinned_cut(parts, placement, starts)
-    if not mode_of(parts.wanted.vocabulary).balanced:
-        return even_partition(parts.units, len(placement), placement)
-    reserved = parts.vocabulary.held_bytes if parts.vocabulary else 0
-    budget = max(0, parts.machine.device.memory_bytes - reserved)
-    return partition(parts.units, inflight, budget, placement)
+def _fit(parts: _Parts, draft: Schedule, pins: Pins | None, inflight: tuple[int, ...]) -> Fit:
+    """The cut, and what each call recomputes."""
+    asynchronous = draft.is_asynchronous
+    if asynchronous and parts.options.recompute in ("full", "selective"):
+        raise ArgumentError(
+            f"recompute={parts.options.recompute!r}, but schedule {parts.wanted.schedule!r} is asynchronous: by its "
+            "backward the weights are others than those to recompute with. Use a synchronous schedule, or "
+            "recompute='none'"
+        )
+    demand = Demand(
+        model=parts.model,
+        calls=parts.calls,
+        units=parts.units,
+        activations=parts.activations,
+        inflight=inflight,
+        placement=draft.placement,
+        budget_bytes=parts.budget_bytes,
+        reserved_bytes=parts.reserved_bytes,
+        even=not mode_of(parts.wanted.vocabulary).balanced,
+        mode="none" if asynchronous else parts.options.recompute,
+    )
+    if pins is None:
+        return fit(demand)
+    choices = [parts.activations.choices[parts.model.calls[i].block] for i in parts.calls]
+    named = [choice.named(ends) for choice, ends in zip(choices, pins.recompute, strict=True)]
+    return pinned(demand, _pinned_cut(parts, draft.placement, pins.starts), dict(zip(parts.calls, named, strict=True)))
 
 
 def _pinned_cut(parts: _Parts, placement: Sequence[int], starts: Sequence[int]) -> Partition:
@@ -276,9 +395,7 @@ def _pinned_cut(parts: _Parts, placement: Sequence[int], starts: Sequence[int]) 
     fits = len(starts) == len(placement) and all(a < b for a, b in zip(starts, ends, strict=True))
     if not fits:
         raise PlanError(f"the plan cuts {len(parts.units)} units at {list(starts)}, which makes no stages: plan again")
-    seconds = [sum(u.seconds for u in parts.units[a:b]) for a, b in zip(starts, ends, strict=True)]
-    slowest = max(sum(s for s, r in zip(seconds, placement, strict=True) if r == rank) for rank in set(placement))
-    return Partition(tuple(starts), slowest, 0.0)
+    return Partition(tuple(starts), 0.0, 0.0)
 
 
 def _stages(calls: list[int], cut: Partition) -> tuple[tuple[int, ...], ...]:
@@ -293,23 +410,45 @@ def _step_seconds(parts: _Parts, per_stage: list[list[BlockCost]], placement: Se
     return tuple(step.optimizer_seconds(count, parts.machine.device) for count in elements)
 
 
-def _schedule_costs(parts: _Parts, stages: tuple[tuple[int, ...], ...], placement: Sequence[int]) -> Costs:
+def _schedule_costs(
+    parts: _Parts,
+    stages: tuple[tuple[int, ...], ...],
+    placement: Sequence[int],
+    chosen: Mapping[int, Alternative],
+) -> Costs:
     model, machine, vocabulary = parts.model, parts.machine, parts.vocabulary
     per_stage = [[parts.costs[model.calls[i].block] for i in stage] for stage in stages]
-    state = [sum(c.parameter_bytes for c in stage) for stage in per_stage]
     cut = {i: unit.cut_seconds / 2 for i, unit in zip(parts.calls, parts.units, strict=True)}
     send_backward = tuple(0.0 if k == 0 else cut[stage[0]] for k, stage in enumerate(stages))
-    reduce = tuple(collective.seconds("all_reduce", b, machine.sizes["dp"], machine.links["dp"]) for b in state)
+    moves = MoveCosts(model, parts.options, machine.links, machine.sizes)
+    tables = [i for i, call in enumerate(model.calls) if model.block_of(call).kind == VOCABULARY]
     return Costs(
         forward_seconds=tuple(sum(c.forward_seconds for c in s) for s in per_stage),
-        backward_seconds=tuple(sum(c.backward_seconds for c in s) for s in per_stage),
+        backward_seconds=tuple(
+            sum(c.backward_seconds for c in s) + sum(chosen[i].seconds for i in stage)
+            for s, stage in zip(per_stage, stages, strict=True)
+        ),
         send_forward_seconds=(*send_backward[1:], 0.0),
         send_backward_seconds=send_backward,
-        reduce_seconds=reduce,
-        activation_bytes=tuple(sum(c.saved_bytes for c in s) for s in per_stage),
+        reduce_seconds=tuple(map(moves.reduce_seconds, stages)),
+        gather_seconds=tuple(map(moves.gather_seconds, stages)),
+        scatter_seconds=tuple(map(moves.scatter_seconds, stages)),
+        gather_vocabulary_seconds=moves.gather_seconds(tables) / machine.sizes["pp"],
+        activation_bytes=tuple(parts.activations.stage_bytes(stage, chosen) for stage in stages),
         step_seconds=_step_seconds(parts, per_stage, placement),
         weight_seconds=tuple(sum(c.weight_seconds for c in s) for s in per_stage),
         later_bytes=tuple(sum(c.later_bytes for c in s) for s in per_stage),
         vocabulary_seconds=vocabulary.seconds if vocabulary else {},
         logits_bytes=vocabulary.logits_bytes if vocabulary else 0,
+        **_offload_costs(parts, stages, chosen),
     )
+
+
+def _offload_costs(
+    parts: _Parts, stages: tuple[tuple[int, ...], ...], chosen: Mapping[int, Alternative]
+) -> dict[str, Any]:
+    rate = parts.machine.device.host_bytes_per_second
+    if "activations" not in parts.options.offload or not rate:
+        return {}
+    moved = tuple(parts.activations.movable_bytes(stage, chosen, LEAST_BYTES) for stage in stages)
+    return {"offload_bytes": moved, "offload_seconds": tuple(bytes_ / rate for bytes_ in moved)}

@@ -97,17 +97,26 @@ class MicrobatchPrices:
 
 def op_seconds(node: fx.Node, op: Op, rule: Rule, choice: Choice, size: int, device: Device) -> float:
     """Roofline seconds of forward plus backward of the part one rank computes."""
+    return sum(pass_seconds(node, op, rule, choice, size, device))
+
+
+def pass_seconds(
+    node: fx.Node, op: Op, rule: Rule, choice: Choice, size: int, device: Device
+) -> tuple[float, float]:
+    """The same, forward and backward apart: a product has one more in the backward for each factor with a gradient."""
     if is_view(node):
-        return 0.0
+        return 0.0, 0.0
     split = choice.result.is_shard or any(kind.is_shard for kind in choice.operands)
     flops = rule.flops(op) / (size if split else 1)
     moved = sum(_local_bytes(m, k, size) for m, k in zip(op.operands, choice.operands, strict=True))
     moved += sum(_local_bytes(m, choice.result, size) for m in op.outputs)
-    forward = compute.seconds(flops, moved, dtype_name(op.result.dtype), device)
+    moved += rule.inner_bytes(op) // (size if split else 1)
+    factor = op.operands[0] if flops else op.result  # a loss of bf16 products is float32
+    forward = compute.seconds(flops, moved, dtype_name(factor.dtype), device)
     if not op.result.needs_grad:
-        return forward
+        return forward, 0.0
     factors = max(1, sum(m.needs_grad for m in op.operands)) if flops else 1
-    return forward + factors * compute.seconds(flops, moved, dtype_name(op.result.dtype), device)
+    return forward, (factors + rule.repeats) * forward
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -13,7 +13,7 @@ from torch import fx
 
 from autopar.errors import PlanError, ShardingError
 from autopar.graph import INPUT_CALL, Choice, Model, info, op_name, operands, where
-from autopar.passes.vocabulary import VOCABULARY, head_of, is_head, vocabulary_dims
+from autopar.passes.vocabulary import CASTS, VOCABULARY, head_of, is_head, vocabulary_dims
 from autopar.planner.onehot import Edge, Problem, Solution, Vertex, solve
 from autopar.planner.prices import FORBIDDEN_SECONDS, STATE_COPIES, Prices
 from autopar.rules import has_rule, lookup
@@ -209,9 +209,17 @@ def _parameter_vertex(build: _Build, number: int, node: fx.Node, count: int) -> 
     elif not build.problem.splits_batch and meta.needs_grad:
         kinds += _shards(build.splits[number, node], meta.shape, size)
     parts = [size if k.is_shard else 1 for k in kinds]
-    stored = [meta.bytes * STATE_COPIES // part for part in parts]
+    stored = [_state_bytes(build.model, number, node) // part for part in parts]
     seconds = [build.problem.prices.update(meta.numel // part) if meta.needs_grad else 0.0 for part in parts]
     _vertex(build, (number, node), [Choice((), k) for k in kinds], seconds, stored, count, node.name)
+
+
+def _state_bytes(model: Model, number: int, node: fx.Node) -> int:
+    """Of a parameter: what is trained, its gradient and moments; and the working copy, where that is another."""
+    position, meta = model.blocks[number].parameters.index(node), info(node).meta
+    name = next(call.parameters[position] for call in model.calls if call.block == number)
+    master = model.parameters[name].master
+    return STATE_COPIES * meta.bytes if master is None else meta.bytes + STATE_COPIES * meta.numel * master.itemsize
 
 
 def _shards(splits: Splits, shape: tuple[int, ...], size: int) -> list[Type]:
@@ -321,12 +329,15 @@ def _edge(
 def _may_change(build: _Build, source: Key, pair: tuple[Type, Type], between: bool, from_tables: bool) -> bool:
     """Which changes of type are left out of the problem.
 
-    Parameters are used where they are stored (``I -> R`` costs one reduction a step and moves nothing). Between calls
+    Parameters are used where they are stored (``I -> R`` costs one reduction a step and moves nothing), and casts of
+    them too: what changes changes before the cast, where it can be hoisted. Between calls
     nothing changes on an axis that others are solved after, but totals over the batch: a change of one axis has to be a
     node of a block, where the rules of the later axes see it.
     """
     if _is_parameter(source):
         return pair == (I, R)
+    if _is_parameter_cast(source):
+        return False
     if between and build.problem.splits_batch:
         return from_tables and pair == (P, R)
     return True
@@ -341,6 +352,11 @@ def _is_parameter(key: Key) -> bool:
     if op_name(node) == "convert":
         return _is_parameter((block, operands(node)[0]))
     return info(node).role == "parameter"
+
+
+def _is_parameter_cast(key: Key) -> bool:
+    block, node = key
+    return isinstance(node, fx.Node) and op_name(node) in CASTS and _is_parameter((block, operands(node)[0]))
 
 
 def _ties(build: _Build) -> tuple[tuple[int, int], ...]:

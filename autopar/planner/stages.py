@@ -9,11 +9,11 @@ Objective
     min T (the slowest rank sets the pace of a pipeline), then L at that T, then M at both
 Constraints
     seconds_k = time[c_{k+1}] - time[c_k] + send[c_k] + send[c_{k+1}]   prefix sums by element  :func:`_stage_seconds`
-    bytes_k   = state[c_{k+1}] - state[c_k] + inflight_k * (saved[c_{k+1}] - saved[c_k])        :func:`_stage_bytes`
+    bytes_k   = state[c_{k+1}] - state[c_k] + inflight_k * (saved[c_{k+1}] - saved[c_k] + shared)  :func:`_stage_bytes`
     T, M      : sums over the stages of a rank; bytes of a rank <= budget                       :func:`_per_rank`
 
 ``inflight_k`` is how many microbatches the schedule keeps between forward and backward of stage k when its rank keeps
-the most.
+the most; ``shared`` is what the units of a stage keep together, once each microbatch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 from ortools.sat.python import cp_model
 
-from autopar.errors import StageError
+from autopar.errors import BudgetError, StageError
 from autopar.plan import bytes_text
 
 _NANOSECOND = 1e-9
@@ -61,6 +61,7 @@ def partition(
     inflight: Sequence[int],
     budget_bytes: int | None,
     placement: Sequence[int] | None = None,
+    shared_bytes: int = 0,
 ) -> Partition:
     """The best contiguous partition into ``len(inflight)`` stages; ``placement[k]`` is stage k's rank (None: k).
 
@@ -68,11 +69,11 @@ def partition(
     """
     stages = len(inflight)
     placement = range(stages) if placement is None else placement
-    _check_count(units, stages, len(set(placement)))
+    check_count(units, stages, len(set(placement)))
     model = cp_model.CpModel()
     cuts = _cuts(model, len(units), stages)
     seconds = _stage_seconds(model, units, cuts)
-    bytes_ = _per_rank(_stage_bytes(model, units, cuts, inflight), placement)
+    bytes_ = _per_rank(_stage_bytes(model, units, cuts, inflight, shared_bytes), placement)
     if budget_bytes is not None:
         for term in bytes_:
             model.add(term <= budget_bytes // _KIB)
@@ -82,7 +83,7 @@ def partition(
     model.minimize(slowest)
     solver = _solve(model)
     if solver is None:
-        raise _too_large(units, inflight, budget_bytes, placement)
+        raise too_large(stages, budget_bytes or 0, _least(units, inflight, placement, shared_bytes))
     bound = solver.best_objective_bound * _NANOSECOND
     for settled, objective in ((slowest, longest), (longest, largest)):
         model.add(settled <= solver.value(settled))
@@ -102,7 +103,7 @@ def even_partition(units: Sequence[Unit], stages: int, placement: Sequence[int] 
     kinds = Counter(unit.kind for unit in units)
     most = kinds.most_common(1)[0][0]
     layers = [i for i, unit in enumerate(units) if unit.kind == most]
-    _check_count([units[i] for i in layers], stages, len(set(placement)))
+    check_count([units[i] for i in layers], stages, len(set(placement)))
     size, more = divmod(len(layers), stages)
     firsts = list(itertools.accumulate((size + (k < more) for k in range(stages - 1)), initial=0))
     starts = (0, *(layers[first] for first in firsts[1:]))
@@ -111,7 +112,8 @@ def even_partition(units: Sequence[Unit], stages: int, placement: Sequence[int] 
     return Partition(starts, max(_per_rank(seconds, placement)), 0.0)
 
 
-def _check_count(units: Sequence[Unit], stages: int, ranks: int) -> None:
+def check_count(units: Sequence[Unit], stages: int, ranks: int) -> None:
+    """Raises StageError where there are fewer units than stages."""
     if len(units) >= stages:
         return
     chunks = stages // ranks
@@ -144,21 +146,38 @@ def _solve(model: cp_model.CpModel) -> cp_model.CpSolver | None:
     return solver if solver.solve(model) in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
 
 
-def _too_large(
-    units: Sequence[Unit], inflight: Sequence[int], budget_bytes: int | None, placement: Sequence[int]
-) -> StageError:
-    """What the leanest cut needs."""
+def too_large(stages: int, budget_bytes: int, least_bytes: int, how: str = "", hint: str = "") -> BudgetError:
+    """The refusal that says what would do; ``how`` is the leanest way, ``hint`` one more way out."""
+    return BudgetError(
+        f"no cut into {stages} stages fits the {bytes_text(budget_bytes)} that a rank has for them: the leanest needs "
+        f"{bytes_text(least_bytes)}{how} ({least_bytes} bytes). Use {hint}a schedule that keeps fewer microbatches "
+        "(1f1b instead of gpipe, v-half), more stages, tp, ZeRO, or smaller microbatches",
+        least_bytes,
+    )
+
+
+def leanest_partition(
+    units: Sequence[Unit], inflight: Sequence[int], placement: Sequence[int], shared_bytes: int = 0
+) -> Partition:
+    """The partition whose largest rank is smallest."""
+    return _leanest(units, inflight, placement, shared_bytes)[0]
+
+
+def _least(units: Sequence[Unit], inflight: Sequence[int], placement: Sequence[int], shared_bytes: int) -> int:
+    return _leanest(units, inflight, placement, shared_bytes)[1]
+
+
+def _leanest(
+    units: Sequence[Unit], inflight: Sequence[int], placement: Sequence[int], shared_bytes: int
+) -> tuple[Partition, int]:
+    """And what its largest rank needs."""
     model = cp_model.CpModel()
     cuts = _cuts(model, len(units), len(inflight))
-    largest = _maximum(model, _per_rank(_stage_bytes(model, units, cuts, inflight), placement), "largest")
-    model.minimize(largest)
+    bytes_ = _per_rank(_stage_bytes(model, units, cuts, inflight, shared_bytes), placement)
+    model.minimize(_maximum(model, bytes_, "largest"))
     solver = _solve(model)
-    least = bytes_text(solver.value(largest) * _KIB) if solver is not None else "more"
-    return StageError(
-        f"no cut into {len(inflight)} stages fits the {bytes_text(budget_bytes or 0)} that a rank has for them: the "
-        f"leanest needs {least}. Use a schedule that keeps fewer microbatches (1f1b instead of gpipe, v-half), more "
-        "stages, tp, or smaller microbatches"
-    )
+    assert solver is not None  # only the order of the cuts constrains it
+    return Partition(tuple(solver.value(c) for c in cuts[:-1]), 0.0, 0.0), round(solver.objective_value) * _KIB
 
 
 def _cuts(model: cp_model.CpModel, units: int, stages: int) -> list[cp_model.IntVar]:
@@ -185,12 +204,14 @@ def _stage_bytes(
     units: Sequence[Unit],
     cuts: list[cp_model.IntVar],
     inflight: Sequence[int],
+    shared_bytes: int,
 ) -> Sequence[cp_model.LinearExprT]:
     state = _prefix([_kib(u.state_bytes) for u in units])
     saved = _prefix([_kib(u.saved_bytes) for u in units])
     held = [_element(model, state, cut, "state") for cut in cuts]
     kept = [_element(model, saved, cut, "saved") for cut in cuts]
-    return [held[k + 1] - held[k] + inflight[k] * (kept[k + 1] - kept[k]) for k in range(len(inflight))]
+    shared = _kib(shared_bytes)
+    return [held[k + 1] - held[k] + inflight[k] * (kept[k + 1] - kept[k] + shared) for k in range(len(inflight))]
 
 
 def _element(model: cp_model.CpModel, table: list[int], index: cp_model.IntVar, name: str) -> cp_model.IntVar:

@@ -7,22 +7,25 @@ from dataclasses import dataclass
 
 from autopar.cost_models import collective, compute
 from autopar.graph import Block, Meta, Model, info
-from autopar.passes.vocabulary import head_of, vocabulary_calls, vocabulary_dims
+from autopar.passes.vocabulary import Head, head_of, vocabulary_calls, vocabulary_dims
 from autopar.planner.block_costs import BlockCost, Machine
 from autopar.planner.prices import STATE_COPIES
 from autopar.schedules.flow import VOCABULARY_KINDS
 
 _STATISTICS = 4  # numbers per token that ranks exchange
+_KEPT_NUMBERS = 8  # per token, that a head in chunks keeps: statistics, maximum, correction, slope, the target's row
 _WIDE = 4  # bytes of a float32
+_CHUNK_COPIES = 2  # of a chunk's logits at once: as made, and in float32
 
 
 @dataclass(frozen=True)
 class VocabularyCost:
     """``seconds`` per pass and exchange, one value per pipeline rank. ``parameters`` and ``parameter_bytes`` are a
-    rank's; ``logits_bytes`` are kept from ``S`` to ``T``."""
+    rank's; ``logits_bytes`` are kept from ``S`` to ``T``, ``chunk_bytes`` only while a pass runs."""
 
     seconds: Mapping[str, tuple[float, ...]]
     logits_bytes: int
+    chunk_bytes: int
     parameters: int
     parameter_bytes: int
     has_embedding: bool
@@ -35,25 +38,30 @@ class VocabularyCost:
     @property
     def held_bytes(self) -> int:
         """State of a rank's rows, and the logits of one microbatch."""
-        return STATE_COPIES * self.parameter_bytes + self.logits_bytes
+        return STATE_COPIES * self.parameter_bytes + self.logits_bytes + self.chunk_bytes
 
 
-def vocabulary_cost(model: Model, head: str, costs: list[BlockCost], machine: Machine) -> VocabularyCost | None:
-    """None where the vocabulary's layers are in stages. ``model`` is local to all axes but ``pp``."""
+def vocabulary_cost(
+    model: Model, head: str, costs: list[BlockCost], machine: Machine, chunks: int = 1
+) -> VocabularyCost | None:
+    """None where the vocabulary's layers are in stages. ``model`` is local to all axes but ``pp``; logits are made in
+    ``chunks`` parts."""
     calls = vocabulary_calls(model)
     if calls is None:
         return None
     ranks, call = machine.sizes["pp"], model.calls[calls.head]
-    seconds = _head_seconds(model.block_of(call), head, costs[call.block], machine)
+    seconds = _head_seconds(model.block_of(call), head, costs[call.block], machine, chunks)
     used = [calls.head]
     if calls.embedding is not None:
         used.append(calls.embedding)
         seconds |= _embedding_seconds(model.block_of(model.calls[calls.embedding]), machine)
     tables = _tables(model, used)
-    logits = head_of(model.block_of(call)).logits
+    found = head_of(model.block_of(call))
+    logits_bytes = info(found.logits).meta.numel * _WIDE // ranks
     return VocabularyCost(
         seconds={kind: (value,) * ranks for kind, value in seconds.items()},
-        logits_bytes=info(logits).meta.numel * _WIDE // ranks,
+        logits_bytes=logits_bytes if chunks == 1 else _kept_of_chunks(found, head),
+        chunk_bytes=0 if chunks == 1 else _CHUNK_COPIES * logits_bytes // chunks,
         parameters=sum(meta.numel for meta in tables.values()) // ranks,
         parameter_bytes=sum(meta.bytes for meta in tables.values()) // ranks,
         has_embedding=calls.embedding is not None,
@@ -70,8 +78,18 @@ def _tables(model: Model, calls: list[int]) -> dict[str, Meta]:
     }
 
 
-def _head_seconds(block: Block, algorithm: str, cost: BlockCost, machine: Machine) -> dict[str, float]:
-    """``S`` and ``T`` share a head's forward and backward; ``vocab-2`` makes the input's gradient in ``S``."""
+def _kept_of_chunks(head: Head, algorithm: str) -> int:
+    """Numbers per token; for ``vocab-2``, the two terms of the input's gradient. The input is kept anyway."""
+    tokens = info(head.targets).meta.numel
+    terms = 2 * info(head.x).meta.bytes if algorithm == "vocab-2" else 0
+    return _KEPT_NUMBERS * _WIDE * tokens + terms
+
+
+def _head_seconds(block: Block, algorithm: str, cost: BlockCost, machine: Machine, chunks: int) -> dict[str, float]:
+    """``S`` and ``T`` share a head's forward and backward; ``vocab-2`` makes the input's gradient in ``S``.
+
+    In chunks, ``T`` makes the logits again.
+    """
     ranks, link = machine.sizes["pp"], machine.links["pp"]
     head = head_of(block)
     hidden = info(head.x).meta
@@ -79,17 +97,18 @@ def _head_seconds(block: Block, algorithm: str, cost: BlockCost, machine: Machin
     sweep = _sweep(info(head.logits).meta.numel / ranks, machine)
     forward, backward = cost.forward_seconds / ranks + sweep, cost.backward_seconds / ranks + sweep
     early = backward - cost.weight_seconds / ranks - sweep if algorithm == "vocab-2" else 0.0
+    again = forward if chunks > 1 else 0.0
     seconds = {
         "S": forward + early,
-        "T": backward - early,
+        "T": backward - early + again,
         "CAST_X": collective.seconds("broadcast", hidden.bytes, ranks, link),
         "STATS": collective.seconds("all_gather", _STATISTICS * _WIDE * tokens * ranks, ranks, link),
         "SUM_X": collective.seconds("all_reduce", hidden.bytes, ranks, link),
     }
     if algorithm == "naive":
         seconds |= {
-            "S": forward - sweep,
-            "U": sweep,
+            "S": forward - sweep if chunks == 1 else forward,
+            "U": sweep if chunks == 1 else 0.0,
             "MAX": collective.seconds("all_reduce", _WIDE * tokens, ranks, link),
         }
     return seconds

@@ -1,15 +1,19 @@
-"""Timelines to look at: SVG, a page, a trace for Perfetto, and what a real run measured beside the prediction."""
+"""Timelines and memory to look at, and what a real or simulated run measured beside the prediction."""
 
 from autopar.report.chrome_trace import chrome_trace
 from autopar.report.measured import Comparison, MeasuredRank, compare, merged_trace, read_steps, record
+from autopar.report.memory import MemoryReport, memory_report, memory_svg
 from autopar.report.timeline_html import timeline_html
 from autopar.report.timeline_svg import timeline_svg
 
 __all__ = [
     "Comparison",
     "MeasuredRank",
+    "MemoryReport",
     "chrome_trace",
     "compare",
+    "memory_report",
+    "memory_svg",
     "merged_trace",
     "read_steps",
     "record",

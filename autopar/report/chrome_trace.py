@@ -84,7 +84,7 @@ def _thread(event: Event) -> str:
 
 
 def _thread_order(name: str) -> tuple[int, str]:
-    order = ("passes", "waits", "sends", "exchanges", "reductions")
+    order = ("passes", "waits", "sends", "exchanges", "reductions", "offloads", "fetches")
     return order.index(name.split(" ", maxsplit=1)[0]), name
 
 

@@ -11,8 +11,8 @@ from autopar.schedules.flow import is_exchange, is_send
 from autopar.schedules.looks import LOOKS
 from autopar.schedules.timeline import Event, Kept, Timeline
 
-LANES: Final = ("activations", "gradients", "reductions")
-"""What runs beside the compute of each rank: what it sends forward and back, and its reductions."""
+LANES: Final = ("activations", "gradients", "reductions", "offloads", "fetches")
+"""What runs beside the compute of each rank: what it sends forward and back, its reductions, copies to the host."""
 
 NOUNS: Final[Mapping[str, str]] = {
     **{kind: look.name for kind, look in LOOKS.items()},
@@ -20,6 +20,13 @@ NOUNS: Final[Mapping[str, str]] = {
     "SEND_B": "send of gradients",
     "RECV_F": "wait for activations",
     "RECV_B": "wait for gradients",
+    "GATHER": "gather of weights",
+    "GATHER_F": "gather of weights for the forward",
+    "GATHER_B": "gather of weights for the backward",
+    "GATHER_V": "gather of the vocabulary tables",
+    "SCATTER": "reduce-scatter of gradients",
+    "OFFLOAD": "offload of activations",
+    "FETCH": "fetch of activations",
     "REDUCE": "gradient reduction",
     "REDUCE_V": "gradient reduction of the vocabulary tables",
     "SUM_E": "sum of the embedding's parts",
@@ -29,6 +36,8 @@ NOUNS: Final[Mapping[str, str]] = {
     "STATS": "exchange of the softmax statistics",
     "SUM_X": "sum of the gradient of the last stage's output",
 }
+_COPIES: Final[Mapping[str, str]] = {"OFFLOAD": "offloads", "FETCH": "fetches"}
+_REDUCTIONS: Final = ("GATHER", "GATHER_F", "GATHER_B", "GATHER_V", "SCATTER", "REDUCE", "REDUCE_V")
 
 
 def described(action: Action) -> str:
@@ -87,4 +96,4 @@ def lane_of(action: Action) -> str | None:
         return "activations" if action.kind == "SEND_F" else "gradients"
     if is_exchange(action):
         return "exchanges"
-    return "reductions" if action.kind in ("REDUCE", "REDUCE_V") else None
+    return "reductions" if action.kind in _REDUCTIONS else _COPIES.get(action.kind)

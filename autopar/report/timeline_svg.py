@@ -30,12 +30,16 @@ _LANE_COLOURS: Final = {
     "gradients": "#d98a1f",
     "exchanges": "#9b3a70",
     "reductions": "#4f8a3c",
+    "offloads": "#7b63ab",
+    "fetches": "#a3b545",
 }
 _LANE_NAMES: Final = {
     "activations": "activations sent",
     "gradients": "gradients sent",
     "exchanges": "exchanges",
     "reductions": "reductions",
+    "offloads": "activations to the host",
+    "fetches": "activations from the host",
 }
 
 STYLE: Final = """

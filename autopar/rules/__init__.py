@@ -8,6 +8,7 @@ from typing import Final
 
 from autopar.rules import (
     attention,
+    chunked,
     contraction,
     creation,
     indexing,
@@ -31,6 +32,7 @@ _FAMILIES: Final[tuple[dict[str, Rule], ...]] = (
     indexing.RULES,
     attention.RULES,
     loss.RULES,
+    chunked.RULES,
     creation.RULES,
     random.RULES,
     transitions.RULES,

@@ -105,6 +105,10 @@ class Rule(Protocol):
     def linear_sum(self) -> bool:
         """Whether the op only adds or moves elements: its backward needs neither operands nor result."""
 
+    @property
+    def repeats(self) -> int:
+        """How often the backward computes what the forward did again."""
+
     def link(self, op: Op, inputs: Sequence[Splits], output: Splits) -> None:
         """Carry split points between operands and result, both ways, by adding to the sets."""
 
@@ -116,6 +120,9 @@ class Rule(Protocol):
 
     def flops(self, op: Op) -> int:
         """Floating-point operations of the forward call that count (matrix products), else 0."""
+
+    def inner_bytes(self, op: Op) -> int:
+        """Bytes that a pass reads and writes inside of the op, beside operands and result."""
 
     def communication(self, op: Op, choice: Choice, size: int) -> Communication:
         """Collectives inside the op's form."""
@@ -129,6 +136,10 @@ class Whole:
     def linear_sum(self) -> bool:
         return False
 
+    @property
+    def repeats(self) -> int:
+        return 0
+
     def link(self, op: Op, inputs: Sequence[Splits], output: Splits) -> None:
         return
 
@@ -139,6 +150,9 @@ class Whole:
         return Local.same()
 
     def flops(self, op: Op) -> int:
+        return 0
+
+    def inner_bytes(self, op: Op) -> int:
         return 0
 
     def communication(self, op: Op, choice: Choice, size: int) -> Communication:

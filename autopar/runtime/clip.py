@@ -17,10 +17,10 @@ from autopar.spmd import parse
 def global_norm(reducers: Mapping[int, Reducer], axes: Axes) -> Tensor:
     """The 2-norm of the model's gradient: a float64 scalar, equal on all ranks.
 
-    ``reducers`` by stage, their sums complete. Shards count where they lie, replicas on the first rank of
-    their axis, tied copies on the first stage. One all-reduce of one number. All ranks must call it.
+    ``reducers`` by stage, their sums complete. Shards count where they lie (ZeRO's too), replicas on the first rank
+    of their axis, tied copies on the first stage. One all-reduce of one number. All ranks must call it.
     """
-    squares = [norm.double().square() for norm in _counted_norms(reducers, axes)]
+    squares = [norm.double().square().to(axes.device) for norm in _counted_norms(reducers, axes)]
     total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=axes.device)
     reduce_sum_(total, axes.world)
     return total.sqrt()
@@ -32,7 +32,7 @@ def clip_(reducers: Mapping[int, Reducer], axes: Axes, max_norm: float) -> Tenso
     The same factor as :func:`torch.nn.utils.clip_grad_norm_`. All ranks must call it.
     """
     norm = global_norm(reducers, axes)
-    parameters = [p for reducer in reducers.values() for p in reducer.parameters.values()]
+    parameters = [p for reducer in reducers.values() for p in reducer.masters.values()]
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
 
@@ -51,6 +51,7 @@ def _counts(parameter: Parameter, placement: Sequence[int], axes: Axes) -> bool:
     if parameter.shared_stages and axes["pp"].index != placement[min(parameter.shared_stages)]:
         return False
     kinds = {name: parse(text) for name, text in parameter.types.items()}
-    return all(
-        axis.index == 0 or (name in kinds and kinds[name].is_shard) for name, axis in axes.items() if name != "pp"
-    )
+    copies = {name: axis for name, axis in axes.items() if name != "pp"}
+    if parameter.zero > 1:
+        copies["dp"] = axes.replicate
+    return all(axis.index == 0 or (name in kinds and kinds[name].is_shard) for name, axis in copies.items())

@@ -10,7 +10,7 @@ back that the table there gives. On an axis of one rank every transition is the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, cast
 
 import torch
@@ -196,6 +196,34 @@ def gather_stack(x: Tensor, axis: Axis) -> tuple[Tensor, dist.Work | None]:
     parts = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
     work = _started(_gather_single(parts, x.contiguous(), group=axis.group, async_op=True))
     return parts.view(axis.size, *x.shape), work
+
+
+def gather_parts(parts: Sequence[tuple[Tensor, Type]], axis: Axis) -> list[Tensor]:
+    """Tensors of one dtype, each split over the axis as its type says, made whole on it by one all-gather.
+
+    Without gradients. The tensors of all ranks of the axis have the same shapes and types.
+    """
+    stacked, work = gather_stack(torch.cat([x.reshape(-1) for x, _ in parts]), axis)
+    if work is not None:
+        work.wait()
+    pieces = torch.split(stacked, [x.numel() for x, _ in parts], dim=1)
+    return [_merge(piece.reshape(axis.size, *x.shape), kind) for piece, (x, kind) in zip(pieces, parts, strict=True)]
+
+
+def gather_into(whole: Tensor, part: Tensor, axis: Axis) -> dist.Work | None:
+    """Start to fill flat ``whole`` with flat ``part`` of every rank, in order; it is there after ``wait()``."""
+    if axis.size == 1:
+        whole.copy_(part)
+        return None
+    return _started(_gather_single(whole, part, group=axis.group, async_op=True))
+
+
+def scatter_sum_into(part: Tensor, terms: Tensor, axis: Axis) -> dist.Work | None:
+    """Start to sum flat ``terms`` over the axis, of which flat ``part`` becomes this rank's; after ``wait()``."""
+    if axis.size == 1:
+        part.copy_(terms)
+        return None
+    return _started(_scatter_single(part, terms, group=axis.group, async_op=True))
 
 
 def broadcast_(x: Tensor, axis: Axis, source: int) -> None:

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.profiler import record_function
 
-from autopar.errors import DeadRankError, MismatchError, ScheduleError
+from autopar.errors import ArgumentError, DeadRankError, MismatchError, ScheduleError
 from autopar.options import Options
 from autopar.runtime import batches
 from autopar.runtime.axes import Axes
 from autopar.runtime.clip import clip_
 from autopar.runtime.collectives import broadcast_, lost_peer, reduce_sum_
 from autopar.runtime.grads import BUCKET_BYTES, Reducer, reduce_groups
+from autopar.runtime.host import host_memory
 from autopar.runtime.modules import dtype_of
+from autopar.runtime.offload import ActivationOffload
 from autopar.runtime.pipe import Message, Pipe
+from autopar.runtime.powersgd import relative_error
 from autopar.runtime.program import Program, VocabularyProgram
+from autopar.runtime.scaling import LossScaler
 from autopar.runtime.step import Place, Step
+from autopar.runtime.store import Store
+from autopar.runtime.streaming import Streaming
 from autopar.runtime.versions import WeightVersions
 from autopar.runtime.vocabulary import VOCABULARY, VocabularyPasses
 from autopar.schedules import Action, Schedule
+from autopar.schedules.flow import VOCABULARY_KINDS
+from autopar.schedules.weight_moves import followers, moves_of
 
 Gradients = dict[str, Tensor]
 _BACKWARDS = ("B", "I", "W")
@@ -32,10 +41,13 @@ class Executor:
     """Runs the stages of one rank, step after step. All ranks must make theirs, and step together.
 
     ``stages`` (modules with weights) and ``programs`` by stage number, those of this rank; ``schedule`` is
-    lowered, ``optimizer`` over its trainable parameters (None: the rank has none). ``vocabulary`` is this rank's
+    lowered, ``optimizer`` over its :attr:`masters` (None: the rank has none). ``stores`` by stage number hold those
+    (without: the modules' parameters are their own masters). ``vocabulary`` is this rank's
     part of vocabulary layers that are split over the pipeline. ``clip_norm`` bounds the norm of the whole model's
     gradient. ``on_gradients`` gets name -> local gradient once per step (asynchronous schedules: per update), summed
-    over ranks, before clipping. Raises ScheduleError where the actions are about other stages than those given.
+    over ranks, before clipping; the attribute ``on_action`` each action before it runs. Raises ScheduleError where the
+    actions are about other stages than those given. ``scaler`` scales the loss; a step that it finds not finite
+    changes nothing.
     """
 
     def __init__(
@@ -47,8 +59,10 @@ class Executor:
         optimizer: torch.optim.Optimizer | None,
         *,
         vocabulary: tuple[nn.Module, VocabularyProgram] | None = None,
+        stores: Mapping[int, Store] | None = None,
         clip_norm: float | None = None,
         options: Options | None = None,
+        scaler: LossScaler | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         on_gradients: Callable[[Gradients], None] | None = None,
     ) -> None:
@@ -57,15 +71,20 @@ class Executor:
         self.stages, self.programs = dict(stages), dict(programs)
         self.axes, self.optimizer = axes, optimizer
         self.clip_norm, self.on_gradients = clip_norm, on_gradients
-        self.options = options or Options()
+        self.on_action: Callable[[Action], None] | None = None
+        self.options, self.scaler = options or Options(), scaler
         self._placement = schedule.placement
         self._asynchronous = schedule.is_asynchronous
-        self.reducers = _reducers(stages, programs, vocabulary, self.actions, axes, schedule.placement, bucket_bytes)
+        self.vocabulary = vocabulary
+        self.stores = dict(stores or {stage: Store(module) for stage, module in self._modules().items()})
+        self._streams = {stage: Streaming(store) for stage, store in self.stores.items() if not store.resident}
+        self._following = followers(self.actions)
+        self.reducers = self._reducers(schedule, bucket_bytes)
         self._owners: dict[Tensor, Reducer] = {p: r for r in self.reducers.values() for p in r.parameters.values()}
         self._pipe = Pipe(axes, schedule.placement)
-        self.vocabulary = vocabulary
-        self._passes = VocabularyPasses(*vocabulary, schedule, axes) if vocabulary else None
+        self._passes = VocabularyPasses(*vocabulary, schedule, axes, scaler) if vocabulary else None
         self._versions = {s: WeightVersions(m) for s, m in stages.items()} if schedule.is_asynchronous else {}
+        self._offload = ActivationOffload({_place(a) for a in self.actions if a.kind == "OFFLOAD"}, axes.device)
         self._last_backward = {a.stage: a for a in self.actions if a.kind in _BACKWARDS}
         self._handlers: dict[str, Callable[[Step, Action], None]] = {
             "F": self._forward,
@@ -77,20 +96,32 @@ class Executor:
             "RECV_F": self._receive_forward,
             "SEND_B": self._send_backward,
             "RECV_B": self._receive_backward,
+            "OFFLOAD": self._offload_activations,
+            "FETCH": self._fetch_activations,
+            "GATHER": self._gather,
+            "GATHER_V": self._gather,
+            "GATHER_F": self._gather_ahead,
+            "GATHER_B": self._gather_ahead,
+            "SCATTER": self._scatter,
             "REDUCE": self._reduce,
             "REDUCE_V": self._reduce,
             "STEP": self._optimize,
             **(self._passes.handlers if self._passes else {}),
         }
 
-    def step(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def step(self, batch: Mapping[str, Tensor], *, accumulate: bool = False) -> Tensor:
         """One training step on the whole global batch (path -> tensor), of which the rank takes its part.
 
-        Returns the model's loss, a float64 scalar, equal on all ranks. Raises BatchError.
+        ``accumulate``: only add to the gradients; the next step without updates by the sum, as several
+        ``loss.backward()`` before one ``optimizer.step()``. All ranks must say the same.
+        Returns the model's loss, a float64 scalar, equal on all ranks. Raises BatchError; ArgumentError where an
+        asynchronous schedule should accumulate.
         """
+        if accumulate and self._asynchronous:
+            raise ArgumentError("accumulate=True, but an asynchronous schedule updates within a step; use another one")
         for program in self._all_programs():
             batches.check(batch, program.inputs)
-        step = Step.begin(batch, self._totals(batch), self.axes.device)
+        step = Step.begin(batch, self._totals(batch), self.axes.device, accumulate=accumulate)
         for action in self.actions:
             self._run(step, action)
         self._pipe.flush()
@@ -100,18 +131,63 @@ class Executor:
         self.axes.stream.step += 1
         return self._loss(step)
 
+    @property
+    def masters(self) -> dict[str, nn.Parameter]:
+        """What this rank stores and trains, under the model's own names, each once."""
+        return {name: master for store in self.stores.values() for name, master in store.masters.items()}
+
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's trainable parameters under the model's own names, each once."""
-        modules = [*self.stages.values(), *([self.vocabulary[0]] if self.vocabulary else [])]
-        return {n: p for module in modules for n, p in module.named_parameters() if p.requires_grad}
+        """:attr:`masters`."""
+        return self.masters
+
+    def lost_share(self) -> float:
+        """What PowerSGD did not send of this rank's gradients in the last step, relative to them; 0 without it."""
+        return relative_error(sums for reducer in self.reducers.values() for sums in reducer.low_rank_sums())
+
+    def _modules(self) -> dict[int, nn.Module]:
+        return {**self.stages, **({VOCABULARY: self.vocabulary[0]} if self.vocabulary else {})}
 
     def _all_programs(self) -> list[Program | VocabularyProgram]:
         return [*self.programs.values(), *([self.vocabulary[1]] if self.vocabulary else [])]
 
+    def _reducers(self, schedule: Schedule, bucket_bytes: int) -> dict[int, Reducer]:
+        """One per stage, and one for the vocabulary. A weight of several stages here belongs to that reduced last."""
+        numbers = list(dict.fromkeys(action.stage for action in self.actions if action.stage in self.stages))
+        for action in self.actions:
+            if action.kind == "REDUCE":
+                numbers.remove(action.stage)
+                numbers.append(action.stage)
+        programs: dict[int, Program | VocabularyProgram] = {number: self.programs[number] for number in numbers}
+        if self.vocabulary:
+            programs[VOCABULARY] = self.vocabulary[1]
+        groups = reduce_groups(programs.values(), self.axes, schedule.placement)
+        found: dict[int, Reducer] = {}
+        taken: set[nn.Parameter] = set()
+        for number, program in reversed(programs.items()):
+            found[number] = Reducer(
+                self._modules()[number],
+                program,
+                groups,
+                self.axes,
+                schedule.placement,
+                bucket_bytes,
+                without=taken,
+                masters=self.stores[number].masters,
+                scatters=moves_of(schedule).scatters and number != VOCABULARY,
+                reduce_dtype=dtype_of(self.options.reduce_dtype) if self.options.reduce_dtype else None,
+                powersgd=self.options.powersgd,
+            )
+            taken |= set(found[number].parameters.values())
+        return {number: found[number] for number in programs}
+
     def _run(self, step: Step, action: Action) -> None:
         """One action. Raises DeadRankError where a peer is gone, naming the action that needed it."""
+        if self.on_action is not None:
+            self.on_action(action)
         try:
             with record_function(str(action)):
+                if action.kind in VOCABULARY_KINDS:
+                    self.stores[VOCABULARY].ready()
                 self._handlers[action.kind](step, action)
         except RuntimeError as error:
             if not lost_peer(error):
@@ -152,14 +228,15 @@ class Executor:
         for tensor, spec in zip(received, program.receives, strict=True):
             tensor.requires_grad_(spec.needs_grad)
         inputs = batches.parts(step.batch, program, action.microbatch, self.axes)
-        made = self._call(action, (*received, *inputs, *step.totals.get(action.stage, ())))
+        with self._weights(action), self._offload.keeping(place, self.stages[action.stage]):
+            made = self._call(action, (*received, *inputs, *step.totals.get(action.stage, ())))
         result = made if isinstance(made, tuple) else (made,)
         step.leaves[place] = [tensor for tensor in received if tensor.requires_grad]
         if program.is_last and program.returns_loss:
             (loss,) = result
             step.loss += loss.detach()
             step.roots[place] = [_root(loss)]
-            step.returning[place] = Message((torch.ones_like(loss),))
+            step.returning[place] = Message((self.scaler.root(loss) if self.scaler else torch.ones_like(loss),))
             return
         _check_outputs(result, program, action)
         outputs = zip(result, program.sends, strict=True)
@@ -170,6 +247,32 @@ class Executor:
         else:
             step.outputs[place] = sent
 
+    def _offload_activations(self, step: Step, action: Action) -> None:
+        """What came as a message belongs to this pass alone; what another stage here made may be kept there too."""
+        own = () if self._is_here(action.stage - 1) else step.leaves[_place(action)]
+        self._offload.offload(_place(action), own)
+
+    def _fetch_activations(self, step: Step, action: Action) -> None:
+        self._offload.fetch(_place(action))
+
+    def _weights(self, action: Action) -> AbstractContextManager[None]:
+        """Within, the weights of the action's stage are there when they are used."""
+        if action.stage in self._streams:
+            following = self._following[action]
+            return self._streams[action.stage].running(action.kind, following.kind if following else "")
+        self.stores[action.stage].ready()
+        return nullcontext()
+
+    def _gather(self, step: Step, action: Action) -> None:
+        self.stores[action.stage if action.kind == "GATHER" else VOCABULARY].gather()
+
+    def _gather_ahead(self, step: Step, action: Action) -> None:
+        if action.stage in self._streams:
+            self._streams[action.stage].prefetch("F" if action.kind == "GATHER_F" else "B")
+
+    def _scatter(self, step: Step, action: Action) -> None:
+        self.reducers[action.stage].scatter()
+
     def _call(self, action: Action, arguments: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         result: Tensor | tuple[Tensor, ...]
         if self._versions:
@@ -179,8 +282,8 @@ class Executor:
         return result
 
     def _backward(self, step: Step, action: Action) -> None:
-        if action is self._last_backward[action.stage] and not self._asynchronous:
-            self.reducers[action.stage].expect_last()
+        if not self._asynchronous:
+            self.reducers[action.stage].expect(last=self._is_last(step, action))
         self._run_backward(step, action)
         if self._versions:
             self._versions[action.stage].take_gradients(action.microbatch, self.reducers[action.stage].put)
@@ -191,9 +294,13 @@ class Executor:
 
     def _backward_of_weights(self, step: Step, action: Action) -> None:
         reducer = self.reducers[action.stage]
-        if action is self._last_backward[action.stage]:
-            reducer.expect_last_products(self.axes.later.parameters(_place(action)))
+        last = self._is_last(step, action)
+        reducer.expect_products(self.axes.later.parameters(_place(action)), last=last)
         self.axes.later.run(_place(action), self._accumulate)
+
+    def _is_last(self, step: Step, action: Action) -> bool:
+        """Whether the stage's gradients of the whole update are complete after ``action``."""
+        return action is self._last_backward[action.stage] and not step.accumulate
 
     def _accumulate(self, parameter: Tensor, left: Tensor, right: Tensor) -> None:
         self._owners[parameter].accumulate(parameter, left, right)
@@ -203,7 +310,8 @@ class Executor:
         self.axes.stream.microbatch = action.microbatch
         pairs = zip(step.roots.pop(place), step.returning.pop(place).wait(), strict=True)
         starts = [(root, gradient) for root, gradient in pairs if root is not None]
-        torch.autograd.backward([root for root, _ in starts], [gradient for _, gradient in starts])
+        with self._weights(action):
+            torch.autograd.backward([root for root, _ in starts], [gradient for _, gradient in starts])
         leaves = step.leaves.pop(place)
         gradients = tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)
         if self._is_here(action.stage - 1):
@@ -226,7 +334,8 @@ class Executor:
         step.returning[_place(action)] = self._pipe.receive(specs, "B", action.peer)
 
     def _reduce(self, step: Step, action: Action) -> None:
-        self.reducers[action.stage if action.kind == "REDUCE" else VOCABULARY].launch()
+        if not step.accumulate:
+            self.reducers[action.stage if action.kind == "REDUCE" else VOCABULARY].launch()
 
     def _update(self, step: Step, action: Action) -> None:
         """The optimizer's step by the gradient of one microbatch."""
@@ -241,18 +350,27 @@ class Executor:
         self._versions[action.stage].updated()
 
     def _optimize(self, step: Step, action: Action) -> None:
-        if self._asynchronous:
+        if self._asynchronous or step.accumulate:
             return
         for reducer in self.reducers.values():
             reducer.wait()
+        gradients = {n: g for r in self.reducers.values() for n, g in r.gradients().items()}
+        finite = self.scaler is None or self.scaler.settle([*gradients.values()], self.axes.world, self.axes.device)
         if self.on_gradients is not None:
-            self.on_gradients({n: g for r in self.reducers.values() for n, g in r.gradients().items()})
-        if self.clip_norm is not None:
+            self.on_gradients(gradients)
+        if self.clip_norm is not None and finite:
             clip_(self.reducers, self.axes, self.clip_norm)
-        if self.optimizer is not None:
-            self.optimizer.step()
+        if self.optimizer is not None and finite:
+            with self._where_masters_lie():
+                self.optimizer.step()
         for reducer in self.reducers.values():
             reducer.zero()
+        for store in self.stores.values():
+            store.expire()
+
+    def _where_masters_lie(self) -> AbstractContextManager[None]:
+        """What an optimizer makes, its state above all, lies beside what it updates."""
+        return host_memory() if {"optimizer", "parameters"} & set(self.options.offload) else nullcontext()
 
     def _loss(self, step: Step) -> Tensor:
         last = len(self._placement) - 1
@@ -275,33 +393,6 @@ def _place(action: Action) -> Place:
 def _root(tensor: Tensor) -> GradientEdge | None:
     """Where the backward of ``tensor`` begins, without keeping its memory; None where it has no gradient."""
     return get_gradient_edge(tensor) if tensor.requires_grad else None
-
-
-def _reducers(
-    stages: Mapping[int, nn.Module],
-    programs: Mapping[int, Program],
-    vocabulary: tuple[nn.Module, VocabularyProgram] | None,
-    actions: Sequence[Action],
-    axes: Axes,
-    placement: Sequence[int],
-    bucket_bytes: int,
-) -> dict[int, Reducer]:
-    """One per stage, and one for the vocabulary. A weight of several stages here belongs to that reduced last."""
-    modules: dict[int, tuple[nn.Module, Program | VocabularyProgram]] = {
-        action.stage: (stages[action.stage], programs[action.stage]) for action in actions if action.stage in stages
-    }
-    for action in actions:
-        if action.kind == "REDUCE":
-            modules[action.stage] = modules.pop(action.stage)
-    if vocabulary:
-        modules[VOCABULARY] = vocabulary
-    groups = reduce_groups([program for _, program in modules.values()], axes, placement)
-    found: dict[int, Reducer] = {}
-    taken: set[nn.Parameter] = set()
-    for stage, (module, program) in reversed(modules.items()):
-        found[stage] = Reducer(module, program, groups, axes, placement, bucket_bytes, without=taken)
-        taken |= set(found[stage].parameters.values())
-    return {stage: found[stage] for stage in modules}
 
 
 def _check_actions(

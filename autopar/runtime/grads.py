@@ -1,41 +1,50 @@
-"""Gradients that are pending sums: accumulated over microbatches, summed over ranks once, in buckets.
+"""Gradients that are pending sums: accumulated over microbatches, summed over ranks in buckets.
 
 Which ranks: the axes that :attr:`Parameter.reduce` names and, for a weight tied between stages, every stage
 that holds a copy of it. Where that is more than one axis, the sum runs over their joint group, as one
 collective: it can start without waiting for another, and it moves fewer bytes than one after the other.
-
-The first microbatch's gradient is copied into a flat bucket, of which ``parameter.grad`` is a view from then
-on; the others add to it in place, and nothing is copied to be sent (Li et al., "PyTorch Distributed", VLDB
-2020, section 4).
+:mod:`autopar.runtime.buckets` says how gradients are summed.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import product
+from itertools import groupby, product
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopar.compression import low_rank_pays
 from autopar.mesh import AXES
 from autopar.runtime.axes import Axes, Axis
-from autopar.runtime.collectives import reduce_sum_, subgroups
+from autopar.runtime.buckets import Bucket, MasterBucket, Route, SumBucket
+from autopar.runtime.collectives import subgroups
 from autopar.runtime.later import accumulate
+from autopar.runtime.low_rank import LowRankMasterBucket, LowRankSumBucket
 from autopar.runtime.modules import dtype_of
+from autopar.runtime.powersgd import PowerSGD
 from autopar.runtime.program import Parameter, Program, VocabularyProgram
+from autopar.runtime.units import units
 
 BUCKET_BYTES = 25 * 2**20
 _SMALL_BYTES = 2**20
 _BUCKETS = 8
+_IN_FLIGHT = 2  # reduce-scatters of one pass: their full gradients can't be freed before they end
+
+Groups = Mapping[tuple[int, ...], Axis]
 
 
 def reduce_ranks(parameter: Parameter, axes: Axes, placement: Sequence[int]) -> tuple[int, ...]:
-    """The global ranks whose terms make up the gradient; ``placement[stage]`` is the stage's index on pp."""
+    """The global ranks whose terms make up what this rank stores of the gradient, once ZeRO's shards have summed it.
+
+    ``placement[stage]`` is the stage's index on pp.
+    """
     places = {name: [axes[name].index] for name in AXES}
     places |= {name: list(range(axes[name].size)) for name in parameter.reduce}
+    if parameter.zero > 1 and "dp" in parameter.reduce:  # the same rows of other copies
+        places["dp"] = list(range(axes["dp"].index % parameter.zero, axes["dp"].size, parameter.zero))
     if parameter.shared_stages:
         places["pp"] = sorted({placement[stage] for stage in parameter.shared_stages})
     return tuple(sorted(axes.mesh.rank(**dict(zip(AXES, at, strict=True))) for at in product(*places.values())))
@@ -45,7 +54,8 @@ def reduce_groups(
     programs: Iterable[Program | VocabularyProgram], axes: Axes, placement: Sequence[int]
 ) -> dict[tuple[int, ...], Axis]:
     """The groups of all sums of this rank's stages, by their ranks. All ranks of the world must call it."""
-    along = {axis.ranks: axis for name, axis in axes.items() if name != "pp"}
+    known = [axes.replicate, *(axis for name, axis in axes.items() if name != "pp")]
+    along = {axis.ranks: axis for axis in known}
     wanted: dict[tuple[int, ...], str] = {}
     for program in programs:
         for parameter in program.parameters:
@@ -56,58 +66,33 @@ def reduce_groups(
     return along | subgroups(axes, {ranks: name for ranks, name in wanted.items() if ranks not in along})
 
 
-@dataclass
-class _Bucket:
-    """Some parameters of one dtype that are summed over the same ranks, their gradients one after another."""
-
-    group: Axis
-    parameters: list[nn.Parameter]
-    flat: Tensor = field(init=False)
-    views: list[Tensor] = field(init=False)
-    waiting: int = 0
-    started: bool = False
-    work: dist.Work | None = None
-
-    def __post_init__(self) -> None:
-        first = self.parameters[0]
-        sizes = [p.numel() for p in self.parameters]
-        self.flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
-        self.views = [
-            part.view(p.shape) for part, p in zip(torch.split(self.flat, sizes), self.parameters, strict=True)
-        ]
-
-    def start(self) -> None:
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            if parameter.grad is None:
-                view.zero_()
-        self.started = True
-        self.work = reduce_sum_(self.flat, self.group, async_op=True)
-
-    def wait(self) -> None:
-        if self.work is not None:
-            self.work.wait()
-        self.work, self.started = None, False
-
-
 class Reducer:
     """The gradients of one stage.
 
-    Once per step: backward of all microbatches but the last, :meth:`expect_last`, the last one (each bucket
+    Once per step: backward of all microbatches but the last, :meth:`expect` the last, the last one (each bucket
     starts its sum when its gradients are complete), :meth:`launch`, :meth:`wait`, optimizer, :meth:`zero`.
+    With ``scatters``, gradients of weights whose rows are stored on several ranks are reduce-scattered in every
+    backward: :meth:`expect` before it, :meth:`scatter` after it.
     A parameter that no microbatch used has no gradient (None), as on one device. Parameters in ``without`` are
-    another reducer's: those that two stages of one rank share.
+    another reducer's: those that two stages of one rank share. ``masters`` by name are what the optimizer updates,
+    where that isn't the module's parameter. ``reduce_dtype`` is what is sent (None: the master's). With ``powersgd``,
+    matrices are summed over dp in so low a rank.
     """
 
     def __init__(
         self,
         module: nn.Module,
         program: Program | VocabularyProgram,
-        groups: Mapping[tuple[int, ...], Axis],
+        groups: Groups,
         axes: Axes,
         placement: Sequence[int],
         bucket_bytes: int = BUCKET_BYTES,
         *,
         without: Collection[nn.Parameter] = (),
+        masters: Mapping[str, nn.Parameter] | None = None,
+        scatters: bool = False,
+        reduce_dtype: torch.dtype | None = None,
+        powersgd: int = 0,
     ) -> None:
         trainable = [
             p
@@ -117,42 +102,40 @@ class Reducer:
         self.placement = tuple(placement)
         self.specs = {p.name: p for p in trainable}
         self.parameters = {p.name: module.get_parameter(p.name) for p in trainable}
-        self._armed = False
-        summed = {p.name: reduce_ranks(p, axes, placement) for p in trainable}
-        self._buckets = [
-            _Bucket(groups[ranks], [self.parameters[name] for name in names])
-            for ranks, names in _fill_buckets(trainable, summed, bucket_bytes)
-        ]
-        self._place: dict[Tensor, tuple[_Bucket, Tensor]] = {
-            parameter: (bucket, view)
-            for bucket in self._buckets
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True)
+        self.masters = {name: (masters or {}).get(name, p) for name, p in self.parameters.items()}
+        self._flying: deque[Bucket] = deque()
+        made = _Buckets(self, groups, axes, reduce_dtype, scatters, bucket_bytes, powersgd)
+        self._buckets = list(made.all(units(module, program.parameters)))
+        self._place: dict[Tensor, Bucket] = {
+            parameter: bucket for bucket in self._buckets for parameter in bucket.parameters
         }
         for parameter in self._place:
             parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
 
     def zero(self) -> None:
-        """Drop all gradients: the next step begins. The buckets keep their memory."""
-        for parameter in self.parameters.values():
+        """Drop all gradients: the next step begins."""
+        for parameter in (*self.parameters.values(), *self.masters.values()):
             parameter.grad = None
-
-    def expect_last(self) -> None:
-        """The next backward is the last of the step: what it completes can be summed."""
-        self._armed = True
         for bucket in self._buckets:
+            bucket.clear()
+
+    def expect(self, *, last: bool) -> None:
+        """What the next backward completes can be summed: all where it is the ``last`` of the step."""
+        for bucket in self._buckets:
+            bucket.armed = last or bucket.per_pass
             bucket.waiting = len(bucket.parameters)
 
-    def expect_last_products(self, parameters: Iterable[Tensor]) -> None:
-        """Only what :meth:`accumulate` is now given is missing of the step: ``parameters``, once per product.
+    def expect_products(self, parameters: Iterable[Tensor], *, last: bool) -> None:
+        """Only what :meth:`accumulate` is now given is missing of the pass: ``parameters``, once per product.
 
-        Instead of :meth:`expect_last` where the step ends with put-off gradients; all else is complete.
+        Instead of :meth:`expect` where a pass ends with put-off gradients; all else is complete.
         """
-        self._armed = True
         for bucket in self._buckets:
+            bucket.armed = last or bucket.per_pass
             bucket.waiting = 0
         for parameter in parameters:
             if parameter in self._place:
-                self._place[parameter][0].waiting += 1
+                self._place[parameter].waiting += 1
         self._start_complete()
 
     def accumulate(self, parameter: Tensor, left: Tensor, right: Tensor) -> None:
@@ -160,8 +143,8 @@ class Reducer:
         if parameter not in self._place:
             accumulate(parameter, left, right)
             return
-        bucket, view = self._place[parameter]
-        accumulate(parameter, left, right, into=view)
+        bucket = self._place[parameter]
+        bucket.accumulate(parameter, left, right)
         self._count(bucket)
 
     def put(self, parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -170,65 +153,152 @@ class Reducer:
         if parameter in self._place:
             self._accumulated(parameter)
 
+    def scatter(self) -> None:
+        """A backward is over: start what it has not started. The last ones may still be under way."""
+        for bucket in self._buckets:
+            if bucket.per_pass:
+                if not bucket.started:
+                    self._start(bucket)
+                bucket.armed = bucket.started = False
+
     def launch(self) -> None:
         """Start the sums that have not been started by the last backward."""
-        self._armed = False
+        self._flying.clear()
         for bucket in self._buckets:
-            if not bucket.started:
+            bucket.armed = False
+            if not bucket.started and not bucket.per_pass:
                 bucket.start()
+        for bucket in self._buckets:
+            bucket.reduce()
 
     def wait(self) -> None:
         """Until all gradients are sums. :meth:`launch` comes before."""
         for bucket in self._buckets:
             bucket.wait()
+        if any(p.is_cuda and not self.masters[name].is_cuda for name, p in self.parameters.items()):
+            torch.cuda.current_stream().synchronize()  # gradients on their way to the host
+
+    def low_rank_sums(self) -> list[PowerSGD]:
+        """What approximates sums, with the error that each step brings."""
+        return [b.low for b in self._buckets if isinstance(b, LowRankSumBucket | LowRankMasterBucket)]
 
     def gradients(self) -> dict[str, Tensor]:
-        """Name -> local gradient of every parameter that has one."""
-        return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        """Name -> gradient of what this rank stores of every parameter that has one."""
+        return {name: p.grad for name, p in self.masters.items() if p.grad is not None}
 
     def _accumulated(self, parameter: nn.Parameter) -> None:
-        """Autograd is done with the parameter; where all of its gradient was put off, it has none yet."""
-        bucket, view = self._place[parameter]
-        if parameter.grad is not None and parameter.grad is not view:  # the first of the step
-            view.copy_(parameter.grad)
-            parameter.grad = view
+        bucket = self._place[parameter]
+        bucket.take(parameter)
         self._count(bucket)
 
-    def _count(self, bucket: _Bucket) -> None:
-        if self._armed:
+    def _count(self, bucket: Bucket) -> None:
+        if bucket.armed:
             bucket.waiting -= 1
             self._start_complete()
 
     def _start_complete(self) -> None:
         """In order, so that every rank of a group starts the same sums in the same order."""
         for bucket in self._buckets:
-            if bucket.started:
+            if bucket.started or not bucket.armed:
                 continue
             if bucket.waiting:
                 return
-            bucket.start()
+            self._start(bucket)
+
+    def _start(self, bucket: Bucket) -> None:
+        bucket.start()
+        if bucket.per_pass:
+            self._flying.append(bucket)
+            if len(self._flying) > _IN_FLIGHT:
+                self._flying.popleft().settle()
 
 
-def _fill_buckets(
-    parameters: Sequence[Parameter], summed: Mapping[str, tuple[int, ...]], bucket_bytes: int
-) -> Iterator[tuple[tuple[int, ...], list[str]]]:
-    """``(ranks, names)`` of each bucket, in the order in which a backward completes them.
+class _Buckets:
+    """Which gradients travel together, in the order in which a backward completes them.
 
     A program lists its parameters in the order of their use; the backward goes the other way. Copies of tied
-    weights lie at different places of stages that differ otherwise: they go in the order of their names.
+    weights lie at different places of stages that differ otherwise: they go in the order of their names, last.
     Where everything would fit into a few buckets, they are smaller, or no sum could begin before the end.
     """
-    size = {p.name: math.prod(p.shape) * dtype_of(p.dtype).itemsize for p in parameters}
-    small = min(bucket_bytes, max(sum(size.values()) // _BUCKETS, _SMALL_BYTES))
-    backward = [p for p in reversed(parameters) if not p.shared_stages]
-    tied = sorted((p for p in parameters if p.shared_stages), key=lambda p: p.name)
-    open_buckets: dict[tuple[tuple[int, ...], str], list[str]] = {}
-    for parameter in [*backward, *tied]:
-        key = (summed[parameter.name], parameter.dtype)
-        if len(key[0]) == 1:
-            continue
-        open_buckets.setdefault(key, []).append(parameter.name)
-        if sum(size[name] for name in open_buckets[key]) >= (bucket_bytes if parameter.shared_stages else small):
-            yield key[0], open_buckets.pop(key)
-    for key, names in open_buckets.items():
-        yield key[0], names
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        groups: Groups,
+        axes: Axes,
+        reduce_dtype: torch.dtype | None,
+        scatters: bool,
+        bucket_bytes: int,
+        powersgd: int,
+    ) -> None:
+        self._powersgd = powersgd
+        self._reducer, self._groups, self._axes = reducer, groups, axes
+        self._reduce_dtype, self._scatters, self._limit = reduce_dtype, scatters, bucket_bytes
+        self._size = {p.name: math.prod(p.shape) * dtype_of(p.dtype).itemsize for p in reducer.specs.values()}
+        self._small = min(bucket_bytes, max(sum(self._size.values()) // _BUCKETS, _SMALL_BYTES))
+
+    def all(self, unit_of: Mapping[str, int]) -> Iterator[Bucket]:
+        specs = list(self._reducer.specs.values())
+        backward = [p for p in reversed(specs) if not p.shared_stages]
+        tied = sorted((p for p in specs if p.shared_stages), key=lambda p: p.name)
+        per_pass = [p for p in backward if self._per_pass(p)]
+        for _, unit in groupby(per_pass, lambda p: unit_of[p.name]):
+            yield from self._filled(list(unit), self._limit)
+        yield from self._filled([p for p in backward if not self._per_pass(p)], self._small)
+        yield from self._filled(tied, self._limit)
+
+    def _per_pass(self, parameter: Parameter) -> bool:
+        return self._scatters and parameter.zero > 1
+
+    def _filled(self, parameters: Sequence[Parameter], limit: int) -> Iterator[Bucket]:
+        open_buckets: dict[object, list[str]] = {}
+        for parameter in parameters:
+            key = self._key(parameter)
+            if key is None:
+                continue
+            if self._goes_alone(parameter):
+                yield self._bucket([parameter.name])
+                continue
+            open_buckets.setdefault(key, []).append(parameter.name)
+            if sum(self._size[name] for name in open_buckets[key]) >= limit:
+                yield self._bucket(open_buckets.pop(key))
+        for names in open_buckets.values():
+            yield self._bucket(names)
+
+    def _key(self, parameter: Parameter) -> object:
+        """What the members of a bucket have in common; None where there is nothing to do."""
+        ranks = reduce_ranks(parameter, self._axes, self._reducer.placement)
+        if self._is_own_master(parameter) and len(ranks) == 1:
+            return None
+        master = self._reducer.masters[parameter.name]
+        sums = "dp" in parameter.reduce
+        kind = ranks, parameter.dtype, parameter.zero, sums, self._per_pass(parameter), master.dtype, master.device
+        return *kind, self._is_low_rank(parameter)
+
+    def _is_low_rank(self, parameter: Parameter) -> bool:
+        """Whether it is summed in low rank: over ``dp`` alone, and fewer numbers so."""
+        alone = parameter.reduce == ("dp",) and not parameter.shared_stages
+        return bool(self._powersgd) and alone and low_rank_pays(parameter.shape, self._powersgd)
+
+    def _is_own_master(self, parameter: Parameter) -> bool:
+        return self._reducer.masters[parameter.name] is self._reducer.parameters[parameter.name]
+
+    def _goes_alone(self, parameter: Parameter) -> bool:
+        """Large, and sent without a copy if it doesn't share a bucket."""
+        large = self._size[parameter.name] >= _SMALL_BYTES
+        return large and parameter.zero > 1 and parameter.shape[0] % parameter.zero == 0
+
+    def _bucket(self, names: Sequence[str]) -> Bucket:
+        reducer, spec = self._reducer, self._reducer.specs[names[0]]
+        parameters, masters = ([by[n] for n in names] for by in (reducer.parameters, reducer.masters))
+        rest = self._groups[reduce_ranks(spec, self._axes, reducer.placement)]
+        sent = self._reduce_dtype or masters[0].dtype
+        if self._is_own_master(spec) and sent == masters[0].dtype:
+            if self._is_low_rank(spec):
+                return LowRankSumBucket(rest, parameters, self._powersgd)
+            return SumBucket(rest, parameters)
+        shard = self._axes.shard if spec.zero > 1 else Axis.of("alone", [self._axes.rank], self._axes.rank, None)
+        route = Route(shard, "dp" in spec.reduce, rest, sent)
+        if self._is_low_rank(spec):
+            return LowRankMasterBucket(parameters, masters, route, self._axes["dp"], self._powersgd)
+        return MasterBucket(parameters, masters, route, per_pass=self._per_pass(spec))

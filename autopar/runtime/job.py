@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -20,16 +20,23 @@ from autopar.runtime.axes import Axes
 from autopar.runtime.collectives import broadcast_object
 from autopar.runtime.executor import Executor
 from autopar.runtime.load import Loaded, LoadedVocabulary, load_program, load_vocabulary
+from autopar.runtime.optimizers import (
+    Maker,
+    SchedulerMaker,
+    adamw,
+    check_optimizer,
+    follow,
+    make_optimizer,
+    specs_of,
+)
+from autopar.runtime.powersgd import require_linear_sums
 from autopar.runtime.program import Parameter, Program, VocabularyProgram
-from autopar.runtime.weights import Source, materialize, unshard
+from autopar.runtime.scaling import LossScaler
+from autopar.runtime.store import Store
+from autopar.runtime.vocabulary import VOCABULARY
+from autopar.runtime.weights import Source, materialize, unshard, whole
 from autopar.schedules import Schedule
-
-Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-
-
-def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The default optimizer: AdamW, learning rate 1e-3."""
-    return torch.optim.AdamW(parameters, lr=1e-3)
+from autopar.schedules.weight_moves import moves_of
 
 
 @dataclass(frozen=True)
@@ -37,18 +44,20 @@ class Job:
     """Everything that is the same on all ranks. ``texts`` are the emitted programs by stage.
 
     ``schedule`` says which pipeline rank holds which stages. ``vocabulary`` is the text of vocabulary layers that are
-    split over the pipeline; None: they are in its stages.
+    split over the pipeline; None: they are in its stages. ``optimizer`` makes each rank's from its
+    :class:`autopar.runtime.optimizers.Parameters`; ``scheduler`` makes a scheduler of it, stepped when it is.
     """
 
     texts: tuple[str, ...]
     schedule: Schedule
     mesh: Mesh
     source: Source
-    optimizer: Optimizer = adamw
+    optimizer: Maker = adamw
     clip_norm: float | None = None
     seed: int = 0
     vocabulary: str | None = None
     options: Options = field(default_factory=Options)
+    scheduler: SchedulerMaker | None = None
 
     def __post_init__(self) -> None:
         if self.schedule.is_asynchronous and self.clip_norm is not None:
@@ -56,6 +65,23 @@ class Job:
                 f"schedule {self.schedule.name!r} updates each stage's weights by itself, so there is no gradient of "
                 "the whole model whose norm clip_norm could bound; leave clip_norm out, or use another schedule"
             )
+        if self.schedule.is_asynchronous and self.options.precision == "fp16":
+            raise ArgumentError(
+                f"schedule {self.schedule.name!r} updates each stage's weights by itself, so ranks can't decide "
+                "together to skip a step that overflowed, as precision='fp16' has to; use precision='bf16', or another "
+                "schedule"
+            )
+        if self.options.powersgd:
+            require_linear_sums(self.options, self.mesh.dp, self.schedule.is_asynchronous, self._tied_over_ranks())
+
+    def _tied_over_ranks(self) -> list[str]:
+        """Weights of several stages, on more than one pipeline rank."""
+        homes = {
+            p.name: {self.schedule.placement[stage] for stage in p.shared_stages}
+            for loaded in self.programs
+            for p in loaded.program.parameters
+        }
+        return sorted(name for name, ranks in homes.items() if len(ranks) > 1)
 
     @cached_property
     def programs(self) -> tuple[Loaded, ...]:
@@ -64,6 +90,19 @@ class Job:
     @cached_property
     def vocabulary_program(self) -> LoadedVocabulary | None:
         return None if self.vocabulary is None else load_vocabulary(self.vocabulary, filename="vocabulary.py")
+
+    @cached_property
+    def trainable(self) -> dict[str, Parameter]:
+        """Every parameter that is trained on any rank, by name."""
+        return specs_of(p for program, _ in self._holders() for p in program.parameters)
+
+    def check_optimizer(self) -> None:
+        """Raise ArgumentError where optimizer or scheduler would be wrong on this mesh, before any rank starts."""
+        check_optimizer(self.optimizer, self.scheduler, self.trainable, self.mesh, self.options, torch.device("cpu"))
+
+    def axes(self, rank: int, device: torch.device | str) -> Axes:
+        """``rank``'s place, with groups; all ranks of the world must ask for theirs. Raises ArgumentError."""
+        return Axes.build(self.mesh, rank, device, self.seed, self.options.zero_ranks)
 
     def stages(self, rank: int) -> list[int]:
         """The stages that ``rank`` holds."""
@@ -99,7 +138,8 @@ class Job:
 
 @dataclass
 class RankResult:
-    """What one rank leaves behind: losses per step, local gradients of the last step, local parameters."""
+    """What one rank leaves behind: losses per step, and in the part that it stores, the last step's gradients and
+    parameters."""
 
     losses: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -119,54 +159,57 @@ class Modules:
 
 
 def build_modules(job: Job, axes: Axes) -> Modules:
-    stages: dict[int, nn.Module] = {}
+    """The modules with whole weights, as if ZeRO stored none of them in parts: for a look."""
+    make, known = whole(job.source, axes, axes.device), dict[str, Tensor]()
+
+    def fill(module: nn.Module, program: Program | VocabularyProgram) -> nn.Module:
+        materialize(module, program, lambda p: known[p.name] if p.name in known else make(p))
+        known.update((p.name, module.get_parameter(p.name)) for p in program.parameters if p.shared_stages)
+        return module
+
+    stages = {
+        stage: fill(job.programs[stage].stage(axes), job.programs[stage].program) for stage in job.stages(axes.rank)
+    }
+    loaded = job.vocabulary_program
+    return Modules(stages, None if loaded is None else fill(loaded.vocabulary(axes), loaded.program))
+
+
+def build_stores(job: Job, axes: Axes) -> dict[int, Store]:
+    """The modules by stage, with what this rank stores of their weights."""
+    found: dict[int, Store] = {}
+    on_host = not {"optimizer", "parameters"}.isdisjoint(job.options.offload)
+    resident = moves_of(job.schedule).gathers != "pass"
+    shared: dict[str, Store] = {}
     for stage in job.stages(axes.rank):
-        loaded = job.programs[stage]
-        module = loaded.stage(axes)
-        materialize(module, loaded.program, axes, job.source, axes.device)
-        _share(module, loaded.program, stages)
-        stages[stage] = module
-    loaded_vocabulary = job.vocabulary_program
-    if loaded_vocabulary is None:
-        return Modules(stages, None)
-    vocabulary = loaded_vocabulary.vocabulary(axes)
-    materialize(vocabulary, loaded_vocabulary.program, axes, job.source, axes.device)
-    return Modules(stages, vocabulary)
-
-
-def _share(module: nn.Module, program: Program, stages: Mapping[int, nn.Module]) -> None:
-    """Let ``module`` use the weights that it shares with earlier stages of this rank."""
-    for parameter in program.parameters:
-        for stage in parameter.shared_stages:
-            if stage in stages:
-                _replace(module, parameter.name, stages[stage].get_parameter(parameter.name))
-
-
-def _replace(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Under every name that ``module`` has it."""
-    own = module.get_parameter(name)
-    for place, found in list(module.named_parameters(remove_duplicate=False)):
-        if found is own:
-            owner, _, leaf = place.rpartition(".")
-            setattr(module.get_submodule(owner), leaf, parameter)
+        module, program = job.programs[stage].stage(axes), job.programs[stage].program
+        others = {p.name: shared[p.name] for p in program.parameters if p.name in shared}
+        found[stage] = Store.load(module, program, axes, job.source, host=on_host, resident=resident, others=others)
+        shared |= {p.name: found[stage] for p in program.parameters if p.shared_stages and p.name not in shared}
+    if (loaded := job.vocabulary_program) is not None:
+        vocabulary = loaded.vocabulary(axes)
+        found[VOCABULARY] = Store.load(vocabulary, loaded.program, axes, job.source, host=on_host)
+    return found
 
 
 def start(job: Job, axes: Axes, *, on_gradients: Callable[[dict[str, Tensor]], None] | None = None) -> Executor:
     """Build this rank's stages and optimizer; all ranks of the world must call it."""
-    modules = build_modules(job, axes)
-    trainable = list(dict.fromkeys(p for module in modules.all for p in module.parameters() if p.requires_grad))
-    vocabulary = None
-    if modules.vocabulary is not None and job.vocabulary_program is not None:
-        vocabulary = modules.vocabulary, job.vocabulary_program.program
+    stores = build_stores(job, axes)
+    masters = {name: master for store in stores.values() for name, master in store.masters.items()}
+    optimizer = make_optimizer(job.optimizer, job.trainable, masters, axes, job.options)
+    if optimizer is not None and job.scheduler is not None:
+        follow(optimizer, job.scheduler)
+    loaded, stages = job.vocabulary_program, job.stages(axes.rank)
     return Executor(
-        modules.stages,
-        {stage: job.programs[stage].program for stage in modules.stages},
+        {stage: stores[stage].module for stage in stages},
+        {stage: job.programs[stage].program for stage in stages},
         job.schedule,
         axes,
-        job.optimizer(trainable) if trainable else None,
-        vocabulary=vocabulary,
+        optimizer,
+        vocabulary=None if loaded is None else (stores[VOCABULARY].module, loaded.program),
+        stores=stores,
         clip_norm=job.clip_norm,
         options=job.options,
+        scaler=LossScaler() if job.options.precision == "fp16" else None,
         on_gradients=on_gradients,
     )
 
@@ -178,25 +221,26 @@ def run_rank(job: Job, rank: int, batch: Mapping[str, Tensor], steps: int) -> Ra
     def keep(gradients: dict[str, Tensor]) -> None:
         result.gradients = {name: g.detach().clone() for name, g in gradients.items()}
 
-    executor = start(job, Axes.build(job.mesh, rank, "cpu", job.seed), on_gradients=keep)
+    executor = start(job, job.axes(rank, "cpu"), on_gradients=keep)
     for _ in range(steps):
         result.losses.append(float(executor.step(batch)))
     result.parameters = {n: p.detach() for n, p in executor.named_parameters().items()}
     return result
 
 
-def connect(mesh: Mesh, seed: int, *, timeout_seconds: float = 600.0) -> Axes:
+def connect(job: Job, *, timeout_seconds: float = 600.0) -> Axes:
     """This process' place in the job, as torchrun numbers it: NCCL on CUDA, else gloo.
 
     Raises ArgumentError where torchrun started another number of processes than the mesh has ranks.
     """
+    mesh = job.mesh
     rank, world, device = join_world(timeout_seconds=timeout_seconds)
     if world != mesh.world:
         raise ArgumentError(
             f"the job is for {mesh.world} ranks ({mesh}), this is a world of {world}; "
             f"start it with torchrun --nproc-per-node {mesh.world}"
         )
-    return Axes.build(mesh, rank, device, seed)
+    return job.axes(rank, device)
 
 
 def join_world(*, timeout_seconds: float = 600.0) -> tuple[int, int, torch.device]:

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,23 +17,27 @@ from autopar.errors import ArgumentError, PlanError
 from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.runtime.executor import Executor
-from autopar.runtime.job import Job, Optimizer, adamw, connect, start
+from autopar.runtime.job import Job, connect, start
 from autopar.runtime.modules import dtype_of
+from autopar.runtime.optimizers import GivenOptimizer, SchedulerMaker, adamw, maker
 from autopar.runtime.program import Input
 from autopar.runtime.weights import open_source
 from autopar.schedules import Schedule
 
 
-def open_job(directory: str | Path, *, optimizer: Optimizer = adamw) -> Executor:
+def open_job(
+    directory: str | Path, *, optimizer: GivenOptimizer = adamw, scheduler: SchedulerMaker | None = None
+) -> Executor:
     """This rank of the job written in ``directory``; call ``.step(batch)`` with global batches (path -> tensor).
 
+    ``optimizer`` is a function from parameters, or several: there is no model here that one could be over.
     Raises PlanError where a file is missing or damaged, ArgumentError where torchrun started another number of ranks.
     """
-    job = read_job(Path(directory), optimizer)
-    return start(job, connect(job.mesh, job.seed))
+    job = replace(read_job(Path(directory)), optimizer=maker(optimizer, None), scheduler=scheduler)
+    return start(job, connect(job))
 
 
-def read_job(directory: Path, optimizer: Optimizer = adamw) -> Job:
+def read_job(directory: Path) -> Job:
     """The job as values. Raises PlanError."""
     try:
         settings = json.loads((directory / "job.json").read_text())
@@ -43,7 +48,7 @@ def read_job(directory: Path, optimizer: Optimizer = adamw) -> Job:
         source = open_source(directory / settings["weights"], settings["seed"])
         options = Options.of(**settings["options"])
         clip_norm, seed = settings["clip_norm"], settings["seed"]
-        return Job(texts, schedule, mesh, source, optimizer, clip_norm, seed, vocabulary, options)
+        return Job(texts, schedule, mesh, source, adamw, clip_norm, seed, vocabulary, options)
     except (OSError, KeyError, TypeError, json.JSONDecodeError, ArgumentError) as error:
         raise PlanError(f"{directory} is not a complete job ({error}); write it again") from error
 

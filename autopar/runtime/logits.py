@@ -21,27 +21,37 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from autopar.runtime.entropy import Targets, gradient_, statistics_, wide_dtype
 from autopar.runtime.program import VocabularyProgram
 
 
-@dataclass
-class Logits:
-    """What one microbatch keeps between its passes. ``[t]`` is a number per token, ``[t, c]`` one per class too."""
+@dataclass(kw_only=True)
+class Tokens:
+    """What one microbatch keeps of its tokens between its passes. ``[t]`` is a number per token."""
 
-    leaf: Tensor  # [t, h], where the product's graph begins
-    product: GradientEdge  # where it ends, at [t, c]
-    inner: Tensor | None  # [t, c], where the graph of what shapes the product begins, if anything does
-    made: GradientEdge  # where it ends, at the logits
+    targets: Targets
     dtype: torch.dtype  # of the logits
-    counts: Tensor  # [t], whether the token has a target
-    here: Tensor  # [t], whether the target lies on this rank
-    rows: Tensor  # [t], the target's row; 0 elsewhere
-    wide: Tensor  # [t, c], logits in float32 at least, then their exponentials
     top: Tensor  # [t], the maximum that the exponentials are taken under
     weighted: Tensor | None = None  # [t, h]: e W
     fixed: Tensor | None = None  # [t, h]: what is subtracted from it
     correction: Tensor | None = None  # [t]: exp(m' - m) / s
     scale: Tensor | None = None  # [t]: q, zero for tokens without a target
+
+    @property
+    def counts(self) -> Tensor:
+        """``[t]``: whether the token has a target."""
+        return self.targets.counts
+
+
+@dataclass(kw_only=True)
+class Logits(Tokens):
+    """The same with all logits, ``[t, c]``: a number per token and class of this rank."""
+
+    leaf: Tensor  # [t, h], where the product's graph begins
+    product: GradientEdge  # where it ends, at [t, c]
+    inner: Tensor | None  # [t, c], where the graph of what shapes the product begins, if anything does
+    made: GradientEdge  # where it ends, at the logits
+    wide: Tensor  # [t, c], logits in float32 at least, then their exponentials
 
 
 class ShardedHead:
@@ -52,7 +62,7 @@ class ShardedHead:
         self._program = program
         self._start, self._valid = start, min(max(program.classes - start, 0), program.rows)
         self._shapes = hasattr(module, "shape")
-        self._trained = [p for p in self._parameters() if p.requires_grad]
+        self.trained = [p for p in self._parameters() if p.requires_grad]
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         for name in (self._program.weight, self._program.bias):
@@ -61,34 +71,44 @@ class ShardedHead:
 
     def logits(self, entered: Tensor, targets: Tensor) -> Logits:
         """From ``[t, h]`` and ``[t]``. Raises IndexError or RuntimeError for a target that is no class."""
+        return self.logits_of(entered, self.targets(targets))
+
+    def targets(self, targets: Tensor) -> Targets:
+        """From ``[t]`` classes of the whole vocabulary."""
         program = self._program
+        return Targets.of(targets, self._start, program.rows, program.classes, program.ignore_index)
+
+    def logits_of(self, entered: Tensor, targets: Targets) -> Logits:
+        """As :meth:`logits`."""
         leaf = entered.detach().requires_grad_()
         product = self._module.product(leaf)
         inner = product.detach().requires_grad_() if self._shapes else None
         made = product if inner is None else self._module.shape(inner)
-        counts = targets != program.ignore_index
-        here = counts & (targets >= self._start) & (targets < self._start + program.rows)
-        no_class = counts & ((targets < 0) | (targets >= program.classes))
-        rows = (targets - self._start).masked_fill(~here, 0).masked_fill(no_class, -1)  # gather refuses -1
         edges = get_gradient_edge(product), get_gradient_edge(made)
         wide = self._own(made)
         wide[:, self._valid :] = torch.finfo(wide.dtype).min
-        return Logits(leaf, edges[0], inner, edges[1], made.dtype, counts, here, rows, wide, wide.amax(1))
+        return Logits(
+            targets=targets,
+            dtype=made.dtype,
+            top=wide.amax(1),
+            leaf=leaf,
+            product=edges[0],
+            inner=inner,
+            made=edges[1],
+            wide=wide,
+        )
 
     def _own(self, made: Tensor) -> Tensor:
         """The logits in float32 at least, to be overwritten: in their own memory where no backward reads that.
 
         That of a product doesn't; what shapes it (a tanh) may.
         """
-        return made.detach().to(torch.promote_types(made.dtype, torch.float32), copy=self._shapes)
+        return made.detach().to(wide_dtype(made.dtype), copy=self._shapes)
 
     def statistics(self, logits: Logits) -> Tensor:
         """Take the exponentials; ``[4, t]``: maximum, their sum, the target's logit, the sum of logits."""
-        wide, top = logits.wide, logits.top
-        hit = wide.gather(1, logits.rows.unsqueeze(1)).squeeze(1).masked_fill(~logits.here, 0)
-        smooth = wide[:, : self._valid].sum(1) if self._program.label_smoothing else torch.zeros_like(top)
-        exponentials = wide.sub_(top.unsqueeze(1)).exp_()
-        return torch.stack([top, exponentials.sum(1), hit, smooth])
+        smooth = bool(self._program.label_smoothing)
+        return statistics_(logits.wide, logits.top, logits.targets, smooth=smooth, valid=self._valid)
 
     def input_gradient_terms(self, logits: Logits) -> None:
         """The terms of the input's gradient that need no other rank: ``e W``, and the rows of targets."""
@@ -101,7 +121,7 @@ class ShardedHead:
             even[:, : self._valid] = smoothing / self._program.classes
             logits.fixed += self._pull_back(logits, even)
 
-    def entropy(self, logits: Logits, gathered: Tensor) -> Tensor:
+    def entropy(self, logits: Tokens, gathered: Tensor) -> Tensor:
         """From all ranks' statistics ``[ranks, 4, t]``: the sum over tokens, or ``[t]``, as the model has it."""
         tops, sums, hits, smooths = gathered.unbind(1)
         top = tops.amax(0)
@@ -114,7 +134,7 @@ class ShardedHead:
         each = each.masked_fill(~logits.counts, 0).to(logits.dtype)
         return each.sum() if self._program.reduction == "sum" else each
 
-    def corrected(self, logits: Logits) -> Tensor:
+    def corrected(self, logits: Tokens) -> Tensor:
         """``[t, h]``: this rank's term of the input's gradient, from :meth:`input_gradient_terms`."""
         weighted, fixed = _there(logits.weighted), _there(logits.fixed)
         logits.weighted = logits.fixed = None
@@ -123,21 +143,30 @@ class ShardedHead:
 
     def backward(self, logits: Logits, *, with_input: bool) -> Tensor | None:
         """Gradients of the table; ``[t, h]``, this rank's term of the input's, if asked for. Ends ``logits``."""
-        gradient = self._shaped(logits, self._logits_gradient(logits), keep=False)
-        into = [*([logits.leaf] if with_input else []), *self._trained]
+        gradient = self._product_gradient(logits)
+        into = [*([logits.leaf] if with_input else []), *self.trained]
         if into:
             torch.autograd.backward([logits.product], [gradient], inputs=into)
         return logits.leaf.grad if with_input else None
 
-    def _logits_gradient(self, logits: Logits) -> Tensor:
-        """dy, in the memory of the exponentials."""
-        scale, smoothing = _there(logits.scale), self._program.label_smoothing
-        gradient = logits.wide.mul_((scale * _there(logits.correction)).unsqueeze(1))
-        at_target = (scale * logits.here * (smoothing - 1)).unsqueeze(1)
-        gradient.scatter_add_(1, logits.rows.unsqueeze(1), at_target)
-        if smoothing:
-            gradient[:, : self._valid] -= (smoothing / self._program.classes * scale).unsqueeze(1)
-        return gradient.to(logits.dtype)
+    def gradients(self, logits: Logits, *, with_input: bool) -> tuple[Tensor | None, ...]:
+        """The same as values: the input's term (None unless asked for), then those of :attr:`trained`."""
+        gradient = self._product_gradient(logits)
+        into = [*([logits.leaf] if with_input else []), *self.trained]
+        found = torch.autograd.grad([logits.product], into, [gradient]) if into else ()
+        return found if with_input else (None, *found)
+
+    def exponentials(self, part: Logits, whole: Tokens, chunk: slice) -> None:
+        """Logits of a ``chunk`` of tokens become what ``S`` left of them in ``whole``, for :meth:`gradients`."""
+        part.wide.sub_(whole.top[chunk].unsqueeze(1)).exp_()
+        part.correction, part.scale = _there(whole.correction)[chunk], _there(whole.scale)[chunk]
+
+    def _product_gradient(self, logits: Logits) -> Tensor:
+        """Of the loss by the product, in the memory of the exponentials as far as that goes."""
+        scale, program = _there(logits.scale), self._program
+        wide = logits.wide.mul_((scale * _there(logits.correction)).unsqueeze(1))
+        gradient = gradient_(wide, logits.targets, scale, program.label_smoothing, program.classes, self._valid)
+        return self._shaped(logits, gradient.to(logits.dtype), keep=False)
 
     def _pull_back(self, logits: Logits, gradient: Tensor) -> Tensor:
         """From the logits to the input."""
@@ -155,11 +184,11 @@ class ShardedHead:
     def _target_rows(self, logits: Logits) -> Tensor:
         """The gradient of the target's logit by the input: its row of the table, and the slope of its shape."""
         weight = self._module.get_parameter(self._program.weight).detach()
-        rows = weight.index_select(self._program.weight_dim, logits.rows)
+        rows = weight.index_select(self._program.weight_dim, logits.targets.rows).to(logits.leaf.dtype)
         rows = rows if self._program.weight_dim == 0 else rows.t()
-        slope = logits.here.to(rows.dtype)
+        slope = logits.targets.here.to(rows.dtype)
         if logits.inner is not None:
-            at = logits.inner.detach().gather(1, logits.rows.unsqueeze(1)).requires_grad_()
+            at = logits.inner.detach().gather(1, logits.targets.rows.unsqueeze(1)).requires_grad_()
             (inner,) = torch.autograd.grad(self._module.shape(at).sum(), at)
             slope = slope * inner.squeeze(1)
         made: Tensor = rows * slope.unsqueeze(1)

@@ -89,7 +89,8 @@ class Program:
     ``Stage.forward(*receives, *inputs, *totals)`` gives a tuple of the values ``sends``, or on the last stage the
     loss, whose sum over microbatches and over ``loss_axes`` is the model's loss. ``mesh`` is sizes per axis.
     ``returns_loss`` is False on the last stage of a model whose vocabulary is split over the pipeline: it too gives
-    a tuple of what it ``sends``, to every rank's :class:`VocabularyProgram`.
+    a tuple of what it ``sends``, to every rank's :class:`VocabularyProgram`. ``parameters`` are in the order of their
+    use; ``spanning`` names those that more than one of the stage's calls use.
     """
 
     stage: int
@@ -104,6 +105,7 @@ class Program:
     loss_axes: tuple[str, ...] = ()
     plan_digest: str = ""
     returns_loss: bool = True
+    spanning: tuple[str, ...] = ()
 
     @property
     def is_last(self) -> bool:
@@ -129,7 +131,8 @@ class VocabularyProgram:
 
     ``weight_dim`` is the dim of ``weight`` that the classes are split on (``bias`` has no other); rank ``(pp, tp)``
     holds the classes from ``(pp * tp_size + tp) * rows`` on. ``classes`` is the model's number of them: logits of
-    classes from there on are padding, and count nowhere. Shapes are local to one rank and one microbatch.
+    classes from there on are padding, and count nowhere. Logits are made in ``chunks`` parts of the tokens, one after
+    another. Shapes are local to one rank and one microbatch.
     """
 
     mesh: dict[str, int]
@@ -150,3 +153,4 @@ class VocabularyProgram:
     label_smoothing: float = 0.0
     loss_axes: tuple[str, ...] = ()
     plan_digest: str = ""
+    chunks: int = 1

@@ -26,12 +26,18 @@ def op_seed(axes: Axes, op: int, own_axes: Sequence[str]) -> int:
 @contextmanager
 def rng(axes: Axes, op: int, own_axes: Sequence[str]) -> Iterator[None]:
     """Within, the default generator of the CPU (and the rank's GPU) draws for ``op``; after it, as before."""
+    with seeded(op_seed(axes, op, own_axes), axes.device):
+        yield
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Within, the default generators of the CPU and of ``device`` draw from ``seed`` on; after it, as before."""
     generators = [torch.default_generator]
-    if axes.device.type == "cuda":
-        index = axes.device.index if axes.device.index is not None else torch.cuda.current_device()
+    if device.type == "cuda":
+        index = device.index if device.index is not None else torch.cuda.current_device()
         generators.append(torch.cuda.default_generators[index])
     states = [generator.get_state() for generator in generators]
-    seed = op_seed(axes, op, own_axes)
     try:
         for generator in generators:
             generator.manual_seed(seed)
@@ -39,3 +45,8 @@ def rng(axes: Axes, op: int, own_axes: Sequence[str]) -> Iterator[None]:
     finally:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
+
+
+def seed_of_op() -> int:
+    """Directly within :func:`rng`, before anything is drawn: the seed, from which the same can be drawn again."""
+    return torch.default_generator.initial_seed()

@@ -1,6 +1,8 @@
 """Which part of a full tensor one rank holds, and both ways between them, without communication.
 
-Types are read axis by axis in the mesh's order, outermost first: each splits what the axes before it left.
+Types are read axis by axis in the mesh's order, outermost first: each splits what the axes before it left. What ZeRO
+splits over dp is cut last, by rows of what the types left: part i of n is rows ``i * r`` to ``(i + 1) * r - 1`` with
+``r = ceil(rows / n)``, zeros behind the last.
 """
 
 from __future__ import annotations
@@ -80,18 +82,47 @@ def blocks(shape: Sequence[int], types: Mapping[str, str], axes: Positions) -> l
     ]
 
 
-def take(
-    read: Callable[[Index], torch.Tensor], parts: Sequence[Block], shape: Sequence[int] | None = None
-) -> torch.Tensor:
-    """A contiguous shard in memory of its own, from ``read(index)`` of the full tensor's blocks.
+def stored_shape(parameter: Parameter) -> tuple[int, ...]:
+    """The shape of what one rank stores of ``parameter``: its local shape, or its part of the rows of that."""
+    return _rows_of(parameter.shape, parameter.zero)
 
-    ``shape`` is that of the full tensor: what ``parts`` say lies behind it is padding, and becomes zeros.
+
+def _rows_of(shape: Sequence[int], parts: int) -> tuple[int, ...]:
+    return (-(-shape[0] // parts), *shape[1:]) if parts > 1 else tuple(shape)
+
+
+def _stored(parameter: Parameter, axes: Positions) -> tuple[list[Block], tuple[int, ...]]:
+    """The rectangles of the padded tensor that this rank stores, none where it has but padding; and its shape."""
+    parts = blocks(parameter.padded_shape, parameter.types, axes)
+    shape = _rows_of(_shape(parts), parameter.zero)
+    if parameter.zero == 1:
+        return parts, shape
+    first = axes["dp"].index % parameter.zero * shape[0]
+    return [cut for part in parts if (cut := _rows(part, first, first + shape[0])) is not None], shape
+
+
+def _rows(part: Block, first: int, end: int) -> Block | None:
+    """What of ``part`` lies in local rows ``first`` to ``end``, local rows counted from there."""
+    local, full = part.local[0], part.full[0]
+    start, stop = max(local.start, first), min(local.stop, end)
+    if start >= stop:
+        return None
+    there = slice(full.start + start - local.start, full.start + stop - local.start)
+    return Block((there, *part.full[1:]), (slice(start - first, stop - first), *part.local[1:]))
+
+
+def take(
+    read: Callable[[Index], torch.Tensor], parts: Sequence[Block], full: Sequence[int], shape: Sequence[int]
+) -> torch.Tensor:
+    """A contiguous shard of ``shape`` in memory of its own, from ``read(index)`` of the full tensor's blocks.
+
+    ``full`` is the shape of the full tensor; what no part fills, or lies behind that, is padding, and becomes zeros.
     """
-    real = parts if shape is None else within(parts, shape)
+    real = within(parts, full)
     pieces = [read(part.full) for part in real]
-    like = pieces[0] if pieces else read(tuple(slice(0, 0) for _ in parts[0].full))
-    make = torch.empty if real == list(parts) else torch.zeros
-    shard = make(_shape(parts), dtype=like.dtype, device=like.device)
+    like = pieces[0] if pieces else read(tuple(slice(0, 0) for _ in full))
+    is_whole = sum(piece.numel() for piece in pieces) == math.prod(shape)
+    shard = (torch.empty if is_whole else torch.zeros)(tuple(shape), dtype=like.dtype, device=like.device)
     for part, piece in zip(real, pieces, strict=True):
         shard[part.local].copy_(piece)
     return shard
@@ -114,15 +145,17 @@ def _shortened(index: Index, by: Sequence[int]) -> Index:
 
 def slice_shard(full: torch.Tensor, types: Mapping[str, str], axes: Positions) -> torch.Tensor:
     """This rank's shard of ``full``, contiguous and in memory of its own. Raises ShardingError."""
-    return take(full.detach().__getitem__, blocks(full.shape, types, axes))
+    parts = blocks(full.shape, types, axes)
+    return take(full.detach().__getitem__, parts, full.shape, _shape(parts))
 
 
 def read_shard(read: Callable[[Index], torch.Tensor], parameter: Parameter, axes: Positions) -> torch.Tensor:
-    """This rank's shard of ``parameter``, padding included, of whose full tensor ``read`` gives parts.
+    """What this rank stores of ``parameter``, padding included, of whose full tensor ``read`` gives parts.
 
     Raises ShardingError.
     """
-    return take(read, blocks(parameter.padded_shape, parameter.types, axes), parameter.full_shape)
+    parts, shape = _stored(parameter, axes)
+    return take(read, parts, parameter.full_shape, shape)
 
 
 def unshard(parameter: Parameter, shards: Sequence[tuple[Mapping[str, int], torch.Tensor]]) -> torch.Tensor:
@@ -133,24 +166,26 @@ def unshard(parameter: Parameter, shards: Sequence[tuple[Mapping[str, int], torc
     """
     if not shards:
         raise ShardingError(f"no shard of {parameter.name!r} is given; give those of every rank that holds it")
-    sizes = {axis: 1 + max(at[axis] for at, _ in shards) for axis in parameter.types}
+    axes = {*parameter.types, *(("dp",) if parameter.zero > 1 else ())}
+    sizes = {axis: 1 + max(at[axis] for at, _ in shards) for axis in axes}
     first = shards[0][1]
     full = torch.empty(parameter.full_shape, dtype=first.dtype, device=first.device)
-    placed: set[tuple[int, ...]] = set()
+    filled: dict[tuple[int, ...], int] = {}  # corner -> elements
     for at, local in shards:
         places = {axis: Place(size, at[axis]) for axis, size in sizes.items()}
-        parts = blocks(parameter.padded_shape, parameter.types, places)
-        if tuple(local.shape) != (expected := _shape(parts)):
+        parts, expected = _stored(parameter, places)
+        if tuple(local.shape) != expected:
             raise ShardingError(
                 f"rank at {dict(at)} holds {parameter.name!r} as {list(local.shape)}, but its part of "
                 f"{list(parameter.padded_shape)} is {list(expected)}; give the shards of every rank"
             )
-        corner = tuple(span.start for span in parts[0].full)
-        if corner not in placed:
-            placed.add(corner)
-            for part in within(parts, parameter.full_shape):
-                full[part.full].copy_(local[part.local])
-    if len(placed) * first.numel() != math.prod(parameter.padded_shape):
+        for part in parts:
+            corner = tuple(span.start for span in part.full)
+            if corner not in filled:
+                filled[corner] = math.prod(span.stop - span.start for span in part.full)
+                for real in within([part], parameter.full_shape):
+                    full[real.full].copy_(local[real.local])
+    if sum(filled.values()) != math.prod(parameter.padded_shape):
         raise ShardingError(f"parts of {parameter.name!r} are missing; give the shards of every rank that holds it")
     return full
 

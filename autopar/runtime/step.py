@@ -17,11 +17,15 @@ Place = tuple[int, int]
 
 @dataclass
 class Step:
-    """``totals`` by stage: scalars of the whole batch; ``loss`` is this rank's share of it so far."""
+    """``totals`` by stage: scalars of the whole batch; ``loss`` is this rank's share of it so far.
+
+    ``accumulate``: gradients are added to those that are there, and wait for another step's to be reduced and used.
+    """
 
     batch: Mapping[str, Tensor]
     totals: dict[int, tuple[Tensor, ...]]
     loss: Tensor
+    accumulate: bool = False
     arriving: dict[Place, Message] = field(default_factory=dict)  # what a stage receives
     outputs: dict[Place, tuple[Tensor, ...]] = field(default_factory=dict)  # what it makes, until sent
     leaves: dict[Place, list[Tensor]] = field(default_factory=dict)  # received, waiting for gradients
@@ -30,5 +34,12 @@ class Step:
     gradients: dict[Place, tuple[Tensor, ...]] = field(default_factory=dict)  # of received, until sent
 
     @classmethod
-    def begin(cls, batch: Mapping[str, Tensor], totals: dict[int, tuple[Tensor, ...]], device: torch.device) -> Step:
-        return cls(batch, totals, torch.zeros((), dtype=torch.float64, device=device))
+    def begin(
+        cls,
+        batch: Mapping[str, Tensor],
+        totals: dict[int, tuple[Tensor, ...]],
+        device: torch.device,
+        *,
+        accumulate: bool = False,
+    ) -> Step:
+        return cls(batch, totals, torch.zeros((), dtype=torch.float64, device=device), accumulate)

@@ -25,12 +25,14 @@ from torch import Tensor, nn
 
 from autopar.runtime import batches
 from autopar.runtime.axes import Axes, Axis
+from autopar.runtime.chunked_logits import ChunkedHead
 from autopar.runtime.collectives import gather_stack, reduce_max_, reduce_to_, start_broadcast_, subgroups
-from autopar.runtime.logits import Logits, ShardedHead
+from autopar.runtime.logits import ShardedHead
 from autopar.runtime.modules import dtype_of
 from autopar.runtime.pipe import Message, wait_all
 from autopar.runtime.program import Tensor as Wire
 from autopar.runtime.program import VocabularyProgram
+from autopar.runtime.scaling import LossScaler
 from autopar.runtime.step import Step
 from autopar.schedules import Action, Schedule
 
@@ -46,7 +48,7 @@ class _State:
     returning: dict[int, Message] = field(default_factory=dict)  # gradients of the embedding
     hidden: dict[int, Message] = field(default_factory=dict)  # what the last stage made
     entered: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # the same, and as [t, h]
-    logits: dict[int, Logits] = field(default_factory=dict)
+    logits: dict[int, Any] = field(default_factory=dict)  # of the kind that the head makes
     tops: dict[int, dist.Work | None] = field(default_factory=dict)
     statistics: dict[int, Tensor] = field(default_factory=dict)  # of this rank
     gathered: dict[int, tuple[Tensor, dist.Work | None]] = field(default_factory=dict)  # of all
@@ -56,13 +58,24 @@ class _State:
 class VocabularyPasses:
     """Handlers of the vocabulary's actions. All ranks of the world must make theirs."""
 
-    def __init__(self, module: nn.Module, program: VocabularyProgram, schedule: Schedule, axes: Axes) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        program: VocabularyProgram,
+        schedule: Schedule,
+        axes: Axes,
+        scaler: LossScaler | None = None,
+    ) -> None:
         self._module: Any = module
+        self._scaler = scaler
         self._program, self._axes, self._algorithm = program, axes, schedule.head
         self._first, self._last = schedule.placement[0], schedule.placement[-1]
         self._last_stage = schedule.stages - 1
         self._index, tp = axes["pp"].index, axes["tp"]
-        self._head = ShardedHead(module, program, (self._index * tp.size + tp.index) * program.rows)
+        start = (self._index * tp.size + tp.index) * program.rows
+        self._head: ShardedHead | ChunkedHead = ShardedHead(module, program, start)
+        if program.chunks > 1:
+            self._head = ChunkedHead(module, program, start, early=schedule.head == "vocab-2")
         self._line, self._plane = _groups(axes)
         self._aside = _stream(axes.device)
         self._state = _State()
@@ -172,7 +185,7 @@ class VocabularyPasses:
         logits = self._state.logits[action.microbatch]
         entropy = self._head.entropy(logits, gathered).requires_grad_()
         loss = self._module.tail(entropy, *self._inputs(step, action), *step.totals.get(VOCABULARY, ()))
-        (slope,) = torch.autograd.grad(loss, entropy)
+        (slope,) = torch.autograd.grad(loss, entropy, self._scaler.root(loss) if self._scaler else None)
         logits.scale = slope.to(gathered.dtype) * logits.counts
         if self._index == self._last:
             step.loss += loss.detach()

@@ -10,8 +10,8 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -37,6 +37,7 @@ __all__ = [
     "save_state",
     "slice_shard",
     "unshard",
+    "whole",
 ]
 
 WEIGHTS_FILE: Final = "weights.safetensors"
@@ -47,7 +48,8 @@ class Source(Protocol):
     """Where weights come from: a state in memory, a file, or init recipes."""
 
     def local(self, parameter: Parameter, axes: Positions) -> torch.Tensor:
-        """This rank's shard of ``parameter``, contiguous and in memory of its own, on any device; padding is zeros.
+        """What this rank stores of ``parameter``, in the master's dtype, on any device; padding is zeros. It is
+        contiguous and in memory of its own.
 
         Raises PlanError where the source lacks it, under its name and aliases, or has another shape or dtype;
         ShardingError where its types don't divide.
@@ -136,16 +138,12 @@ def open_source(path: Path, seed: int) -> FileSource | RecipeSource:
 
 
 def materialize(
-    module: nn.Module,
-    program: Program | VocabularyProgram,
-    axes: Positions,
-    source: Source,
-    device: torch.device | str,
+    module: nn.Module, program: Program | VocabularyProgram, make: Callable[[Parameter], torch.Tensor]
 ) -> None:
-    """Give every parameter and buffer that ``module`` declares (on the meta device) its shard, on ``device``.
+    """Give every parameter and buffer that ``module`` declares (on the meta device) what ``make`` returns for it.
 
     One tensor at a time. Parameters are new objects: make optimizers afterwards. Raises PlanError where
-    module and program disagree, else what the source raises.
+    module and program disagree, else what ``make`` raises.
     """
     declared = {
         **dict(module.named_parameters(remove_duplicate=False)),
@@ -157,11 +155,20 @@ def materialize(
     for parameter in program.parameters:
         places = [name for name in _names(parameter) if name in declared]
         _check_declared(program, parameter, declared, places)
-        shard = source.local(parameter, axes).to(device)
-        value = shard if parameter.is_buffer else nn.Parameter(shard, requires_grad=parameter.trainable)
+        value = make(parameter)
         for name in places:
             owner, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(owner), leaf, value)
+
+
+def whole(source: Source, axes: Positions, device: torch.device | str) -> Callable[[Parameter], torch.Tensor]:
+    """Makes weights to compute with, as if ZeRO stored none of them in parts; for :func:`materialize`."""
+
+    def make(parameter: Parameter) -> torch.Tensor:
+        value = source.local(replace(parameter, zero=1), axes).to(device, dtype_of(parameter.dtype))
+        return value if parameter.is_buffer else nn.Parameter(value, requires_grad=parameter.trainable)
+
+    return make
 
 
 def save_state(path: Path, state: Mapping[str, torch.Tensor]) -> None:
@@ -218,7 +225,7 @@ def _find(parameter: Parameter, names: Collection[str], where: str) -> str:
 
 
 def _check(parameter: Parameter, shape: Sequence[int], dtype: torch.dtype, where: str) -> None:
-    expected = _text(dtype_of(parameter.dtype), parameter.full_shape)
+    expected = _text(dtype_of(parameter.master or parameter.dtype), parameter.full_shape)
     if (found := _text(dtype, shape)) != expected:
         raise PlanError(
             f"{where} holds {parameter.name!r} as {found}, the plan expects {expected}; "

@@ -9,6 +9,12 @@
 ``RECV_F3@2<1``    receive stage 2's input of microbatch 3 from pipeline rank 1
 ``SEND_B3@2>1``    send the gradient of stage 2's input to pipeline rank 1
 ``RECV_B3@1<2``    receive the gradient of stage 1's output from pipeline rank 2
+``GATHER@1``       make the weights that stage 1 computes with of those that the optimizer updates (masters)
+``GATHER_F3@1``    start to gather stage 1's weights for its forward of microbatch 3, layer by layer
+``GATHER_B3@1``    the same for its backward
+``SCATTER3@1``     reduce-scatter the gradients that stage 1 has made up to microbatch 3
+``OFFLOAD3@1``     start to copy what stage 1 keeps of microbatch 3 to the host, and free it
+``FETCH3@1``       start to copy it back
 ``REDUCE@1``       reduce stage 1's gradients over its data and replica axes
 ``STEP``           run the optimizer
 ``UPDATE3@1``      asynchronous schedules: update stage 1's weights by microbatch 3's gradient alone
@@ -28,6 +34,7 @@ of them, and passes of its own for each microbatch:
 ``MAX3``           maximum of the logits (three-barrier form only)
 ``STATS3``         exchange the softmax statistics
 ``SUM_X3``         sum the parts of the gradient of the last stage's output
+``GATHER_V``       make the vocabulary tables that passes compute with of the masters
 ``REDUCE_V``       reduce the gradients of the vocabulary tables over data and replica axes
 =================  =========================================================================================
 
@@ -66,6 +73,12 @@ KINDS: Final[Mapping[str, Kind]] = {
     "RECV_F": Kind(microbatch=True, stage=True, arrow="<"),
     "SEND_B": Kind(microbatch=True, stage=True, arrow=">"),
     "RECV_B": Kind(microbatch=True, stage=True, arrow="<"),
+    "GATHER": Kind(stage=True),
+    "GATHER_F": Kind(microbatch=True, stage=True),
+    "GATHER_B": Kind(microbatch=True, stage=True),
+    "SCATTER": Kind(microbatch=True, stage=True),
+    "OFFLOAD": Kind(microbatch=True, stage=True),
+    "FETCH": Kind(microbatch=True, stage=True),
     "REDUCE": Kind(stage=True),
     "STEP": Kind(),
     "UPDATE": Kind(microbatch=True, stage=True),
@@ -80,6 +93,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "MAX": Kind(microbatch=True),
     "STATS": Kind(microbatch=True),
     "SUM_X": Kind(microbatch=True),
+    "GATHER_V": Kind(),
     "REDUCE_V": Kind(),
 }
 _FIELDS: Final = {name: (kind.microbatch, kind.stage, bool(kind.arrow)) for name, kind in KINDS.items()}

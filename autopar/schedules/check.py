@@ -22,15 +22,27 @@ from autopar.schedules.flow import (
     rank_passes,
     sends,
 )
+from autopar.schedules.offloads import before_offloads, offloaded, offloads_of
 from autopar.schedules.progress import run_order
+from autopar.schedules.weight_moves import (
+    GATHERS,
+    PASSES,
+    WeightMoves,
+    gather_of,
+    gathers_of,
+    moves_of,
+    scatter_of,
+    scatters,
+)
 
 
 def check(schedule: Schedule) -> None:
     """Raise ScheduleError, naming ranks and actions, unless the lists are right. Linear in their length.
 
     Right means: each rank has exactly the actions that its stages call for, once; each comes after what it
-    needs on that rank (a REDUCE after its stage's backwards, STEP last); the two ends of every channel agree
-    on the order of its messages, and all ranks on that of exchanges; and the ranks reach the end under the semantics of
+    needs on that rank (a gather before the passes that it is for, a REDUCE after its stage's backwards, STEP
+    last); the two ends of every channel agree on the order of its messages, and all ranks on that of exchanges;
+    and the ranks reach the end under the semantics of
     :mod:`autopar.schedules.progress`, whatever the speed of ranks and links.
     """
     _check_complete(schedule)
@@ -43,7 +55,7 @@ def check(schedule: Schedule) -> None:
 
 
 def _check_complete(schedule: Schedule) -> None:
-    expected = _expected(schedule)
+    expected = _expected(schedule, moves_of(schedule))
     for rank, actions in enumerate(schedule.lists):
         count = Counter(actions)
         missing = [action for action in expected[rank] if action not in count]
@@ -59,16 +71,20 @@ def _check_complete(schedule: Schedule) -> None:
             raise ScheduleError(f"schedule {schedule.name!r}, rank {rank} {' and '.join(problems)}{hint}")
 
 
-def _expected(schedule: Schedule) -> list[dict[Action, None]]:
+def _expected(schedule: Schedule, moves: WeightMoves) -> list[dict[Action, None]]:
     """Per rank, the actions it must have; dicts, so that errors list them in a fixed order."""
-    return [dict.fromkeys(_expected_of(schedule, rank)) for rank in range(schedule.ranks)]
+    return [dict.fromkeys(_expected_of(schedule, rank, moves)) for rank in range(schedule.ranks)]
 
 
-def _expected_of(schedule: Schedule, rank: int) -> Iterator[Action]:
+def _expected_of(schedule: Schedule, rank: int, moves: WeightMoves) -> Iterator[Action]:
+    yield from gathers_of(schedule, rank, moves)
+    yield from offloads_of(schedule, rank)
     for action in rank_passes(schedule, rank):
         yield from filter(is_receive, needs(schedule, action, rank))
         yield action
         yield from sends(schedule, action)
+        if moves.scatters and scatters(action):
+            yield scatter_of(action)
     yield from rank_exchanges(schedule)
     if not schedule.is_asynchronous:
         for stage in (stage for stage, home in enumerate(schedule.placement) if home == rank):
@@ -100,8 +116,9 @@ def _not_lowered(schedule: Schedule) -> str:
 def _check_order(schedule: Schedule, rank: int) -> None:
     done: set[Action] = set()
     actions = schedule.lists[rank]
+    stored, away = _stored(schedule, rank), offloaded(schedule, rank)
     for action in actions:
-        for need in _before(schedule, rank, action):
+        for need in (*stored.get(action, ()), *before_offloads(action, away), *_before(schedule, rank, action)):
             if need not in done:
                 raise ScheduleError(
                     f"schedule {schedule.name!r}, rank {rank}: {action} comes before {need}, which it needs"
@@ -113,12 +130,35 @@ def _check_order(schedule: Schedule, rank: int) -> None:
         )
 
 
+def _stored(schedule: Schedule, rank: int) -> dict[Action, list[Action]]:
+    """What moves of weights ask for: pass -> its gather, gather -> the pass of its stage before it (which frees what it
+    gathers), REDUCE -> the stage's scatters."""
+    needed: dict[Action, list[Action]] = defaultdict(list)
+    there = {action for action in schedule.lists[rank] if action.kind in GATHERS}
+    before: dict[int, Action] = {}
+    for action in schedule.lists[rank]:
+        at_start = Action("GATHER", stage=action.stage) if action.stage >= 0 else Action("GATHER_V")
+        ahead = gather_of(action) if action.kind in PASSES else action
+        if action.kind in COMPUTE:
+            needed[action] += [gather for gather in (at_start, ahead) if gather in there]
+        if action.kind in PASSES:
+            if ahead in there and action.stage in before:
+                needed[ahead].append(before[action.stage])
+            before[action.stage] = action
+        if action.kind == "SCATTER":
+            needed[Action("REDUCE", stage=action.stage)].append(action)
+    return needed
+
+
 def _before(schedule: Schedule, rank: int, action: Action) -> Iterable[Action]:
     """What must come before ``action`` on the same rank, STEP apart."""
     if action.kind in COMPUTE or is_exchange(action):
         return needs(schedule, action, rank)
     if is_send(action):
         return (maker(schedule, action),)
+    if action.kind == "SCATTER":
+        split = (action.microbatch, action.stage) in schedule.split
+        return (Action("W" if split else "B", action.microbatch, action.stage),)
     if action.kind in ("REDUCE", "REDUCE_V"):
         return (a for a in rank_passes(schedule, rank) if _is_summed(a, action))
     return ()

@@ -20,23 +20,37 @@ from autopar.schedules.flow import (
     sends,
 )
 from autopar.schedules.order import Seconds, exchange_posts
+from autopar.schedules.weight_moves import WeightMoves, gather_posts, scatter_of, scatters
 
 
-def lower(schedule: Schedule, seconds: Seconds | None = None) -> Schedule:
+def lower(schedule: Schedule, seconds: Seconds | None = None, moves: WeightMoves | None = None) -> Schedule:
     """Add SEND and RECV, exchanges, REDUCE after each stage's last backward, and STEP at the end.
 
     A send comes right after the action that makes its message, a receive right before the action that needs
     it. Where a rank uses the messages of one channel in another order than they are sent, it receives some of
     them early, in the order of the sends: their sender is past them anyway, so this adds no waiting.
     Exchanges are posted when their time has come, in one order for all ranks (:mod:`.order`); ``seconds``, such as
-    ``Costs.seconds``, says how long a rank takes for a pass (None: unit costs).
-    Raises ScheduleError for actions that aren't compute, lie on the wrong rank, or need what no rank makes.
+    ``Costs.seconds``, says how long a rank takes for a pass (None: unit costs). GATHER and SCATTER come where
+    ``moves`` asks for them (None: weights are stored as they are used).
+    Raises ScheduleError for actions that aren't compute, lie on the wrong rank, or need what no rank makes, and for an
+    asynchronous schedule whose ``moves`` has gathers.
     """
     _require_compute(schedule)
+    moves = moves or WeightMoves()
+    _require_steps(schedule, moves)
     messages = _messages(schedule)
     posts = exchange_posts(schedule, seconds)
-    lists = tuple(tuple(_Lowering(schedule, rank, messages, posts[rank]).run()) for rank in range(schedule.ranks))
-    return replace(schedule, lists=lists)
+    lowerings = (_Lowering(schedule, rank, messages, posts[rank], moves) for rank in range(schedule.ranks))
+    return replace(schedule, lists=tuple(tuple(lowering.run()) for lowering in lowerings))
+
+
+def _require_steps(schedule: Schedule, moves: WeightMoves) -> None:
+    if schedule.is_asynchronous and moves != WeightMoves():
+        raise ScheduleError(
+            f"schedule {schedule.name!r} updates each stage's weights while microbatches are under way, so copies that "
+            "are gathered from masters would be stale; use a synchronous schedule (such as 1f1b), or leave out ZeRO, "
+            "offload of optimizer or parameters, and mixed precision"
+        )
 
 
 def _require_compute(schedule: Schedule) -> None:
@@ -71,21 +85,31 @@ class _Lowering:
     """One rank's list as it grows."""
 
     def __init__(
-        self, schedule: Schedule, rank: int, messages: dict[Channel, deque[Action]], posts: dict[int, list[Action]]
+        self,
+        schedule: Schedule,
+        rank: int,
+        messages: dict[Channel, deque[Action]],
+        posts: dict[int, list[Action]],
+        moves: WeightMoves,
     ) -> None:
         self.schedule, self.rank, self.messages, self.posts = schedule, rank, messages, posts
+        self.gathers, self.scatters = gather_posts(schedule, rank, moves), moves.scatters
         self.received: set[Action] = set()
         self.left = Counter(key for action in schedule.lists[rank] if (key := _reduction(action)) is not None)
 
     def run(self) -> Iterator[Action]:
         actions = self.schedule.lists[self.rank]
+        yield from self.gathers.pop(0, ())  # before anything that waits
         for index, action in enumerate(actions):
             yield from self.posts.get(index, ())
             for need in needs(self.schedule, action, self.rank):
                 if is_receive(need):
                     yield from self._receive(action, need)
+            yield from self.gathers.get(index, ())
             yield action
             yield from sends(self.schedule, action)
+            if self.scatters and scatters(action):
+                yield scatter_of(action)
             yield from self._reduce(action)
         yield from self.posts.get(len(actions), ())
         yield Action("STEP")

@@ -1,9 +1,12 @@
 """Discrete-event timeline of a schedule: when each rank does what, what it keeps, and how long it idles.
 
 The semantics are those of :mod:`autopar.schedules.progress`. Compute and STEP occupy a rank; a send occupies
-its channel from the end of the action before it; a REDUCE occupies the rank's one reduction stream; an exchange
-occupies the one stream of exchanges that all ranks share, from when the last of them posts it. So transfers,
-exchanges and reductions overlap with compute, and cost time only where something waits for them.
+its channel from the end of the action before it; a REDUCE, a SCATTER and gathers occupy the rank's one reduction
+stream; an exchange occupies the one stream of exchanges that all ranks share, from when the last of them posts it. An
+OFFLOAD occupies the rank's one stream of copies to the host, a FETCH that of copies back, once its OFFLOAD has ended.
+So transfers, exchanges and reductions overlap with compute, and cost time only where something waits for them. A pass
+whose weights are gathered layer by layer starts when its rank is free, and ends when its compute could have, or the
+gathers have, whichever is later.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from autopar.schedules.flow import (
     needs,
 )
 from autopar.schedules.progress import run_order
+from autopar.schedules.weight_moves import GATHERS, PASSES, gather_of, moves_of
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,9 @@ class Costs:
     ``backward_seconds[s]`` that ``W`` takes, and ``later_bytes[s]`` what is kept for it after ``I``; without them, half
     the time and all the bytes. ``vocabulary_seconds`` has, for each vocabulary pass (``S``) and exchange
     (``SUM_X``), the seconds per pipeline rank; absent: none. ``logits_bytes`` are kept on a rank from ``S`` to ``T``.
+    ``gather_seconds[s]`` is one gather of all of stage s's weights, ``scatter_seconds[s]`` one SCATTER of its
+    gradients, ``gather_vocabulary_seconds`` a gather of the vocabulary tables; none without them. An OFFLOAD or FETCH
+    of stage s moves ``offload_bytes[s]`` of its ``activation_bytes`` in ``offload_seconds[s]``; none without them.
     """
 
     forward_seconds: tuple[float, ...]
@@ -55,8 +62,16 @@ class Costs:
     later_bytes: tuple[int, ...] = ()
     vocabulary_seconds: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     logits_bytes: int = 0
+    gather_seconds: tuple[float, ...] = ()
+    scatter_seconds: tuple[float, ...] = ()
+    gather_vocabulary_seconds: float = 0.0
+    offload_seconds: tuple[float, ...] = ()
+    offload_bytes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("gather_seconds", "scatter_seconds", "offload_seconds", "offload_bytes"):
+            if not getattr(self, name):
+                object.__setattr__(self, name, (0,) * len(self.forward_seconds))
         if not self.weight_seconds:
             object.__setattr__(self, "weight_seconds", tuple(seconds / 2 for seconds in self.backward_seconds))
         if not self.later_bytes:
@@ -97,6 +112,8 @@ class Costs:
         if action.kind in VOCABULARY_KINDS or action.kind in EXCHANGES:
             per_rank = self.vocabulary_seconds.get(action.kind)
             return per_rank[rank] if per_rank else 0.0
+        if action.kind == "GATHER_V":
+            return self.gather_vocabulary_seconds
         name = _SECONDS.get(action.kind)
         if name is None:
             return 0.0
@@ -112,13 +129,23 @@ class Costs:
         if action.stage < 0:
             return 0
         kept, later = self.activation_bytes[action.stage], self.later_bytes[action.stage]
-        return {"F": kept, "B": -kept, "I": later - kept, "W": -later}.get(action.kind, 0)
+        moved = self.offload_bytes[action.stage]
+        changes = {"F": kept, "B": -kept, "I": later - kept, "W": -later, "OFFLOAD": -moved, "FETCH": moved}
+        return changes.get(action.kind, 0)
 
     def without_communication(self) -> Costs:
         free = (0.0,) * len(self.forward_seconds)
         passes = {kind: seconds for kind, seconds in self.vocabulary_seconds.items() if kind in VOCABULARY_KINDS}
         return replace(
-            self, send_forward_seconds=free, send_backward_seconds=free, reduce_seconds=free, vocabulary_seconds=passes
+            self,
+            send_forward_seconds=free,
+            send_backward_seconds=free,
+            reduce_seconds=free,
+            gather_seconds=free,
+            scatter_seconds=free,
+            gather_vocabulary_seconds=0.0,
+            offload_seconds=free,
+            vocabulary_seconds=passes,
         )
 
 
@@ -128,10 +155,17 @@ _SECONDS: Final[Mapping[str, str]] = {
     "W": "weight_seconds",
     "SEND_F": "send_forward_seconds",
     "SEND_B": "send_backward_seconds",
+    "GATHER": "gather_seconds",
+    "GATHER_F": "gather_seconds",
+    "GATHER_B": "gather_seconds",
+    "SCATTER": "scatter_seconds",
+    "OFFLOAD": "offload_seconds",
+    "FETCH": "offload_seconds",
     "REDUCE": "reduce_seconds",
     "STEP": "step_seconds",
     "UPDATE": "step_seconds",
 }
+_PER_RANK: Final = ("step_seconds", "gather_vocabulary_seconds")
 _OCCUPIES_RANK: Final = (*COMPUTE, "STEP")
 _COUNTS: Final[Mapping[str, int]] = {"F": +1, "B": -1, "W": -1}
 
@@ -153,7 +187,8 @@ class Kept(NamedTuple):
     bytes: int
 
 
-_KEEPERS: Final = ("F", "B", "I", "W", "S", "T")
+_KEEPERS: Final = ("F", "B", "I", "W", "S", "T", "OFFLOAD", "FETCH")
+_KEEPS_FROM_START: Final = ("F", "S", "FETCH")
 
 
 @dataclass(frozen=True)
@@ -181,13 +216,16 @@ class Timeline:
 
     def kept(self, rank: int) -> list[Kept]:
         """What ``rank`` keeps for backwards over time: a point after each action that changes it."""
+        changes = [
+            (event.start_seconds if event.action.kind in _KEEPS_FROM_START else event.end_seconds, event.action)
+            for event in self.events
+            if event.rank == rank and event.action.kind in _KEEPERS
+        ]
         points, count, bytes_ = [], 0, 0
-        for event in self.events:
-            if event.rank == rank and event.action.kind in _KEEPERS:
-                count += _COUNTS.get(event.action.kind, 0)
-                bytes_ += self.costs.kept_bytes(event.action)
-                starts = event.action.kind in ("F", "S")
-                points.append(Kept(event.start_seconds if starts else event.end_seconds, count, bytes_))
+        for seconds, action in sorted(changes, key=lambda change: change[0]):  # an OFFLOAD may end after the next pass
+            count += _COUNTS.get(action.kind, 0)
+            bytes_ += self.costs.kept_bytes(action)
+            points.append(Kept(seconds, count, bytes_))
         return points
 
     @property
@@ -212,7 +250,7 @@ def simulate_timeline(schedule: Schedule, costs: Costs) -> Timeline:
     for rank, action, start, end in events:
         if action.kind in _OCCUPIES_RANK:
             busy_seconds[rank] += end - start
-    return Timeline(
+    timeline = Timeline(
         schedule=schedule,
         costs=costs,
         events=tuple(events),
@@ -222,13 +260,25 @@ def simulate_timeline(schedule: Schedule, costs: Costs) -> Timeline:
         peak_activation_bytes=_peaks(schedule, costs.kept_bytes),
         exposed_communication_seconds=makespan_seconds - free_seconds,
     )
+    return _with_copies_on_their_way(timeline)
+
+
+def _with_copies_on_their_way(timeline: Timeline) -> Timeline:
+    """The peaks where activations are offloaded: what a copy still reads isn't free yet when the next pass begins."""
+    ranks = [any(action.kind == "OFFLOAD" for action in row) for row in timeline.schedule.lists]
+    peaks = tuple(
+        max(point.bytes for point in timeline.kept(rank)) if offloads else peak
+        for rank, (offloads, peak) in enumerate(zip(ranks, timeline.peak_activation_bytes, strict=True))
+    )
+    return replace(timeline, peak_activation_bytes=peaks)
 
 
 def _check_costs(schedule: Schedule, costs: Costs) -> None:
     named = {item.name: getattr(costs, item.name) for item in fields(costs)}
     del named["logits_bytes"], named["vocabulary_seconds"]
+    named["gather_vocabulary_seconds"] = (costs.gather_vocabulary_seconds,) * schedule.ranks
     for name, values in named.items():
-        _check_values(schedule, name, values, "rank" if name == "step_seconds" else "stage")
+        _check_values(schedule, name, values, "rank" if name in _PER_RANK else "stage")
     for kind, values in costs.vocabulary_seconds.items():
         _check_values(schedule, f"vocabulary_seconds[{kind!r}]", values, "rank")
 
@@ -257,7 +307,7 @@ def _peaks(schedule: Schedule, change: Callable[[Action], int]) -> tuple[int, ..
 
 
 def _events(schedule: Schedule, costs: Costs) -> list[Event]:
-    clocks = _Clocks(schedule)
+    clocks = _Clocks(schedule, costs)
     events: list[list[Event]] = [[] for _ in schedule.lists]
     for rank, action in run_order(schedule):
         updated = schedule.is_asynchronous and action.kind == "STEP"  # every UPDATE was one
@@ -272,10 +322,15 @@ class _Clocks:
     Each method runs one action as soon as it can run and returns its start and end.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        self.schedule, self.costs = schedule, costs
+        self.streams = moves_of(schedule).gathers == "pass"
+        self.gathered: dict[Action, float] = {}  # gather -> when it is complete
         self.rank = [0.0] * schedule.ranks
         self.reductions = [0.0] * schedule.ranks
+        self.to_host = [0.0] * schedule.ranks
+        self.from_host = [0.0] * schedule.ranks
+        self.fetched: dict[Action | None, float] = {}  # OFFLOAD or FETCH -> when it is complete
         self.channel: dict[Channel, float] = defaultdict(float)
         self.arrivals: dict[Channel, deque[float]] = defaultdict(deque)
         self.exchanges = 0.0
@@ -286,8 +341,24 @@ class _Clocks:
         start = self.rank[rank]
         if self.schedule.head:
             start = max([start, *self._exchanged(rank, action)])
+        start = max(start, self.gathered.get(_at_start(action), 0.0), self.fetched.get(_fetch_of(action), 0.0))
         self.rank[rank] = start + seconds
+        if self.streams and action.kind in PASSES:
+            self.rank[rank] = max(self.rank[rank], self._streamed(rank, action, start))
         return start, self.rank[rank]
+
+    def _streamed(self, rank: int, action: Action, start: float) -> float:
+        """When the gathers of a pass are complete: begun ahead, or by the pass itself."""
+        gather = gather_of(action)
+        if gather not in self.gathered:
+            begin = max(start, self.reductions[rank])
+            self.reductions[rank] = self.gathered[gather] = begin + self.costs.seconds(rank, gather)
+        return self.gathered[gather]
+
+    def gather(self, rank: int, action: Action, seconds: float) -> tuple[float, float]:
+        start, end = self.reduce(rank, action, seconds)
+        self.gathered[action] = end
+        return start, end
 
     def _exchanged(self, rank: int, action: Action) -> list[float]:
         return [self.complete[need] for need in needs(self.schedule, action, rank) if is_exchange(need)]
@@ -322,10 +393,30 @@ class _Clocks:
         self.reductions[rank] = start + seconds
         return start, self.reductions[rank]
 
+    def copy(self, rank: int, action: Action, seconds: float) -> tuple[float, float]:
+        stream = self.to_host if action.kind == "OFFLOAD" else self.from_host
+        there = self.fetched.get(Action("OFFLOAD", action.microbatch, action.stage), 0.0)
+        start = max(self.rank[rank], stream[rank], there)
+        stream[rank] = self.fetched[action] = start + seconds
+        return start, stream[rank]
+
     def step(self, rank: int, action: Action, seconds: float) -> tuple[float, float]:
         start = max(self.rank[rank], self.reductions[rank])
         self.rank[rank] = start + seconds
         return start, self.rank[rank]
+
+
+_OF_VOCABULARY: Final = Action("GATHER_V")
+
+
+def _at_start(action: Action) -> Action:
+    """The gather of the step that ``action`` needs, if there is one."""
+    return Action("GATHER", stage=action.stage) if action.stage >= 0 else _OF_VOCABULARY
+
+
+def _fetch_of(action: Action) -> Action | None:
+    """The FETCH that a backward waits for, if there is one."""
+    return Action("FETCH", action.microbatch, action.stage) if action.kind in ("B", "I") else None
 
 
 _ADVANCE: Final[Mapping[str, Callable[[_Clocks, int, Action, float], tuple[float, float]]]] = {
@@ -335,6 +426,10 @@ _ADVANCE: Final[Mapping[str, Callable[[_Clocks, int, Action, float], tuple[float
     "SEND_B": _Clocks.send,
     "RECV_F": _Clocks.receive,
     "RECV_B": _Clocks.receive,
+    **dict.fromkeys(GATHERS, _Clocks.gather),
+    "SCATTER": _Clocks.reduce,
+    "OFFLOAD": _Clocks.copy,
+    "FETCH": _Clocks.copy,
     "REDUCE": _Clocks.reduce,
     "REDUCE_V": _Clocks.reduce,
     "STEP": _Clocks.step,

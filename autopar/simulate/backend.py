@@ -21,7 +21,8 @@ from autopar.simulate.calls import Call, Group, Terms
 from autopar.simulate.operations import REDUCTIONS, Part
 from autopar.simulate.rendezvous import Rendezvous
 from autopar.simulate.sites import caller
-from autopar.simulate.torch_private import BACKEND, describe, unobserved
+from autopar.simulate.torch_private import BACKEND, describe
+from autopar.storages import unobserved
 
 # Their declared signatures are those of C++ overloads, not of the methods that may override them.
 _ProcessGroup: Any = ProcessGroup

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from autopar.simulate.operations import Part
 from autopar.simulate.sites import Site
-from autopar.simulate.torch_private import is_data, unobserved, version
+from autopar.simulate.torch_private import version
+from autopar.storages import is_data, unobserved
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,7 @@ class Call:
     def finish(self) -> None:
         """The data has moved; an input that is also an output has new values."""
         self.is_done = True
+        self.meeting = None  # which refers to all its calls: their tensors would stay until the cycle is collected
         outputs = {id(tensor) for part in self.parts for tensor in part.outputs}
         for watch in self._watches:
             if id(watch.tensor) in outputs:

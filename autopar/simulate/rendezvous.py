@@ -10,7 +10,7 @@ from autopar.simulate import diagnosis
 from autopar.simulate.baton import Baton
 from autopar.simulate.calls import Call, Group, Meeting, Waiting
 from autopar.simulate.operations import KINDS, Flow, fits, move, sent_bytes
-from autopar.simulate.torch_private import is_data, unobserved
+from autopar.storages import is_data, unobserved
 
 _Queue = tuple[Group, int, int]
 """Sends and receives meet by group, receiving rank within the group, and tag."""

@@ -15,19 +15,17 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import Backend, ProcessGroup, distributed_c10d
 from torch.utils import _python_dispatch
 
 from autopar.errors import ArgumentError
 
 BACKEND = "threaded"
-DispatchMode: Any = _python_dispatch.TorchDispatchMode  # it has no types
 _c10d: Any = torch._C._distributed_c10d
 _guards: Any = torch._C._dynamo.guards
 
@@ -154,32 +152,6 @@ class _WorldPerThread:
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(getattr(self._own, "world", self._callers), name, value)
-
-
-@contextmanager
-def unobserved() -> Iterator[None]:
-    """Move data as hardware would: neither dispatch modes nor autograd see it."""
-    with _python_dispatch._disable_current_modes(), torch.no_grad():
-        yield
-
-
-def is_data(tensor: torch.Tensor) -> bool:
-    """Whether the tensor holds values: fake and meta tensors don't."""
-    return not isinstance(tensor, FakeTensor) and not tensor.is_meta
-
-
-def wraps_others(types: Iterable[type]) -> bool:
-    """Whether the types that a dispatch mode gets include tensors that are made of other tensors."""
-    plain = torch._C._disabled_torch_dispatch_impl
-    return any(
-        kind.__torch_dispatch__ is not plain and not issubclass(kind, FakeTensor)  # type: ignore[attr-defined]
-        for kind in types
-    )
-
-
-def address(storage: torch.UntypedStorage) -> int:
-    """What tells live storages apart."""
-    return int(storage._cdata)
 
 
 def version(tensor: torch.Tensor) -> int:

@@ -29,7 +29,7 @@ from autopar.planner.sharding import AxisProblem, solve_axis
 from autopar.runtime import Axes, Parameter, Program, VocabularyProgram, all_gather, all_reduce, batches, convert
 from autopar.runtime.collectives import reduce_sum_
 from autopar.runtime.load import load_program, load_vocabulary
-from autopar.runtime.weights import StateSource, materialize, unshard
+from autopar.runtime.weights import StateSource, materialize, unshard, whole
 from autopar.spmd import I, P, R, S
 from tests.codegen.programs import Result, folded, place_at_random, weights
 from tests.models import Case
@@ -164,7 +164,7 @@ def run(case: Case, job: Emitted) -> Result:
         assert vocabulary.program == job.vocabulary.program
         made = vocabulary.vocabulary(axes)
         for module, program in [*stages, (made, vocabulary.program)]:
-            materialize(module, program, axes, source, "cpu")
+            materialize(module, program, whole(source, axes, "cpu"))
         return _Rank(axes, batch, stages, (made, vocabulary.program)).step()
 
     ranks = simulate.run(rank, job.mesh.world).results

@@ -35,7 +35,7 @@ from autopar.runtime.collectives import reduce_sum_
 from autopar.runtime.grads import Reducer, reduce_groups
 from autopar.runtime.later import Later, accumulate
 from autopar.runtime.load import load_program
-from autopar.runtime.weights import StateSource, materialize, unshard
+from autopar.runtime.weights import StateSource, materialize, unshard, whole
 from autopar.simulate.memory import MemoryTracker
 from autopar.spmd import R, S
 from tests.codegen.programs import assert_equal, cut, expected, folded, load, place_at_random, weights
@@ -221,7 +221,7 @@ def test_on_ranks_under_any_placement() -> None:
     def program(rank: int) -> dict[str, Tensor]:
         axes = Axes.build(MESH, rank, "cpu")
         module = load_program(one.text, filename="stage_0.py").stage(axes)
-        materialize(module, spec, axes, source, axes.device)
+        materialize(module, spec, whole(source, axes, axes.device))
         reducer = Reducer(module, spec, reduce_groups([spec], axes, (0,)), axes, (0,))
         parts = [batches.parts(batch, spec, m, axes) for m in range(MICROBATCHES)]
         totals = batch_totals(module, one, parts, axes)
@@ -230,7 +230,7 @@ def test_on_ranks_under_any_placement() -> None:
                 module(*inputs, *totals).backward()
         for microbatch in range(MICROBATCHES):
             if microbatch == MICROBATCHES - 1:
-                reducer.expect_last_products(axes.later.parameters((0, microbatch)))
+                reducer.expect_products(axes.later.parameters((0, microbatch)), last=True)
             axes.later.run((0, microbatch), reducer.accumulate)
         reducer.launch()
         reducer.wait()

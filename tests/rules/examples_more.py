@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from autopar.runtime import local_ops
+from autopar.runtime import chunked_cross_entropy, local_ops
 from tests.rules.examples import aten, b, const, f, g, i
 from tests.rules.harness import Example
 
@@ -81,6 +81,15 @@ def losses() -> Iterator[Example]:
     yield Example(aten.soft_margin_loss.default, (g(4, 8), f(4, 8).detach(), 2))
     yield Example(aten.binary_cross_entropy.default, (f(4, 8), f(4, 8).detach(), None, 2))
     yield Example(aten.binary_cross_entropy_with_logits.default, (g(4, 8), f(4, 8).detach(), None, f(8).detach(), 2))
+
+
+def chunked_losses() -> Iterator[Example]:
+    op = chunked_cross_entropy
+    ignored = torch.tensor([[1, -100, 7, 0], [2, 2, -100, 5]])
+    yield Example(op, (g(4, 6), g(8, 6), i(4, high=8)), {"chunks": 3})
+    yield Example(op, (g(2, 4, 6), g(8, 6), ignored, g(8)), {"chunks": 4, "label_smoothing": 0.1})
+    yield Example(op, (g(2, 4, 6), g(6, 8), ignored), {"chunks": 2, "weight_dim": 1, "reduction": "none"})
+    yield Example(op, (g(4, 6), g(8, 6), i(4, high=8), g(8)), {"chunks": 2, "logits": torch.tanh, "ignore_index": 3})
 
 
 def made() -> Iterator[Example]:

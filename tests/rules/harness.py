@@ -147,6 +147,7 @@ def call(node: fx.Node, values: Sequence[Tensor], axes: Mapping[str, Any]) -> li
     remaining = iter(values)
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: next(remaining))
     args = tuple(axes[a.name] if isinstance(a, AxisRef) else a for a in args)
+    kwargs = {name: axes[a.name] if isinstance(a, AxisRef) else a for name, a in kwargs.items()}
     target = node.target
     if isinstance(target, RuntimeOp):
         name = target.__name__
@@ -178,7 +179,7 @@ def prove_local(example: Example, node: fx.Node, steps: Sequence[Step]) -> None:
         return differentiate(outputs, own, [g[rank] for g in gradients]) if example.compare else Run(outputs, [])
 
     mesh = Mesh(**{step.axis: step.size for step in steps})
-    if any(isinstance(a, AxisRef) for a in node.args):
+    if any(isinstance(a, AxisRef) for a in (*node.args, *node.kwargs.values())):
         ranks = on_ranks(mesh, lambda axes: share(axes.rank, axes))
     else:
         ranks = [share(rank, {}) for rank in range(mesh.world)]

@@ -13,6 +13,7 @@ from autopar.rules import has_rule
 from autopar.rules.base import Op
 from autopar.rules.moves import Moves
 from autopar.rules.transitions import RULES as TRANSITIONS
+from autopar.runtime import chunked_cross_entropy
 from autopar.spmd import I, P, R, S, Type, divides, local_shape, transition
 from tests.rules.examples import aten, g, i
 from tests.rules.harness import Example, Step, choices_of, localized, meta_of, prove, prove_local
@@ -25,6 +26,7 @@ def calls() -> Iterator[Example]:
     yield Example(aten.embedding.default, (g(8, 4), i(4, high=8), 5))
     yield Example(aten.cross_entropy_loss.default, (g(4, 8), i(4, high=8), None, 2, -100, 0.1))
     yield Example(aten.cross_entropy_loss.default, (g(4, 8), i(4, high=8), None, 0))
+    yield Example(chunked_cross_entropy, (g(4, 6), g(8, 6), i(4, high=8), g(8)), {"chunks": 3, "label_smoothing": 0.1})
     yield Example(aten.mean.dim, (g(4, 8), [-1, 0]))
     yield Example(aten.reshape.default, (g(4, 4, 8), [16, 8]))
     yield Example(aten.reshape.default, (g(8, 24), [8, 3, 4, 2]))
@@ -48,6 +50,7 @@ def test_choices_on_two_axes() -> None:
         "",
         "embedding_sharded",
         "cross_entropy_sharded",
+        "chunked_cross_entropy",
         "mean_of_whole",
     }
     assert ("", "embedding_sharded") in forms

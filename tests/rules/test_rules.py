@@ -26,7 +26,7 @@ FAMILIES: tuple[Family, ...] = (
     *(examples.products, examples.einsums, examples.convolutions),
     *(examples.reshapes, examples.orders, examples.cuts, examples.reductions, examples.norms),
     *(examples_more.lookups, examples_more.attentions, examples_more.losses),
-    *(examples_more.made, examples_more.drawn),
+    *(examples_more.chunked_losses, examples_more.made, examples_more.drawn),
 )
 ELSEWHERE = {*TRANSITIONS, "getitem", "embedding_sharded", "cross_entropy_sharded", "mean_of_whole"}
 """Ops of solved graphs: tests/rules/test_axes.py and test_outputs.py."""

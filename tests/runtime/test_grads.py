@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.mesh import Mesh
-from autopar.runtime import Axes, Axis, Parameter, Program, grads
+from autopar.runtime import Axes, Axis, Parameter, Program, buckets
 from autopar.runtime.clip import clip_, global_norm
 from autopar.runtime.grads import Reducer, reduce_groups, reduce_ranks
 from tests.runtime.ranks import on_ranks
@@ -76,7 +76,7 @@ def test_buckets_of_the_last_backward_are_summed_while_it_runs(sums: list[list[s
         for name, parameter in module.named_parameters():
             parameter.register_hook(lambda _, name=name: events.append(name))  # type: ignore[misc]
         module(torch.ones(4, dtype=torch.float64)).backward()
-        reducer.expect_last()
+        reducer.expect(last=True)
         module(torch.ones(4, dtype=torch.float64)).backward()
         events.append("end")
         reducer.launch()
@@ -93,7 +93,7 @@ def test_sums_start_in_the_order_of_the_buckets_whichever_is_complete_first(sums
         module.used = NAMES[::-1]  # the backward completes a and b first, in the second bucket
         for name, parameter in module.named_parameters():
             parameter.register_hook(lambda _, name=name: sums[axes.rank].append(name))  # type: ignore[misc]
-        reducer.expect_last()
+        reducer.expect(last=True)
         module(torch.ones(4, dtype=torch.float64)).backward()
 
     on_ranks(Mesh(dp=2), program)
@@ -107,7 +107,7 @@ def test_a_rank_that_did_not_use_a_parameter_adds_nothing_to_its_sum() -> None:
         for used in (NAMES, ("a", "c", "d") if axes.rank == 0 else NAMES):
             module.used = used
             reducer.zero()
-            reducer.expect_last()
+            reducer.expect(last=True)
             module(torch.ones(4, dtype=torch.float64)).backward()
             reducer.launch()
             reducer.wait()
@@ -122,13 +122,13 @@ def test_a_rank_that_did_not_use_a_parameter_adds_nothing_to_its_sum() -> None:
 def sums(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Per rank, "sum" for every sum that a reducer starts."""
     events: list[list[str]] = [[], []]
-    original = grads.reduce_sum_
+    original = buckets.reduce_sum_
 
     def recorded(x: Tensor, axis: Axis, *, async_op: bool = False) -> object:
         events[axis.index].append("sum")
         return original(x, axis, async_op=async_op)
 
-    monkeypatch.setattr(grads, "reduce_sum_", recorded)
+    monkeypatch.setattr(buckets, "reduce_sum_", recorded)
     return events
 
 
@@ -142,7 +142,7 @@ def test_gradients_stay_in_their_buckets_whatever_zeroes_them(zero: str) -> None
         for step in range(3):
             x = torch.full((4,), float(axes.rank + step), dtype=torch.float64)
             module(x).backward()
-            reducer.expect_last()
+            reducer.expect(last=True)
             module(x).backward()
             reducer.launch()
             reducer.wait()
@@ -163,7 +163,7 @@ def test_a_parameter_without_gradient_does_not_hold_up_its_bucket() -> None:
         module = Chain()
         reducer = reducer_of(axes, module)
         module.used = ("a", "c", "d")
-        reducer.expect_last()
+        reducer.expect(last=True)
         module(torch.ones(4, dtype=torch.float64)).backward()
         reducer.launch()
         reducer.wait()
@@ -183,7 +183,7 @@ def test_copies_of_tied_weights_share_buckets_however_large_their_stages_are() -
         )
         program = Program(stage, 2, axes.mesh.to_json(), 1, (), (), (), (), specs)
         reducer = Reducer(module, program, reduce_groups([program], axes, (0, 1)), axes, (0, 1))
-        reducer.expect_last()
+        reducer.expect(last=True)
         torch.stack([p.sum() * (stage + 1) for p in module.parameters()]).sum().backward()
         reducer.launch()
         reducer.wait()
@@ -196,7 +196,7 @@ def test_nothing_is_summed_where_nothing_is_pending(sums: list[list[str]]) -> No
     axes = Axes.build(Mesh(), 0, "cpu")
     module = Chain()
     reducer = reducer_of(axes, module)
-    reducer.expect_last()
+    reducer.expect(last=True)
     module(torch.ones(4, dtype=torch.float64)).backward()
     reducer.launch()
     reducer.wait()

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autopar.errors import ScheduleError
 from autopar.mesh import Mesh
-from autopar.runtime import Axes, Axis, Parameter, Program, grads, linear, matmul
+from autopar.runtime import Axes, Axis, Parameter, Program, buckets, grads, linear, matmul
 from autopar.runtime.grads import Reducer, reduce_groups
 from autopar.runtime.later import Later, Place, accumulate
 from autopar.simulate.memory import MemoryTracker
@@ -329,7 +329,7 @@ def test_put_off_gradients_are_summed_over_ranks(bucket_bytes: int, announced: b
             axes.later.run((0, 2 * axes.rank + 1), reducer.accumulate)
             last = (0, 2 * axes.rank)
             if announced:
-                reducer.expect_last_products(axes.later.parameters(last))
+                reducer.expect_products(axes.later.parameters(last), last=True)
             axes.later.run(last, reducer.accumulate)
             reducer.launch()
             reducer.wait()
@@ -352,7 +352,7 @@ def test_gradients_that_need_no_sum_are_added_too(axes: Axes) -> None:
     h, ids, grad = part(0)
     with axes.later.putting_off((0, 0)):
         layer(h, ids).backward(grad)
-    reducer.expect_last_products(axes.later.parameters((0, 0)))
+    reducer.expect_products(axes.later.parameters((0, 0)), last=True)
     axes.later.run((0, 0), reducer.accumulate)
     reducer.launch()
     reducer.wait()
@@ -363,13 +363,13 @@ def test_gradients_that_need_no_sum_are_added_too(axes: Axes) -> None:
 def test_sums_start_when_the_last_product_of_their_bucket_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buckets go from the last parameter to the first: scale and place are complete before W begins."""
     events: list[list[str]] = [[], []]
-    original = grads.reduce_sum_
+    original = buckets.reduce_sum_
 
     def recorded(x: Tensor, axis: Axis, *, async_op: bool = False) -> object:
         events[axis.index].append("sum")
         return original(x, axis, async_op=async_op)
 
-    monkeypatch.setattr(grads, "reduce_sum_", recorded)
+    monkeypatch.setattr(buckets, "reduce_sum_", recorded)
 
     def program(axes: Axes) -> None:
         layer = Layer(axes)
@@ -379,7 +379,7 @@ def test_sums_start_when_the_last_product_of_their_bucket_is_added(monkeypatch: 
         h, ids, grad = part(axes.rank)
         with axes.later.putting_off((0, 0)):
             layer(h, ids).backward(grad)
-        reducer.expect_last_products(axes.later.parameters((0, 0)))
+        reducer.expect_products(axes.later.parameters((0, 0)), last=True)
 
         def added(parameter: Tensor, left: Tensor, right: Tensor) -> None:
             events[axes.rank].append(names[id(parameter)])

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from autopar.runtime.chunked_logits import ChunkedHead
 from autopar.runtime.logits import ShardedHead
 from autopar.runtime.program import Tensor as Wire
 from autopar.runtime.program import VocabularyProgram
+from tests.storages import Largest
 
 TOKENS, WIDTH, CLASSES = 7, 5, 10
 CAP = 3.0
@@ -28,7 +33,7 @@ class Rows(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
-def make_program(rows: int, *, smoothing: float = 0.0, reduction: str = "sum") -> VocabularyProgram:
+def make_program(rows: int, *, smoothing: float = 0.0, reduction: str = "sum", chunks: int = 1) -> VocabularyProgram:
     return VocabularyProgram(
         mesh={"pp": 1, "dp": 1, "tp": 1},
         stages=1,
@@ -45,7 +50,15 @@ def make_program(rows: int, *, smoothing: float = 0.0, reduction: str = "sum") -
         rows=rows,
         reduction=reduction,
         label_smoothing=smoothing,
+        chunks=chunks,
     )
+
+
+def make_head(module: Rows, program: VocabularyProgram, start: int, *, early: bool) -> Any:
+    """As :class:`autopar.runtime.vocabulary.VocabularyPasses` makes it."""
+    if program.chunks > 1:
+        return ChunkedHead(module, program, start, early=early)
+    return ShardedHead(module, program, start)
 
 
 def whole_model() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -67,7 +80,8 @@ def padded(tensor: Tensor, rows: int) -> Tensor:
 @pytest.mark.parametrize("capped", [False, True], ids=["plain", "capped"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
 @pytest.mark.parametrize("parts", [1, 3, 6], ids=lambda n: f"{n} parts")
-def test_parts_make_up_the_whole(parts: int, smoothing: float, capped: bool, early: bool) -> None:
+@pytest.mark.parametrize("chunks", [1, 3, 50], ids=lambda n: f"{n} chunks")
+def test_parts_make_up_the_whole(chunks: int, parts: int, smoothing: float, capped: bool, early: bool) -> None:
     """With 6 parts of 4 rows, some hold padding alone."""
     x, weight, bias, targets = whole_model()
     rows = 4 if parts > 1 else CLASSES
@@ -83,7 +97,8 @@ def test_parts_make_up_the_whole(parts: int, smoothing: float, capped: bool, ear
     for part in range(parts):
         mine = slice(part * rows, (part + 1) * rows)
         module = Rows(padded(weight, total)[mine].clone(), padded(bias, total)[mine].clone(), capped=capped)
-        heads.append((module, ShardedHead(module, make_program(rows, smoothing=smoothing), part * rows)))
+        program = make_program(rows, smoothing=smoothing, chunks=chunks)
+        heads.append((module, make_head(module, program, part * rows, early=early)))
     states = [head.logits(x, targets) for _, head in heads]
     gathered = torch.stack([head.statistics(state) for (_, head), state in zip(heads, states, strict=True)])
     input_gradient = torch.zeros_like(x)
@@ -133,3 +148,34 @@ def test_low_precision_logits_are_summed_in_float32() -> None:
     statistics = head.statistics(state)
     assert statistics.dtype == torch.float32
     assert head.entropy(state, statistics.unsqueeze(0)).dtype == torch.bfloat16
+
+
+def test_a_maximum_of_all_ranks_may_come_between() -> None:
+    """As "naive" exchanges it: the statistics are then under that."""
+    x, weight, bias, targets = whole_model()
+    for chunks in (1, 3):
+        module = Rows(weight.clone(), bias.clone(), capped=False)
+        head = make_head(module, make_program(CLASSES, chunks=chunks), 0, early=False)
+        state = head.logits(x, targets)
+        state.top += 2.0
+        statistics = head.statistics(state)
+        logits = F.linear(x, weight, bias)
+        torch.testing.assert_close(statistics[0], logits.amax(1) + 2.0)
+        torch.testing.assert_close(statistics[1], (logits - statistics[0].unsqueeze(1)).exp().sum(1))
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["vocab-1", "vocab-2"])
+def test_a_chunk_of_logits_is_the_largest_tensor(early: bool) -> None:
+    tokens, classes, width, chunks = 256, 4096, 8, 8
+    x, table = torch.randn(tokens, width), torch.randn(classes, width)
+    module = Rows(table, torch.zeros(classes), capped=True)
+    program = replace(make_program(classes, chunks=chunks), classes=classes)
+    head = make_head(module, program, 0, early=early)
+    with Largest() as largest:
+        state = head.logits(x, torch.arange(tokens))
+        if early:
+            head.input_gradient_terms(state)
+        head.entropy(state, head.statistics(state).unsqueeze(0))
+        state.scale = state.counts.to(x.dtype)
+        head.backward(state, with_input=not early)
+    assert largest.bytes == 4 * tokens * classes // chunks

@@ -32,6 +32,7 @@ from autopar.runtime.weights import (
     save_state,
     slice_shard,
     unshard,
+    whole,
 )
 from autopar.spmd import parse
 from tests.runtime.ranks import part
@@ -366,7 +367,7 @@ def test_materialize_fills_what_a_stage_declares() -> None:
     mesh, full = Mesh(tp=2), stage_state()
     for axes in everywhere(mesh):
         module = stage()
-        materialize(module, stage_program(mesh), axes, StateSource(full), "cpu")
+        materialize(module, stage_program(mesh), whole(StateSource(full), axes, "cpu"))
         weight = module.get_parameter("layers.0.qkv.weight")
         assert isinstance(weight, nn.Parameter)
         assert weight.requires_grad
@@ -382,7 +383,7 @@ def test_aliases_of_one_stage_share_one_parameter() -> None:
     declare(module, "head.weight", (4, 2), torch.float32)
     tied = Parameter("wte.weight", (4, 2), (4, 2), "float32", aliases=("head.weight",))
     (axes,) = everywhere(Mesh())
-    materialize(module, program(Mesh(), tied), axes, StateSource({"wte.weight": torch.ones(4, 2)}), "cpu")
+    materialize(module, program(Mesh(), tied), whole(StateSource({"wte.weight": torch.ones(4, 2)}), axes, "cpu"))
     assert module.get_parameter("wte.weight") is module.get_parameter("head.weight")
 
 
@@ -391,15 +392,15 @@ def test_a_stage_and_its_program_must_agree() -> None:
     axes, source, module = everywhere(mesh)[0], StateSource(stage_state()), stage()
     declare(module, "extra", (1,), torch.float32)
     with pytest.raises(PlanError, match=r"declares \['extra'\], which its program doesn't list"):
-        materialize(module, stage_program(mesh), axes, source, "cpu")
+        materialize(module, stage_program(mesh), whole(source, axes, "cpu"))
     module = stage()
     declare(module.get_submodule("layers.0.qkv"), "bias", (2,), torch.float32)
     bias = Parameter("layers.0.qkv.bias", (3,), (6,), "float32", {"tp": "S(0)"})
     wrong = program(mesh, *stage_program(mesh).parameters, bias)
     with pytest.raises(PlanError, match=r"declares float32\[2\] as 'layers\.0\.qkv\.bias', its program float32\[3\]"):
-        materialize(module, wrong, axes, source, "cpu")
+        materialize(module, wrong, whole(source, axes, "cpu"))
     with pytest.raises(PlanError, match=r"declares nothing as 'layers\.0\.qkv\.bias'"):
-        materialize(stage(), wrong, axes, source, "cpu")
+        materialize(stage(), wrong, whole(source, axes, "cpu"))
 
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(tp=2), Mesh(dp=2, tp=2), Mesh(dp=4)], ids=str)

@@ -1,0 +1,138 @@
+"""Which stages' activations go to the host between forward and backward: as few as fit, where the copies cost least.
+
+Sets: stages k, each on its pipeline rank; S the stages that offload (all of their microbatches that a list gives time
+for, :mod:`autopar.schedules.offloads`). For each rank r that is over its memory without: choose S among its stages so
+that the most bytes it keeps at any time of the timeline, copies on their way included, are at most ``free_bytes[r]``.
+Minimise (seconds of the step, bytes moved). The timeline is the judge of both: a copy that ends before anyone waits for
+it costs nothing. Up to :data:`_JOINT` choices for all such ranks together are all tried, which is exact; beyond, one
+rank after another, the others as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from itertools import accumulate, chain, combinations, product
+from typing import Final
+
+from autopar.cluster import Device
+from autopar.errors import ArgumentError, BudgetError
+from autopar.options import Options
+from autopar.schedules import Costs, Schedule, Timeline, simulate_timeline
+from autopar.schedules.offloads import offload_activations
+
+_JOINT: Final = 64
+_MOST_OF_A_RANK: Final = 4  # stages of which all subsets are tried; of more, the largest ones together
+
+Stages = tuple[int, ...]
+
+
+def device_inflight(draft: Schedule) -> tuple[int, ...]:
+    """Per stage, how many microbatches of it are on the device when its rank has the most of all its stages there, if
+    all that can be is offloaded."""
+    most = [0] * draft.stages
+    change = {"F": 1, "FETCH": 1, "B": -1, "W": -1, "OFFLOAD": -1}
+    for actions in offload_activations(draft, range(draft.stages)).lists:
+        kept: Counter[int] = Counter()
+        peak = 0
+        for action in actions:
+            if action.kind in change:
+                kept[action.stage] += change[action.kind]
+            if kept.total() > peak:
+                peak = kept.total()
+                for stage, count in kept.items():
+                    most[stage] = count
+    return tuple(most)
+
+
+def choose(schedule: Schedule, costs: Costs, free_bytes: Sequence[int]) -> Stages | None:
+    """The stages of a lowered schedule to offload; none of a rank that has room. None: nothing fits.
+
+    ``free_bytes`` per pipeline rank: what it has left for activations.
+    """
+    peaks = simulate_timeline(schedule, costs).peak_activation_bytes
+    ranks = [rank for rank, (peak, free) in enumerate(zip(peaks, free_bytes, strict=True)) if peak > free]
+    options = {rank: list(_subsets(schedule, costs, rank)) for rank in ranks}
+    if math.prod(map(len, options.values())) <= _JOINT:
+        every = [tuple(chain(*some)) for some in product(*options.values())]
+        return _best(schedule, costs, free_bytes, range(schedule.ranks), every)
+    found: Stages = ()
+    for rank in ranks:
+        best = _best(schedule, costs, free_bytes, [rank], [(*found, *some) for some in options[rank]])
+        if best is None:
+            return None
+        found = best
+    return _best(schedule, costs, free_bytes, range(schedule.ranks), [found])
+
+
+def offloaded_stages(schedule: Schedule, costs: Costs, free_bytes: Sequence[int], budget_bytes: int) -> Stages:
+    """:func:`choose`, where a rank's whole budget is ``budget_bytes``.
+
+    Raises BudgetError, which says what the rank that lacks the most keeps with all offloaded.
+    """
+    found = choose(schedule, costs, free_bytes)
+    if found is not None:
+        return found
+    leanest = simulate_timeline(offload_activations(schedule, range(schedule.stages)), costs)
+    lacks = [peak - free for peak, free in zip(leanest.peak_activation_bytes, free_bytes, strict=True)]
+    rank = lacks.index(max(lacks))
+    raise BudgetError(
+        f"with activations on the host, pipeline rank {rank} still keeps "
+        f"{leanest.peak_activation_bytes[rank] / 2**20:.4g} MiB of them on the device, where "
+        f"{free_bytes[rank] / 2**20:.4g} MiB are left; give it {max(1, lacks[rank]) / 2**20:.4g} MiB more, more "
+        "microbatches of fewer rows, or recompute='full'",
+        budget_bytes + max(1, lacks[rank]),
+    )
+
+
+def _subsets(schedule: Schedule, costs: Costs, rank: int) -> Iterator[Stages]:
+    """What a rank may offload: something, of what it has."""
+    own = [stage for stage, home in enumerate(schedule.placement) if home == rank and costs.offload_bytes[stage]]
+    if len(own) > _MOST_OF_A_RANK:
+        own.sort(key=lambda stage: -costs.offload_bytes[stage])
+        yield from (tuple(own[:count]) for count in range(1, len(own) + 1))
+    else:
+        yield from (some for count in range(1, len(own) + 1) for some in combinations(own, count))
+
+
+def _best(
+    schedule: Schedule, costs: Costs, free_bytes: Sequence[int], ranks: Collection[int], choices: Sequence[Stages]
+) -> Stages | None:
+    """The best of ``choices`` with which ``ranks`` fit."""
+    found: list[tuple[float, int, Stages]] = []
+    for stages in choices:
+        timeline = simulate_timeline(offload_activations(schedule, stages), costs)
+        if all(timeline.peak_activation_bytes[rank] <= free_bytes[rank] for rank in ranks):
+            moved = sum(costs.offload_bytes[stage] for stage in stages)
+            found.append((timeline.makespan_seconds, moved, tuple(sorted(stages))))
+    return min(found)[2] if found else None
+
+
+def host_peak_bytes(timeline: Timeline, rank: int) -> int:
+    """The most bytes of activations that ``rank`` has on the host."""
+    change = {"OFFLOAD": 1, "FETCH": -1}
+    moved = (
+        change.get(action.kind, 0) * (timeline.costs.offload_bytes[action.stage] if action.stage >= 0 else 0)
+        for action in timeline.schedule.lists[rank]
+    )
+    return max(accumulate(moved, initial=0))
+
+
+def require_host(options: Options, device: Device, needed_bytes: int = 0) -> None:
+    """Raise ArgumentError where ``options`` offload something, but the host has no memory, or not ``needed_bytes``."""
+    there = device.host_memory_bytes if device.host_bytes_per_second else 0
+    if not options.offload or there >= max(1, needed_bytes):
+        return
+    what = " and ".join(options.offload)
+    if not there:
+        raise ArgumentError(
+            f"offload of {what}, but the cluster says of {device.name!r} that no host memory belongs to it; give its "
+            "share of it, host_memory_bytes, and host_bytes_per_second in the cluster's [device] table, or leave "
+            "offload out"
+        )
+    raise ArgumentError(
+        f"offload of {what} needs {needed_bytes / 2**30:.3g} GiB of host memory for each rank, but the cluster says "
+        f"that {device.name!r} has {device.host_memory_bytes / 2**30:.3g} GiB; offload less, use ZeRO (zero=1 to 3) to "
+        "split what lies there over dp, or raise host_memory_bytes if there is more"
+    )

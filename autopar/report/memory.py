@@ -1,0 +1,206 @@
+"""What ranks hold over a training step, by kind: predicted, and beside it what was measured; as a table and a picture.
+
+Kinds are those of :data:`autopar.storages.KINDS`. A peak's kinds are those of one moment: what adds up to it then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any, Final
+
+from rich.table import Table
+from torch import Tensor
+
+from autopar.errors import ArgumentError
+from autopar.plan import bytes_text
+from autopar.report.timeline_svg import document
+from autopar.runtime.executor import Executor
+from autopar.runtime.job import Job
+from autopar.simulate.measure import RankMemory, device_memory, fake_memory, measured_memory
+from autopar.simulate.predict import predicted_memory
+from autopar.storages import ALLOCATED, KINDS, Phase
+
+_COLOURS: Final = {
+    "parameters": "#33475b",
+    "working": "#5b7d9c",
+    "gradients": "#d98a1f",
+    "optimizer": "#8c5a9e",
+    "saved": "#3478b8",
+    "gathered": "#7ba7a0",
+    "buffers": "#a3b545",
+    "temporaries": "#c9c4b8",
+}
+_STYLE: Final = """
+.memory{background:#fff;color:#1a1a1a;font-family:system-ui,"Segoe UI",Helvetica,Arial,sans-serif;font-size:11px}
+.memory .name{font-weight:600;font-size:12px}
+.memory .budget{stroke:#b3261e;stroke-width:1;stroke-dasharray:4 3}
+""".strip()
+_PANEL, _GAP, _LABELS, _LEGEND, _MARGIN = 110.0, 26.0, 150.0, 26.0, 12.0  # px
+_WIDEST, _NARROWEST = 14.0, 1.5  # px of an action
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """One entry per rank. ``measured`` is empty where nothing was; ``how`` says how it was ("simulated ranks").
+
+    ``budget_bytes`` is what a rank may use; ``pipeline_index[rank]`` tells which ranks do the same.
+    """
+
+    predicted: Sequence[RankMemory]
+    measured: Sequence[RankMemory]
+    how: str
+    budget_bytes: int
+    pipeline_index: Sequence[int]
+
+    @property
+    def errors(self) -> list[float]:
+        """Per measured rank, by how much the predicted peak differs, as a fraction of the measured one."""
+        pairs = zip(self.predicted, self.measured, strict=bool(self.measured))
+        return [predicted.peak_bytes / measured.peak_bytes - 1 for predicted, measured in pairs]
+
+    def table(self) -> Table:
+        """A row for the ranks of each pipeline index, and one below it of what was measured on the fullest of them."""
+        kinds = [kind for kind in (*KINDS, ALLOCATED) if any(rank.peak.peak.get(kind) for rank in self._all())]
+        host = any(rank.host_peak_bytes for rank in self._all())
+        table = Table("ranks", "at", *kinds, "peak", "of budget", *(["host"] if host else []))
+        for index in dict.fromkeys(self.pipeline_index):
+            ranks = [rank for rank, own in enumerate(self.pipeline_index) if own == index]
+            self._row(table, spans(ranks), self.predicted[ranks[0]], kinds, host)
+            if self.measured:
+                fullest = max(ranks, key=lambda rank: self.measured[rank].peak_bytes)
+                self._row(table, f"  {self.how}", self.measured[fullest], kinds, host)
+        return table
+
+    def _row(self, table: Table, ranks: str, memory: RankMemory, kinds: list[str], host: bool) -> None:
+        peak = memory.peak
+        each = [bytes_text(peak.peak.get(kind, 0)) if peak.peak.get(kind) else "" for kind in kinds]
+        share = f"{100 * peak.peak_bytes / self.budget_bytes:.3g} %"
+        on_host = [bytes_text(memory.host_peak_bytes)] if host else []
+        table.add_row(ranks, peak.label, *each, bytes_text(peak.peak_bytes), share, *on_host)
+
+    def _all(self) -> list[RankMemory]:
+        return [*self.predicted, *self.measured]
+
+    def to_json(self) -> dict[str, Any]:
+        """For machines: per rank, predicted and measured."""
+        return {
+            "budget_bytes": self.budget_bytes,
+            "measured_on": self.how,
+            "predicted": [_json(memory) for memory in self.predicted],
+            "measured": [_json(memory) for memory in self.measured],
+        }
+
+    def __str__(self) -> str:
+        """One line per rank."""
+        lines = []
+        for rank, memory in enumerate(self.predicted):
+            peak = memory.peak
+            beside = f", measured {bytes_text(self.measured[rank].peak_bytes)}" if self.measured else ""
+            lines.append(f"rank {rank}: peak {bytes_text(peak.peak_bytes)} in {peak.label}{beside}")
+        return "\n".join(lines)
+
+
+def spans(ranks: Sequence[int]) -> str:
+    """``0-3, 8-11``."""
+    found: list[list[int]] = []
+    for rank in ranks:
+        if found and found[-1][1] == rank - 1:
+            found[-1][1] = rank
+        else:
+            found.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
+
+
+def _json(memory: RankMemory) -> dict[str, Any]:
+    peak = memory.peak
+    return {
+        "peak_bytes": peak.peak_bytes,
+        "action": peak.label,
+        "kinds": {kind: peak.peak[kind] for kind in KINDS if peak.peak.get(kind)},
+        "host_peak_bytes": memory.host_peak_bytes,
+        "phases": [[phase.label, phase.peak_bytes] for phase in memory.phases],
+    }
+
+
+def memory_svg(report: MemoryReport) -> str:
+    """One self-contained SVG: of each pipeline index a panel, an action after another, what is held in it at most.
+
+    The dashed line is the budget, where it isn't far above everything.
+    """
+    indices = list(dict.fromkeys(report.pipeline_index))
+    panels = [report.predicted[report.pipeline_index.index(index)] for index in indices]
+    top = max(memory.peak_bytes for memory in panels)
+    shown = max(top, report.budget_bytes if report.budget_bytes < 2 * top else 0)
+    actions = max(len(memory.phases) for memory in panels)
+    box = min(_WIDEST, max(_NARROWEST, 900.0 / actions))
+    inner = [_legend()]
+    for number, (index, memory) in enumerate(zip(indices, panels, strict=True)):
+        y = _LEGEND + number * (_PANEL + _GAP)
+        ranks = [rank for rank, own in enumerate(report.pipeline_index) if own == index]
+        inner.append(_panel(memory, f"ranks {spans(ranks)}", y, box, shown, report.budget_bytes))
+    width = _LABELS + actions * box + 2 * _MARGIN
+    height = _LEGEND + len(panels) * (_PANEL + _GAP) + 2 * _MARGIN
+    return document(f'<g class="memory">{"".join(inner)}</g>', width, height, _STYLE, "memory over a step", _MARGIN)
+
+
+def _legend() -> str:
+    parts = []
+    for number, kind in enumerate(KINDS):
+        x = 92 * number
+        parts.append(f'<rect x="{x}" y="0" width="10" height="10" fill="{_COLOURS[kind]}"/>')
+        parts.append(f'<text x="{x + 14}" y="9">{kind}</text>')
+    return "".join(parts)
+
+
+def _panel(memory: RankMemory, name: str, y: float, box: float, shown: int, budget_bytes: int) -> str:
+    peak = memory.peak
+    text = f'<text class="name" y="{y + 14:.1f}">{name}</text>'
+    text += f'<text y="{y + 30:.1f}">{bytes_text(peak.peak_bytes)} in {escape(peak.label)}</text>'
+    parts = [text]
+    for position, phase in enumerate(memory.phases):
+        parts.append(_bar(phase, _LABELS + position * box, y, box, shown))
+    if budget_bytes <= shown:
+        line = y + _PANEL * (1 - budget_bytes / shown)
+        end = _LABELS + len(memory.phases) * box
+        parts.append(f'<line class="budget" x1="{_LABELS}" x2="{end:.1f}" y1="{line:.1f}" y2="{line:.1f}"/>')
+    return "".join(parts)
+
+
+def _bar(phase: Phase, x: float, y: float, box: float, shown: int) -> str:
+    level, parts = y + _PANEL, []
+    title = ", ".join(f"{kind} {bytes_text(phase.peak[kind])}" for kind in KINDS if phase.peak.get(kind))
+    for kind in KINDS:
+        height = _PANEL * max(0, phase.peak.get(kind, 0)) / shown
+        level -= height
+        if height >= 0.05:
+            place = f'x="{x:.1f}" y="{level:.1f}" width="{box:.1f}" height="{height:.1f}"'
+            parts.append(f'<rect {place} fill="{_COLOURS[kind]}"/>')
+    return f"<g><title>{escape(phase.label)}: {escape(title)}</title>{''.join(parts)}</g>"
+
+
+MEASURES: Final = {"simulate": "simulated ranks", "fake": "fake tensors", "device": "this rank's GPU"}
+"""How memory can be measured -> what the report calls it."""
+
+
+def memory_report(
+    job: Job, batch: Mapping[str, Tensor], budget_bytes: int, measure: str = "", running: Executor | None = None
+) -> MemoryReport:
+    """Predict, and measure as ``measure`` says: "" not at all, or a key of :data:`MEASURES`.
+
+    "device" is about the one rank that is ``running``. Raises ArgumentError for another ``measure``, or a batch without
+    values where it needs them.
+    """
+    if measure and measure not in MEASURES:
+        raise ArgumentError(f"measure={measure!r}; it may be one of {', '.join(MEASURES)}, or be left out")
+    if measure in ("simulate", "device") and any(tensor.is_meta for tensor in batch.values()):
+        raise ArgumentError(f"measure={measure!r} trains a step, so it needs a batch; give one, or use measure='fake'")
+    index = [job.mesh.coordinate(rank, "pp") for rank in range(job.mesh.world)]
+    predicted = predicted_memory(job, batch)
+    if running is not None:
+        own = running.axes.rank
+        measured = [device_memory(running, batch)]
+        return MemoryReport([predicted[own]], measured, MEASURES[measure], budget_bytes, [index[own]])
+    measured = {"simulate": measured_memory, "fake": fake_memory}[measure](job, batch) if measure else []
+    return MemoryReport(predicted, measured, MEASURES.get(measure, ""), budget_bytes, index)

@@ -1,0 +1,157 @@
+"""Activations on the host between a forward and its backward: what OFFLOAD and FETCH of an action list do.
+
+What a stage saves for the backward of one microbatch is taken in by hooks during the forward, each memory once. OFFLOAD
+starts to copy it to the host and lets go of the device's memory, FETCH starts to bring it back. On CUDA both copies run
+in streams of their own, between pinned and device memory: nothing waits but the backward that uses a tensor, and that
+in the device's own order of events. On CPU ranks they are plain copies.
+
+(Rhu et al., "vDNN", MICRO 2016, section III; Ren et al., "ZeRO-Offload", USENIX ATC 2021, for the pinned buffers.)
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from autopar.runtime.host import to_host
+from autopar.runtime.saved_memory import Once, Piece, as_it_is, held_storages
+from autopar.schedules.offloads import LEAST_BYTES
+
+Place = tuple[int, int]
+"""(stage, microbatch)."""
+
+
+class Copies:
+    """Copies between device and host; on CUDA in a stream for each direction."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        cuda = device.type == "cuda"
+        self._to_host = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
+        self._from_host = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
+
+    def to_host(self, x: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+        """``x`` on the host, there after the event. The device's memory may be let go of at once."""
+        if self._to_host is None:
+            return to_host(x), None
+        self._to_host.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._to_host):
+            host = to_host(x)
+            x.record_stream(self._to_host)
+            return host, self._to_host.record_event()
+
+    def from_host(self, x: Tensor, after: torch.cuda.Event | None) -> tuple[Tensor, torch.cuda.Event | None]:
+        """``x`` on the device, there after the event that is returned; ``after`` is when ``x`` is there."""
+        made = torch.empty_like(x, device=self.device)  # of the compute's own memory pool, where it goes back to
+        if self._from_host is None:
+            return made.copy_(x), None
+        self._from_host.wait_stream(torch.cuda.current_stream(self.device))
+        if after is not None:
+            self._from_host.wait_event(after)
+        with torch.cuda.stream(self._from_host):
+            made.copy_(x, non_blocking=True)
+            made.record_stream(self._from_host)
+            return made, self._from_host.record_event()
+
+
+@dataclass(eq=False)
+class _Memory:
+    """One memory that a backward needs, ``[n]``: on the device, on the host, or on the way."""
+
+    copies: Copies
+    device: Tensor | None
+    host: Tensor | None = None
+    moved: torch.cuda.Event | None = None
+
+    def offload(self) -> None:
+        if self.device is not None:
+            self.host, self.moved = self.copies.to_host(self.device)
+            self.device = None
+
+    def fetch(self) -> None:
+        if self.host is not None:
+            self.device, self.moved = self.copies.from_host(self.host, self.moved)
+            self.host = None
+
+    def use(self) -> Tensor:
+        """On the device; the compute that follows waits for it there."""
+        self.fetch()
+        assert self.device is not None
+        if self.moved is not None:
+            torch.cuda.current_stream(self.device.device).wait_event(self.moved)
+        return self.device
+
+
+@dataclass
+class _Place:
+    """What is kept of one pass: autograd's to hold and to free. ``exact`` is memory of which small parts stay as they
+    are, so that it can't be let go of."""
+
+    memories: weakref.WeakSet[_Memory] = field(default_factory=weakref.WeakSet)
+    taken: set[int] = field(default_factory=set)
+    exact: set[int] = field(default_factory=set)
+
+
+class ActivationOffload:
+    """What a rank's stages keep of the microbatches in ``places``, whose lists have OFFLOAD and FETCH for them."""
+
+    def __init__(self, places: Collection[Place], device: torch.device) -> None:
+        self._places = frozenset(places)
+        self._copies = Copies(device)
+        self._kept: dict[Place, _Place] = {}
+
+    @contextmanager
+    def keeping(self, place: Place, module: nn.Module) -> Iterator[None]:
+        """Within, the forward of ``place`` runs; nothing happens for a place that stays on the device."""
+        if place not in self._places:
+            yield
+            return
+        kept = self._kept[place] = _Place()
+        held = held_storages(module)
+        with Once[_Memory]() as once, saved_tensors_hooks(functools.partial(self._keep, once, kept, held), _restore):
+            yield
+
+    def offload(self, place: Place, received: Iterable[Tensor] = ()) -> None:
+        """Start to copy what ``place`` keeps to the host. ``received`` is memory that belongs to this pass alone.
+
+        The executor holds what was received until its gradient is made, though its values are now on the host: its
+        memory is let go of as well.
+        """
+        kept = self._kept[place]
+        for memory in list(kept.memories):
+            memory.offload()
+        for tensor in received:
+            storage = tensor.untyped_storage()
+            if id(storage) in kept.taken - kept.exact:
+                storage.resize_(0)
+
+    def fetch(self, place: Place) -> None:
+        """Start to copy it back."""
+        for memory in list(self._kept.pop(place).memories):
+            memory.fetch()
+
+    def _keep(self, once: Once[_Memory], kept: _Place, held: Collection[int], x: Tensor) -> Tensor | Piece[_Memory]:
+        storage = id(x.untyped_storage())
+        if storage in held:
+            return as_it_is(x)
+        if x.nbytes < LEAST_BYTES:
+            kept.exact.add(storage)
+            return as_it_is(x)
+        piece = once.piece(x, self._taken)
+        kept.taken.add(storage)
+        kept.memories.add(piece.whole)
+        return piece
+
+    def _taken(self, flat: Tensor) -> _Memory:
+        return _Memory(self._copies, flat)
+
+
+def _restore(kept: Tensor | Piece[_Memory]) -> Tensor:
+    return kept if isinstance(kept, Tensor) else kept.of(kept.whole.use())

@@ -1,0 +1,299 @@
+"""Masters and working copies: what the optimizer updates, and what a stage computes with.
+
+A *master* is a parameter's part that this rank stores: maybe only some of its rows (ZeRO: Rajbhandari et al., "ZeRO",
+SC 2020), maybe in another dtype than is computed in, maybe on the host. A *working copy* is the parameter of the
+emitted module: whole on the rank, in the dtype of the program. Where nothing differs they are one object.
+
+A :class:`Unit` makes some working copies of their masters: cast first, then gathered, so that the narrow type
+travels. Those of a step are made once, by ``GATHER@k``; else :mod:`autopar.runtime.streaming` makes and frees them
+layer by layer. What holds them on the way: memory is freed by giving back the storage of a tensor that stays (as
+FSDP2 does), because autograd remembers the tensor between the forward and the backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopar.errors import ScheduleError
+from autopar.runtime.axes import Axes, Axis
+from autopar.runtime.collectives import gather_into
+from autopar.runtime.host import host_empty
+from autopar.runtime.modules import dtype_of
+from autopar.runtime.pipe import wait_all
+from autopar.runtime.program import Parameter, Program, VocabularyProgram
+from autopar.runtime.shards import stored_shape
+from autopar.runtime.units import SPANNING, layers, units
+from autopar.runtime.weights import Source, materialize
+
+LARGE_BYTES = 2**20
+"""From here on, a weight is gathered by a collective of its own, straight into its place."""
+
+
+_IN_FLIGHT = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Copy:
+    """One weight twice. ``whole`` is the flat memory of ``working``, and of rows of padding behind it."""
+
+    spec: Parameter
+    master: nn.Parameter
+    working: nn.Parameter
+    whole: Tensor
+    shard: Axis
+
+    @classmethod
+    def of(cls, spec: Parameter, stored: Tensor, axes: Axes, *, host: bool, resident: bool) -> Copy:
+        """``stored`` is what the rank stores, in the master's dtype, on any device.
+
+        The copy has no values yet; if it isn't ``resident``, it has no memory either.
+        """
+        shard = axes.shard if spec.zero > 1 else Axis.of("alone", [axes.rank], axes.rank, None)
+        whole = torch.empty(shard.size * math.prod(stored_shape(spec)), dtype=dtype_of(spec.dtype), device=axes.device)
+        # .data: autograd, which keeps the parameter for the backward, doesn't count writes to ``whole`` as its changes
+        value = whole[: math.prod(spec.shape)].view(spec.shape).data
+        working = nn.Parameter(value, requires_grad=spec.trainable)
+        if not resident:
+            whole.untyped_storage().resize_(0)
+        on_host = host_empty(stored.shape, stored.dtype, axes.device).copy_(stored) if host else None
+        master = stored.to(axes.device) if on_host is None else on_host
+        return cls(spec, nn.Parameter(master, requires_grad=spec.trainable), working, whole, shard)
+
+    @property
+    def nbytes(self) -> int:
+        return self.whole.numel() * self.whole.dtype.itemsize
+
+    def part(self) -> Tensor:
+        """The master as it travels: flat, on the device, in the dtype of the copy."""
+        return self.narrow().to(self.whole.device, non_blocking=True)
+
+    def narrow(self) -> Tensor:
+        """The master, flat, where it lies; cast there where that makes fewer bytes to copy from the host."""
+        flat, dtype = self.master.detach().reshape(-1), self.whole.dtype
+        if flat.device == self.whole.device:
+            return flat.to(dtype)
+        return flat if flat.dtype == dtype else host_empty(flat.shape, dtype, self.whole.device).copy_(flat)
+
+
+@dataclass
+class _Flight:
+    """Gathers under way: small copies arrive packed together in ``packed [n, elements]``."""
+
+    works: list[dist.Work | None]
+    kept: list[Tensor]
+    packed: list[tuple[Tensor, Sequence[Copy]]]
+
+
+class Unit:
+    """Working copies that are made, and maybe freed, together; small ones travel packed together.
+
+    Of a unit that isn't resident, the memory is there from :meth:`hold` until all that hold it have released it.
+    """
+
+    def __init__(self, copies: Iterable[Copy], *, resident: bool, aside: torch.cuda.Stream | None = None) -> None:
+        self.copies = list(copies)
+        self._resident, self._aside = resident, aside
+        self._flight: _Flight | None = None
+        self._holders: set[object] = set()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(copy.nbytes for copy in self.copies)
+
+    def hold(self, holder: object) -> None:
+        """``holder`` is going to need the copies: start to make them, unless they are there."""
+        if not self._holders:
+            self.start()
+        self._holders.add(holder)
+
+    def release(self, holder: object) -> None:
+        """``holder`` is done with them; the last one frees them."""
+        if holder in self._holders:
+            self._holders.discard(holder)
+            if not self._holders:
+                self.wait()
+                self._resize(there=False)
+
+    def start(self) -> None:
+        """Start to make the copies of the masters."""
+        if not self._resident:
+            self._resize(there=True)
+        with torch.no_grad(), self._beside():
+            self._flight = self._gather()
+
+    def wait(self) -> None:
+        """Until the copies are there."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        wait_all(flight.works)
+        if self._aside is not None:
+            torch.cuda.current_stream().wait_stream(self._aside)
+        with torch.no_grad():
+            for packed, copies in flight.packed:
+                sizes = [copy.whole.numel() // copy.shard.size for copy in copies]
+                for piece, copy in zip(torch.split(packed, sizes, dim=1), copies, strict=True):
+                    copy.whole.view(copy.shard.size, -1).copy_(piece)
+
+    def _gather(self) -> _Flight:
+        flight = _Flight([], [], [])
+        small: dict[tuple[torch.dtype, int], list[Copy]] = {}
+        for copy in self.copies:
+            if copy.shard.size == 1:
+                flight.kept.append(part := copy.narrow())
+                copy.whole.copy_(part, non_blocking=True)
+            elif copy.nbytes < LARGE_BYTES:
+                small.setdefault((copy.whole.dtype, copy.shard.size), []).append(copy)
+            else:
+                flight.kept.append(part := copy.part())
+                flight.works.append(gather_into(copy.whole, part, copy.shard))
+        for copies in small.values():
+            axis = copies[0].shard
+            part = torch.cat([copy.part() for copy in copies])
+            packed = part.new_empty(axis.size * part.numel())
+            flight.kept.append(part)
+            flight.works.append(gather_into(packed, part, axis))
+            flight.packed.append((packed.view(axis.size, -1), copies))
+        return flight
+
+    def _resize(self, *, there: bool) -> None:
+        for copy in self.copies:
+            copy.whole.untyped_storage().resize_(copy.nbytes if there else 0)
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Copies from the host run beside the compute stream, after what is on it so far."""
+        if self._aside is None:
+            yield
+            return
+        self._aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._aside):
+            yield
+
+
+class Store:
+    """The weights of one program on this rank; :meth:`load` makes one.
+
+    ``masters``: what is trained, by name. ``copies``: the weights that are there twice, but for those of ``others``,
+    stores of this rank that hold weights of this program too. ``sequence``: units in the order of their use, each with
+    the layer that uses it, or None for the stage's own code between layers; ``roots``: units that a whole pass needs.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        program: Program | VocabularyProgram | None = None,
+        copies: Mapping[str, Copy] | None = None,
+        others: Mapping[str, Store] | None = None,
+        *,
+        aside: torch.cuda.Stream | None = None,
+        resident: bool = True,
+    ) -> None:
+        self.module, self.copies, self.others = module, dict(copies or {}), dict(others or {})
+        self.resident = resident
+        self.masters: dict[str, nn.Parameter] = {
+            name: self._master(name, parameter)
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        }
+        tied = {name: copy for name, copy in self.copies.items() if copy.spec.shared_stages}
+        make = partial(Unit, resident=resident, aside=aside)
+        self.tied = {name: make([copy]) for name, copy in tied.items()}
+        groups: dict[int, list[Copy]] = {}
+        if program is not None and self.copies:
+            spanning = program.spanning if isinstance(program, Program) else ()
+            for name, number in units(module, program.parameters, spanning).items():
+                if name in self.copies and name not in tied:
+                    groups.setdefault(number, []).append(self.copies[name])
+        shared = [other.tied[name] for name, other in self.others.items() if name in other.tied]
+        own_roots = [make(groups.pop(SPANNING))] if SPANNING in groups else []
+        self.roots = [*own_roots, *self.tied.values(), *shared]
+        layer_of = _layer_of(module, groups)
+        self.sequence = [(make(groups[number]), layer_of.get(number)) for number in sorted(groups)]
+        self._own = [*own_roots, *self.tied.values(), *(unit for unit, _ in self.sequence)]
+        self._is_fresh = not self.copies
+
+    @classmethod
+    def load(
+        cls,
+        module: nn.Module,
+        program: Program | VocabularyProgram,
+        axes: Axes,
+        source: Source,
+        *,
+        host: bool = False,
+        resident: bool = True,
+        others: Mapping[str, Store] | None = None,
+    ) -> Store:
+        """Fill ``module`` (on the meta device) from ``source``, of which only what is stored is read.
+
+        ``host``: masters lie there. ``resident``: copies stay from step to step, else they have no memory yet.
+        ``others``: by name, the stores of this rank that hold weights of this program. Raises what
+        :func:`autopar.runtime.weights.materialize` does.
+        """
+        others, copies = others or {}, dict[str, Copy]()
+
+        def make(spec: Parameter) -> Tensor:
+            if spec.name in others:
+                return others[spec.name].module.get_parameter(spec.name)
+            stored = source.local(spec, axes)
+            if not _is_twice(spec, host=host):
+                value = stored.to(axes.device, dtype_of(spec.dtype))
+                return value if spec.is_buffer else nn.Parameter(value, requires_grad=spec.trainable)
+            copies[spec.name] = Copy.of(spec, stored, axes, host=host, resident=resident)
+            return copies[spec.name].working
+
+        materialize(module, program, make)
+        aside = torch.cuda.Stream(axes.device) if host and axes.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        return cls(module, program, copies, others, aside=aside, resident=resident)
+
+    def gather(self) -> None:
+        """Start to make all copies of the masters: ``GATHER@k``. Few at a time: what is packed needs memory twice."""
+        for number, unit in enumerate(self._own):
+            unit.start()
+            if number >= _IN_FLIGHT:
+                self._own[number - _IN_FLIGHT].wait()
+        self._is_fresh = True
+
+    def ready(self) -> None:
+        """Until the copies of the step are there. Raises ScheduleError where nothing gathers them."""
+        if not self._is_fresh and self.resident:
+            raise ScheduleError(
+                "weights are computed with that were never made of their masters; the action list needs its GATHER "
+                "actions: lower the schedule for this storage"
+            )
+        for unit in (*self.roots, *self._own):
+            unit.wait()
+
+    def expire(self) -> None:
+        """The masters change: the copies are old."""
+        self._is_fresh = not self.copies
+
+    def _master(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        if name in self.others:
+            return self.others[name].masters[name]
+        return self.copies[name].master if name in self.copies else parameter
+
+
+def _is_twice(spec: Parameter, *, host: bool) -> bool:
+    trained = spec.trainable and (host or spec.master not in ("", spec.dtype))
+    return not spec.is_buffer and (spec.zero > 1 or trained)
+
+
+def _layer_of(module: nn.Module, groups: Mapping[int, Sequence[Copy]]) -> dict[int, nn.Module]:
+    """The layer of each unit that is one."""
+    found = list(layers(module))
+    return {
+        number: layer
+        for number, (first, *_) in groups.items()
+        for path, layer in found
+        if first.spec.name.startswith(f"{path}.")
+    }

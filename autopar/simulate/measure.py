@@ -1,0 +1,201 @@
+"""Measured memory of a job's ranks over one training step: how much when, and for what.
+
+Either all ranks run, simulated; or one of each kind runs alone on fake tensors, at the model's full size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from autopar.errors import ArgumentError, PlanError
+from autopar.runtime.axes import Axes, Axis
+from autopar.runtime.executor import Executor
+from autopar.runtime.holdings import holdings
+from autopar.runtime.job import Job, start
+from autopar.runtime.modules import dtype_of
+from autopar.runtime.program import Parameter
+from autopar.runtime.shards import Positions, stored_shape
+from autopar.schedules import Action
+from autopar.simulate.alone import run_alone
+from autopar.simulate.memory import MemoryTracker
+from autopar.simulate.run import run
+from autopar.storages import ALLOCATED, BUFFERS, Phase, fake_tensors
+
+_KEEPS: Final = {
+    **dict.fromkeys(("F", "S", "U", "E", "I"), "saved"),
+    **dict.fromkeys(("B", "W", "T", "G"), "gradients"),
+}
+"""What an action leaves behind that nobody holds from step to step; the rest is on its way from or to another rank."""
+
+
+BEGIN: Final = "begin"
+"""The label of what a step does before its first action."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """One rank's bytes over one training step, when optimizer state is there, action by action.
+
+    ``host_kinds`` are what it holds on the host, ``host_peak_bytes`` the most of it at once.
+    """
+
+    phases: tuple[Phase, ...]
+    host_kinds: Mapping[str, int]
+    host_peak_bytes: int
+
+    @property
+    def peak(self) -> Phase:
+        """The action in which the rank has the most device bytes, the first of equals."""
+        return max(self.phases, key=lambda phase: phase.peak_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.peak.peak_bytes
+
+
+def measured_memory(job: Job, batch: Mapping[str, Tensor]) -> list[RankMemory]:
+    """Of every rank, simulated: the second of two steps on ``batch``."""
+
+    def program(rank: int) -> RankMemory:
+        with MemoryTracker() as tracker:
+            return measure(tracker, job, job.axes(rank, "cpu"), batch)
+
+    return run(program, job.mesh.world, seed=job.seed, track_memory=False).results
+
+
+def fake_memory(job: Job, batch: Mapping[str, Tensor]) -> list[RankMemory]:
+    """Of every rank, from one of each pipeline index, alone and on fake tensors: the others hold the same shapes.
+
+    No arithmetic, no memory: whole models at full size.
+    """
+    return of_each_index(job, lambda rank: on_fake_tensors(job, batch, rank, _measure_alone))
+
+
+def of_each_index(job: Job, memory_of: Callable[[int], RankMemory]) -> list[RankMemory]:
+    """Of every rank, from that of the first rank of each pipeline index."""
+    kinds = [memory_of(job.mesh.rank(pp=index)) for index in range(job.mesh.pp)]
+    return [kinds[job.mesh.coordinate(rank, "pp")] for rank in range(job.mesh.world)]
+
+
+Measure = Callable[[MemoryTracker, Job, Axes, Mapping[str, Tensor]], RankMemory]
+
+
+def on_fake_tensors(job: Job, batch: Mapping[str, Tensor], rank: int, measured: Measure) -> RankMemory:
+    """What ``measured`` says of ``rank``, alone, its weights and ``batch`` fake."""
+    options = job.options
+    if options.precision == "fp16":
+        options = options.model_copy(update={"precision": "bf16"})  # whether a step overflows depends on values
+    fake = replace(job, source=_Shapes(), options=options)
+
+    def program() -> RankMemory:
+        axes = job.axes(rank, "cpu")
+        # Ranks tell each other which groups they want. There is nobody to tell.
+        axes = replace(axes, world=Axis.of("world", [rank], rank, None))
+        with fake_tensors():
+            given = {path: torch.empty(tensor.shape, dtype=tensor.dtype) for path, tensor in batch.items()}
+            with MemoryTracker(fake=True) as tracker:
+                return measured(tracker, fake, axes, given)
+
+    return run_alone(program, rank, job.mesh.world)
+
+
+class _Shapes:
+    """A source of weights without values."""
+
+    def local(self, parameter: Parameter, axes: Positions) -> Tensor:
+        return torch.empty(stored_shape(parameter), dtype=dtype_of(parameter.master or parameter.dtype))
+
+    def save(self, directory: Path) -> tuple[str, str]:
+        raise PlanError("weights without values can't be saved; write the job with its own source")
+
+
+def device_memory(executor: Executor, batch: Mapping[str, Tensor]) -> RankMemory:
+    """Of this rank on its GPU: two steps, of the second what torch's allocator says after each action.
+
+    It knows no kinds: all is ``allocated``. Raises ArgumentError where the rank has no GPU.
+    """
+    device = executor.axes.device
+    if device.type != "cuda":
+        raise ArgumentError(f"memory of a device is measured on a GPU, and this rank runs on {device}; simulate it")
+    executor.step(batch)
+    phases: list[Phase] = []
+    label, start = BEGIN, torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+
+    def note(action: Action | None) -> None:
+        nonlocal label, start
+        peak, end = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+        phases.append(Phase(label, {ALLOCATED: start}, {ALLOCATED: peak}, {ALLOCATED: end}))
+        label, start = str(action), end
+        torch.cuda.reset_peak_memory_stats(device)
+
+    executor.on_action = note
+    executor.step(batch)
+    executor.on_action = None
+    note(None)
+    return RankMemory(tuple(phases), {}, 0)
+
+
+def measure(tracker: MemoryTracker, job: Job, axes: Axes, batch: Mapping[str, Tensor]) -> RankMemory:
+    """Run two steps of this rank under ``tracker``, which counts from the start; what the second one takes."""
+    executor = begin(tracker, job, axes)
+    executor.step(batch)
+    return record(tracker, executor, batch)
+
+
+def _measure_alone(tracker: MemoryTracker, job: Job, axes: Axes, batch: Mapping[str, Tensor]) -> RankMemory:
+    executor = begin(tracker, job, axes)
+    warm_up(executor, batch)
+    return record(tracker, executor, batch)
+
+
+_BY_NEIGHBOURS: Final = frozenset({"GATHER_F", "GATHER_B", "OFFLOAD", "FETCH", "UPDATE"})
+
+
+def by_neighbours(actions: Iterable[Action]) -> bool:
+    """Whether what an action takes depends on those next to it: weights gathered for a pass stay for the next, say."""
+    return any(action.kind in _BY_NEIGHBOURS for action in actions)
+
+
+def warm_up(executor: Executor, batch: Mapping[str, Tensor]) -> None:
+    """One step, so that there is optimizer state: of one microbatch, where that is as good, and the rank alone."""
+    actions = executor.actions
+    if not by_neighbours(actions):
+        executor.actions = tuple(action for action in actions if action.microbatch <= 0)
+    executor.step(batch)
+    executor.actions = actions
+
+
+def begin(tracker: MemoryTracker, job: Job, axes: Axes) -> Executor:
+    """The rank's executor, all of it made under ``tracker``."""
+    tracker.mark("start", "gradients")  # beside parameters, the buckets of gradients are made here
+    return start(job, axes)
+
+
+def record(tracker: MemoryTracker, executor: Executor, batch: Mapping[str, Tensor]) -> RankMemory:
+    """One more step: what it takes, action by action."""
+    _own(tracker, executor)
+    tracker.forget()
+
+    def note(action: Action) -> None:
+        if action.kind == "STEP":
+            _own(tracker, executor)  # gradients are about to go
+        tracker.mark(str(action), _KEEPS.get(action.kind, BUFFERS))
+
+    executor.on_action = note
+    tracker.mark(BEGIN)
+    executor.step(batch)
+    tracker.mark("")
+    executor.on_action = None
+    return RankMemory(tuple(tracker.phases), tracker.host_kinds(), tracker.host_peak_bytes)
+
+
+def _own(tracker: MemoryTracker, executor: Executor) -> None:
+    for kind, tensors in holdings(executor).items():
+        tracker.own(kind, tensors)

@@ -1,0 +1,299 @@
+"""Which storages live, from the operations that make them: their bytes now, at the peak, and what they are for.
+
+What a storage is for is known from who holds it (:meth:`StorageTracker.own`), else from its life: what dies in the
+action that made it was temporary, what outlives it was kept, for a backward or for a message.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+DispatchMode: Any = TorchDispatchMode  # it has no types
+
+# What they are given is new: made without an operation by torch.tensor(), copy.deepcopy() and torch.load().
+_TAKE_NEW = (torch.ops.aten.lift_fresh.default, torch.ops.aten.set_.source_Storage_storage_offset)
+
+_WHERE: Final = torch.ops.prim.device.default  # fake tensors are asked this often
+
+TEMPORARIES: Final = "temporaries"
+BUFFERS: Final = "buffers"
+ALLOCATED: Final = "allocated"
+"""What an allocator counts, which doesn't know what it is for."""
+KINDS: Final = ("parameters", "working", "gradients", "optimizer", "saved", "gathered", BUFFERS, TEMPORARIES)
+"""What storages are for: parameters that an optimizer updates, and those that aren't trained; copies of them that a
+module computes with; gradients; optimizer state; what is saved for a backward; weights that are gathered for a pass
+(ZeRO-3); what is on its way from or to another rank; and what dies in the action that made it."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What a rank did between two marks: the device bytes with which it began, at most, and at its end, by kind.
+
+    What was made in it and is of no known kind is ``temporaries`` where it died in it too.
+    """
+
+    label: str
+    start: Mapping[str, int]
+    peak: Mapping[str, int]
+    end: Mapping[str, int]
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.peak.values())
+
+
+@dataclass(eq=False, slots=True)
+class _Entry:
+    """A live storage: its size when last seen, the phase and the event that made it, its kind where one is known."""
+
+    size: int
+    reference: weakref.ref[UntypedStorage]
+    is_host: bool
+    born: int
+    serial: int
+    keeps: str  # its kind where it outlives the phase
+    kind: str = ""
+    died: int = -1
+    noted: int = -1  # the moment at which it was another size than now
+
+
+@dataclass
+class _Moment:
+    """A peak: its event, and storages that lived then, with their sizes, and have died or changed since."""
+
+    bytes: int = 0
+    serial: int = -1
+    gone: list[tuple[_Entry, int]] = field(default_factory=list)
+
+
+class StorageTracker(DispatchMode):  # type: ignore[misc]
+    """Counts the bytes of the storages that operations under it made, forward and backward: live, and peak.
+
+    A storage that an operation got from outside doesn't count, nor do meta tensors, nor what a kernel needs while it
+    runs, nor what an allocator adds. Fake tensors count with ``fake``, and then nothing else does. What is made while
+    ``is_host`` says so is ``host_bytes``, in no other figure. A storage that is resized between operations (as FSDP2
+    does) is seen to be when it is used next, at the next mark, and before a peak is believed.
+    """
+
+    def __init__(self, *, fake: bool = False, is_host: Callable[[], bool] = bool) -> None:
+        super().__init__()
+        self.live_bytes = 0
+        self.host_bytes = 0
+        self.host_peak_bytes = 0
+        self.phases: list[Phase] = []
+        self._counts = is_fake if fake else is_data
+        self._is_host = is_host
+        self._live: dict[int, _Entry] = {}
+        self._resized: dict[int, _Entry] = {}
+        self._serial = 0
+        self._label, self._keeps = "", BUFFERS
+        self._start: dict[str, int] = {}
+        self._peak = _Moment()  # of this phase
+        self._before = 0  # the largest of those before
+        self._number = 0  # of the phase
+        self._operations = self._looked = 0  # in all, and when all storages were last looked at
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """torch.compile compiles under it, and runs what it compiled."""
+        return True
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self._before, self._peak.bytes)
+
+    def mark(self, label: str, keeps: str = BUFFERS) -> None:
+        """A new phase begins; what is made in it and outlives it is of the kind ``keeps``."""
+        for entry in list(self._live.values()):
+            self._reread(entry)
+        end = self._kinds((entry, entry.size) for entry in self._live.values() if not entry.is_host)
+        if self._label:
+            self.phases.append(Phase(self._label, self._start, self._peak_kinds(), end))
+        self._label, self._keeps, self._start = label, keeps, end
+        self._before = self.peak_bytes
+        self._number += 1
+        self._serial += 1  # no two moments have the same
+        self._peak = _Moment(self.live_bytes, self._serial)
+
+    def forget(self) -> None:
+        """Begin anew with what lives now: peaks and phases are those from here on."""
+        self.mark("")
+        self.phases.clear()
+        self.host_peak_bytes = self.host_bytes
+        self._before = 0
+
+    def own(self, kind: str, tensors: Iterable[Tensor]) -> None:
+        """The storages of ``tensors`` are of ``kind``, if they were made here and are of none yet."""
+        for tensor in tensors:
+            entry = self._live.get(address(tensor.untyped_storage()))
+            if entry is not None and not entry.kind:
+                entry.kind = kind
+
+    def host_kinds(self) -> dict[str, int]:
+        """Bytes on the host now, by kind."""
+        return self._kinds((entry, entry.size) for entry in self._live.values() if entry.is_host)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if wraps_others(types):
+            return NotImplemented  # a DTensor, say, first becomes operations on its local tensor
+        kwargs = kwargs or {}
+        if func is _WHERE:
+            return func(*args, **kwargs)
+        self._operations += 1
+        given = _tensors([args, kwargs])
+        for tensor in given:
+            self._touch(tensor)
+        result = func(*args, **kwargs)
+        for tensor in _tensors(result):
+            if not self._touch(tensor):
+                self._see(tensor, func, given)
+        return result
+
+    def _touch(self, tensor: Tensor) -> bool:
+        """Whether its storage is known. It may have another size by now."""
+        storage = tensor.untyped_storage()
+        known = self._live.get(address(storage))
+        if known is not None and (size := storage.nbytes()) != known.size:
+            self._resize(known, size)
+        return known is not None
+
+    def _see(self, tensor: Tensor, func: Any, given: list[Tensor]) -> None:
+        storage = tensor.untyped_storage()
+        key = address(storage)
+        if self._counts(tensor) and (func in _TAKE_NEW or all(address(t.untyped_storage()) != key for t in given)):
+            self._serial += 1
+            entry = _Entry(
+                storage.nbytes(),
+                weakref.ref(storage, self._releases(key)),
+                self._is_host(),
+                self._number,
+                self._serial,
+                self._keeps,
+            )
+            self._live[key] = entry
+            self._change(entry, entry.size)
+
+    def _reread(self, entry: _Entry) -> None:
+        """The size of a storage may have changed without an operation."""
+        storage = entry.reference()
+        if storage is not None and (size := storage.nbytes()) != entry.size:
+            self._resize(entry, size)
+
+    def _resize(self, entry: _Entry, size: int) -> None:
+        self._serial += 1
+        self._note(entry)
+        self._resized[id(entry)] = entry
+        before, entry.size = entry.size, size
+        self._change(entry, size - before)
+
+    def _note(self, entry: _Entry) -> None:
+        """``entry`` is about to be another size than at the peak, or to go."""
+        if entry.serial <= self._peak.serial != entry.noted:
+            self._peak.gone.append((entry, entry.size))
+            entry.noted = self._peak.serial
+
+    def _change(self, entry: _Entry, more: int) -> None:
+        if entry.is_host:
+            self.host_bytes += more
+            self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
+            return
+        self.live_bytes += more
+        if self.live_bytes > self._peak.bytes:
+            self._rise()
+
+    def _rise(self) -> None:
+        """A peak, unless storages have become smaller unseen. All are looked at now and then, which costs little per
+        operation; those that were resized before, every time."""
+        every = self._operations - self._looked >= len(self._live) // 4
+        if every:
+            self._looked = self._operations
+        for entry in list((self._live if every else self._resized).values()):
+            self._reread(entry)
+        if self.live_bytes > self._peak.bytes:
+            self._peak = _Moment(self.live_bytes, self._serial)
+
+    def _releases(self, key: int) -> Callable[[object], None]:
+        def release(_: object) -> None:
+            entry = self._live.pop(key)
+            self._resized.pop(id(entry), None)
+            entry.died = self._number
+            self._note(entry)
+            self._change(entry, -entry.size)
+
+        return release
+
+    def _peak_kinds(self) -> dict[str, int]:
+        at, moment = self._peak.serial, self._peak
+        still = [(e, e.size) for e in self._live.values() if e.serial <= at and e.noted != at]
+        return self._kinds((entry, size) for entry, size in [*still, *moment.gone] if not entry.is_host)
+
+    def _kinds(self, sizes: Iterable[tuple[_Entry, int]]) -> dict[str, int]:
+        found: Counter[str] = Counter()
+        for entry, size in sizes:
+            outlives = entry.died != entry.born
+            found[entry.kind or (entry.keeps if outlives else TEMPORARIES)] += size
+        return {kind: bytes_ for kind, bytes_ in found.items() if bytes_}
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors with a storage in nested lists, tuples and dictionaries."""
+    found: list[Tensor] = []
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, Tensor):
+            if item.layout is torch.strided:
+                found.append(item)
+        elif isinstance(item, list | tuple):
+            waiting.extend(item)
+        elif isinstance(item, dict):
+            waiting.extend(item.values())
+    return found
+
+
+def fake_tensors() -> AbstractContextManager[object]:
+    """Within, what operations make has shape, strides and dtype, but neither memory nor values."""
+    return FakeTensorMode()
+
+
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Move data as hardware would: neither dispatch modes (fake tensors among them) nor autograd see it."""
+    with _disable_current_modes(), torch.no_grad():
+        yield
+
+
+def is_data(tensor: Tensor) -> bool:
+    """Whether the tensor holds values: fake and meta tensors don't."""
+    return not isinstance(tensor, FakeTensor) and not tensor.is_meta
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether the tensor has a size on a device, but no memory there."""
+    return isinstance(tensor, FakeTensor)
+
+
+def wraps_others(types: Iterable[type]) -> bool:
+    """Whether the types that a dispatch mode gets include tensors that are made of other tensors."""
+    plain = torch._C._disabled_torch_dispatch_impl
+    return any(
+        kind.__torch_dispatch__ is not plain and not issubclass(kind, FakeTensor)  # type: ignore[attr-defined]
+        for kind in types
+    )
+
+
+def address(storage: UntypedStorage) -> int:
+    """What tells live storages apart."""
+    return int(storage._cdata)

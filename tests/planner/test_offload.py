@@ -1,0 +1,122 @@
+"""The choice of what is offloaded: equal to brute force, and nothing where there is room."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain, combinations
+
+import pytest
+
+from autopar import Cluster
+from autopar.errors import ArgumentError
+from autopar.options import Options
+from autopar.planner.offload import choose, host_peak_bytes, require_host
+from autopar.schedules import Costs, Schedule, check, generate, lower, simulate_timeline
+from autopar.schedules.offloads import offload_activations
+
+
+def costs_of(schedule: Schedule, copy_seconds: float, kept: tuple[int, ...] = (100, 60, 80, 40)) -> Costs:
+    base = Costs.uniform(schedule, forward_seconds=1.0, backward_seconds=2.0, send_seconds=0.1)
+    kept = kept[: schedule.stages]
+    moved = tuple(bytes_ * 9 // 10 for bytes_ in kept)
+    return replace(
+        base,
+        activation_bytes=kept,
+        later_bytes=kept,
+        offload_bytes=moved,
+        offload_seconds=tuple(bytes_ / 90 * copy_seconds for bytes_ in moved),
+    )
+
+
+def brute_force(schedule: Schedule, costs: Costs, free: list[int]) -> tuple[float, int] | None:
+    """Over all subsets of the stages of ranks that are over their memory."""
+    peaks = simulate_timeline(schedule, costs).peak_activation_bytes
+    own = [s for s, home in enumerate(schedule.placement) if peaks[home] > free[home]]
+    found = []
+    for some in chain(*(combinations(own, n) for n in range(len(own) + 1))):
+        timeline = simulate_timeline(offload_activations(schedule, some), costs)
+        if all(p <= f for p, f in zip(timeline.peak_activation_bytes, free, strict=True)):
+            found.append((timeline.makespan_seconds, sum(costs.offload_bytes[s] for s in some)))
+    return min(found, default=None)
+
+
+@pytest.mark.parametrize("copy_seconds", [0.1, pytest.param(0.9, marks=pytest.mark.slow), 4.0])
+@pytest.mark.parametrize(("name", "ranks"), [("1f1b", 4), ("interleaved", 2), ("gpipe", 2)])
+@pytest.mark.parametrize("kept", [(100, 60, 80, 40), (30, 40, 100, 90)])
+def test_the_choice_is_the_best(name: str, ranks: int, copy_seconds: float, kept: tuple[int, ...]) -> None:
+    schedule = lower(generate(name, ranks, 6))
+    costs = costs_of(schedule, copy_seconds, kept)
+    peaks = simulate_timeline(schedule, costs).peak_activation_bytes
+    feasible = 0
+    for share in (1.0, 0.9, 0.7, 0.3):
+        free = [int(peak * share) for peak in peaks]
+        chosen, best = choose(schedule, costs, free), brute_force(schedule, costs, free)
+        assert (chosen is None) == (best is None)
+        if chosen is None or best is None:
+            continue
+        feasible += 1
+        timeline = simulate_timeline(offload_activations(schedule, chosen), costs)
+        assert all(p <= f for p, f in zip(timeline.peak_activation_bytes, free, strict=True))
+        assert (timeline.makespan_seconds, sum(costs.offload_bytes[s] for s in chosen)) == pytest.approx(best)
+        assert bool(chosen) == (share < 1)
+    assert feasible >= 1
+
+
+def test_first_stages_offload_and_hidden_copies_cost_nothing() -> None:
+    """The first ranks of 1F1B keep the most microbatches; the budget is what the last ones have."""
+    schedule = lower(generate("1f1b", 8, 16))
+    costs = costs_of(schedule, 0.5, (100,) * 8)
+    plain = simulate_timeline(schedule, costs)
+    assert plain.peak_activation_bytes == (800, 700, 600, 500, 400, 300, 200, 100)
+    stages = choose(schedule, costs, [350] * 8)
+    assert stages == (0, 1, 2, 3, 4)
+    offloaded = simulate_timeline(offload_activations(schedule, stages), costs)
+    assert offloaded.makespan_seconds == plain.makespan_seconds
+    # One in use, one on its way out, one on its way back; and of the others a tenth that is too small to be moved.
+    assert offloaded.peak_activation_bytes[0] == 3 * 100 + 5 * 10
+
+
+def test_copies_that_nothing_hides_are_seen() -> None:
+    schedule = lower(generate("1f1b", 4, 8))
+    plain = simulate_timeline(schedule, costs_of(schedule, 0.0)).makespan_seconds
+    all_ = offload_activations(schedule, range(4))
+    slow = simulate_timeline(all_, costs_of(schedule, 6.0))
+    assert slow.makespan_seconds > plain
+    # Forward, offload and fetch of the slowest stage's second microbatch, one after the other.
+    fetches = {e.action: e for e in slow.events if e.action.kind == "FETCH" and e.rank == 0}
+    backwards = {e.action.microbatch: e for e in slow.events if e.action.kind == "B" and e.rank == 0}
+    for action, fetch in fetches.items():
+        assert backwards[action.microbatch].start_seconds >= fetch.end_seconds
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1", "v-half", "zb-v", "interleaved"])
+@pytest.mark.parametrize("microbatches", [1, 2, 5, 8])
+def test_lists_with_copies_are_right(name: str, microbatches: int) -> None:
+    schedule = lower(generate(name, 4, microbatches))
+    both = offload_activations(schedule, range(schedule.stages))
+    check(both)
+    assert Schedule.from_text(both.to_text()) == both
+    for rank in range(schedule.ranks):
+        kinds = [action.kind for action in both.lists[rank]]
+        assert kinds.count("OFFLOAD") == kinds.count("FETCH")
+        assert [a for a in both.lists[rank] if a.kind not in ("OFFLOAD", "FETCH")] == list(schedule.lists[rank])
+    assert offload_activations(schedule, ()) == schedule
+
+
+def test_host_bytes_are_those_between_offload_and_fetch() -> None:
+    schedule = lower(generate("gpipe", 2, 6))
+    costs = costs_of(schedule, 0.1)
+    timeline = simulate_timeline(offload_activations(schedule, [0]), costs)
+    assert host_peak_bytes(timeline, 0) == 5 * 90  # the first comes back when the last has not gone yet
+    assert host_peak_bytes(timeline, 1) == 0
+
+
+def test_without_host_memory() -> None:
+    device = Cluster.load("h100").device
+    options = Options(offload=("activations",))
+    require_host(options, device, 100 * 2**30)
+    require_host(Options(), replace(device, host_memory_bytes=0))
+    with pytest.raises(ArgumentError, match="no host memory belongs to it; give its share"):
+        require_host(options, replace(device, host_memory_bytes=0))
+    with pytest.raises(ArgumentError, match=r"needs 500 GiB of host memory for each rank.*has 233 GiB; offload less"):
+        require_host(options, device, 500 * 2**30)

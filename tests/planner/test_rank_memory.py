@@ -1,0 +1,136 @@
+"""State by kind against sums by hand; how a plan is held to its budget by what ranks really hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.errors import BudgetError
+from autopar.graph import Meta, ParameterInfo
+from autopar.options import Options
+from autopar.planner.budget import within_budget
+from autopar.planner.rank_memory import State, Storage, parameter_state
+
+WEIGHT = Meta((10, 3), torch.float32)
+
+
+def state(meta: Meta = WEIGHT, dp: int = 1, master: torch.dtype | None = None, **options: Any) -> State:
+    known = ParameterInfo("weight", meta, master=master)
+    return parameter_state(known, meta, Storage.of(Options.of(**options), dp))
+
+
+def test_a_parameter_its_gradient_and_two_moments() -> None:
+    assert state() == State(Counter(parameters=120, gradients=120, optimizer=240), Counter())
+    assert state(dp=4) == state()
+
+
+def test_zero_stores_rows_with_padding() -> None:
+    """Of 10 rows over 4 ranks, each stores 3."""
+    one, two, three = (state(dp=4, zero=level).device for level in (1, 2, 3))
+    assert one == Counter(parameters=36, working=120, gradients=120, optimizer=72)
+    assert two == Counter(parameters=36, working=120, gradients=36, optimizer=72)
+    assert three == Counter(parameters=36, gradients=36, optimizer=72)
+
+
+def test_groups_of_ranks_share_a_copy() -> None:
+    assert state(dp=8, zero=3, zero_ranks=2) == state(dp=2, zero=3)
+
+
+def test_narrow_copies_of_wide_masters() -> None:
+    narrow = Meta((10, 3), torch.bfloat16)
+    found = state(narrow, master=torch.float32, state_dtype="bfloat16").device
+    assert found == Counter(parameters=120, working=60, gradients=120, optimizer=120)
+
+
+def test_what_lies_on_the_host() -> None:
+    found = state(offload=("optimizer",))
+    assert found.device == Counter(working=120, gradients=120)
+    assert found.host == Counter(parameters=120, gradients=120, optimizer=240)
+
+
+def test_buffers_and_frozen_parameters_have_no_state() -> None:
+    for known in (ParameterInfo("b", WEIGHT, is_buffer=True), ParameterInfo("f", WEIGHT, trainable=False)):
+        found = parameter_state(known, WEIGHT, Storage.of(Options(), 1))
+        assert found == State(Counter(parameters=120), Counter())
+
+
+@pytest.mark.parametrize(("options", "copies"), [({}, 4), ({"zero": 1}, 2 + 3 / 8), ({"zero": 3}, 4 / 8)])
+def test_copies_of_a_parameter(options: dict[str, Any], copies: float) -> None:
+    assert Storage.of(Options.of(**options), 8).copies == copies
+
+
+@dataclass
+class Rank:
+    peak_bytes: int
+
+
+@dataclass
+class FakePlan:
+    """What within_budget reads of a plan; ``hidden`` bytes are there that no solver counts."""
+
+    rank_plans: list[Rank]
+    hidden: int
+    options: Options = field(default_factory=Options)
+    stage_plans: tuple[int, ...] = (0, 1)
+
+    @property
+    def peak_bytes(self) -> list[int]:
+        return [rank.peak_bytes for rank in self.rank_plans]
+
+
+@dataclass
+class Found:
+    plan: Any
+
+
+def solver(budget: int, least: int, hidden: Callable[[int], int]) -> tuple[Callable[[int], Found], list[int]]:
+    """Uses what it may, from ``least`` up."""
+    asked: list[int] = []
+
+    def lay_out(spared: int) -> Found:
+        asked.append(spared)
+        used = budget - spared
+        if used < least:
+            raise BudgetError("too small", least + spared)
+        return Found(FakePlan([Rank(used), Rank(used // 2)], hidden(used)))
+
+    return lay_out, asked
+
+
+def exact(found: Found) -> Found:
+    plan = found.plan
+    return Found(replace(plan, rank_plans=[Rank(rank.peak_bytes + plan.hidden) for rank in plan.rank_plans]))
+
+
+def test_what_solvers_do_not_count_is_spared() -> None:
+    lay_out, asked = solver(100, 60, lambda used: 7)
+    assert within_budget(lay_out, exact, 100).plan.peak_bytes == [100, 53]
+    assert asked == [0, 7]
+
+
+def test_far_below_the_budget_nothing_is_measured() -> None:
+    def refuse(found: Found) -> Found:
+        raise AssertionError
+
+    plan = Found(FakePlan([Rank(50)], 0))
+    assert within_budget(lambda spared: plan, refuse, 100) is plan
+
+
+def test_the_leanest_is_measured_itself() -> None:
+    """Sparing what a large choice hides leaves too little, but the leanest hides less."""
+    lay_out, asked = solver(100, 60, lambda used: 45 if used > 60 else 10)
+    assert within_budget(lay_out, exact, 100).plan.peak_bytes == [70, 40]
+    assert asked == [0, 45, 40]
+
+
+def test_a_refusal_says_what_would_do() -> None:
+    for budget in (50, 62):  # too small for what solvers count, or for the rest
+        lay_out, _ = solver(budget, 60, lambda used: 10)
+        with pytest.raises(BudgetError, match=r"leanest needs 70 B with everything recomputed \(70 bytes\)") as caught:
+            within_budget(lay_out, exact, budget)
+        assert caught.value.needed_bytes == 70

@@ -1,0 +1,59 @@
+"""What saves memory changes no number: each way, and all together, on meshes and schedules, tied and untied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.ranks.test_parity import verification
+
+WAYS: dict[str, dict[str, Any]] = {
+    "zero-1": {"zero": 1},
+    "zero-2": {"zero": 2},
+    "zero-3": {"zero": 3},
+    "recompute": {"recompute": "full"},
+    "selective": {"recompute": "selective"},
+    "head": {"head_chunks": 3},
+    "host-optimizer": {"offload": ("optimizer",)},
+    "host-parameters": {"offload": ("parameters",)},
+    "host-activations": {"offload": ("activations",)},
+    "bits": {"activations": "lossless"},
+    "zero-3, recompute": {"zero": 3, "recompute": "full"},
+    "zero-1, selective, head": {"zero": 1, "recompute": "selective", "head_chunks": 2},
+    "zero-2, all": {
+        "zero": 2,
+        "recompute": "selective",
+        "head_chunks": 2,
+        "offload": ("optimizer", "activations"),
+        "activations": "lossless",
+    },
+    "zero-3, all": {
+        "zero": 3,
+        "recompute": "full",
+        "head_chunks": 2,
+        "offload": ("optimizer", "parameters"),
+        "activations": "lossless",
+    },
+}
+PLACES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "dp2": ({"dp": 2}, {"microbatches": 2}),
+    "dp2 tp2": ({"dp": 2, "tp": 2}, {"microbatches": 1}),
+    "pp2 dp2 1f1b": ({"pp": 2, "dp": 2}, {"microbatches": 4}),
+    "pp2 dp2 zb-v": ({"pp": 2, "dp": 2}, {"microbatches": 4, "schedule": "zb-v"}),
+    "pp2 dp2 v-half vocab-2": (
+        {"pp": 2, "dp": 2},
+        {"microbatches": 4, "schedule": "v-half", "vocabulary": "vocab-2"},
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("way", WAYS)
+def test_parity(way: str, place: str, model: str) -> None:
+    mesh, schedule = PLACES[place]
+    result = verification(model, mesh, **schedule, **WAYS[way])
+    assert result.tolerance == 1e-9
+    assert result.ok, str(result)

@@ -1,0 +1,253 @@
+"""ZeRO 1, 2 and 3, and masters on the host: equal to one device in float64; what is held, and what is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar import simulate
+from autopar.errors import ArgumentError, ScheduleError
+from autopar.runtime import Parameter
+from autopar.runtime.job import start
+from autopar.runtime.shards import stored_shape
+from autopar.runtime.units import units
+from autopar.schedules.weight_moves import followers
+from tests.fast_cluster import FAST
+from tests.models import Case, Float64, llama, make, prepared
+from tests.ranks.test_parity import verified
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "1f1b": {},
+    "zb-v": {"schedule": "zb-v"},
+    "v-half vocab-2": {"schedule": "v-half", "vocabulary": "vocab-2"},
+}
+ODD = 50  # a vocabulary whose rows no number of ranks here divides
+
+
+def model(batch: int, *, tied: bool) -> Callable[[], Case]:
+    return lambda: llama(batch, layers=4, tied=tied, vocabulary=ODD)
+
+
+def check(case: Callable[[], Case], mesh: dict[str, int], **options: Any) -> None:
+    """Three steps, clipped, against one device."""
+    with Float64():
+        result = verified(prepared(case), mesh, **options)
+    assert result.tolerance == 1e-9
+    assert result.ok, str(result)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_with_pipelines(zero: int, tied: bool, schedule: str) -> None:
+    check(model(8, tied=tied), {"pp": 2, "dp": 2}, zero=zero, microbatches=4, **SCHEDULES[schedule])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 2, "tp": 2}, {"dp": 3}, {"pp": 2, "dp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_meshes(zero: int, mesh: dict[str, int]) -> None:
+    check(model(12, tied=True), mesh, zero=zero, microbatches=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, *SCHEDULES.values()], ids=str)
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_copies_shared_by_some_of_the_ranks(zero: int, options: dict[str, Any]) -> None:
+    mesh = {"pp": 2, "dp": 4} if options else {"dp": 4}
+    check(model(8, tied=True), mesh, zero=zero, zero_ranks=2, microbatches=2, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", SCHEDULES.values(), ids=str)
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("offload", ["optimizer", "parameters"])
+def test_masters_on_the_host(offload: str, zero: int, options: dict[str, Any]) -> None:
+    check(model(8, tied=True), {"pp": 2, "dp": 2}, zero=zero, offload=(offload,), microbatches=4, **options)
+
+
+SAMPLE: list[tuple[dict[str, int], dict[str, Any]]] = [
+    ({"dp": 2}, {"zero": 1}),
+    ({"dp": 3}, {"zero": 2}),
+    ({"pp": 2, "dp": 2}, {"zero": 3, "schedule": "zb-v"}),
+    ({"dp": 4}, {"zero": 3, "zero_ranks": 2}),
+    ({"dp": 1}, {"offload": ("parameters",)}),
+]
+
+
+@pytest.mark.parametrize(("mesh", "options"), SAMPLE, ids=str)
+def test_a_sample(mesh: dict[str, int], options: dict[str, Any]) -> None:
+    """A few of those above, for the fast tier: sizes of 3 to 12 rows, which mostly don't divide."""
+    check(lambda: make("mlp", 24), mesh, microbatches=2, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_recomputation_inside_of_a_backward(recompute: str, schedule: str) -> None:
+    options = {"recompute": recompute, "schedule": schedule, "microbatches": 4}
+    check(model(8, tied=False), {"pp": 2, "dp": 2}, zero=3, **options)
+
+
+def test_zero_on_one_replica_changes_nothing() -> None:
+    case = make("mlp", 4)
+    job = autopar.compile(case.model, 1, sample=case.batch, zero=3, cluster=FAST)
+    assert "GATHER" not in str(job.schedule)
+    assert "zero=" not in job.source(0)
+
+
+def test_plan_and_text_say_how_weights_are_stored() -> None:
+    job = layers_job(4, depth=2, width=4, microbatches=1, zero=3, zero_ranks=2)
+    stored = "optimizer state, gradients and parameters stored S(0)@dp over 2 neighbouring ranks, 2 copies"
+    assert stored in job.plan.explain()
+    text = job.source(0)
+    assert "# layers.0 · weights S(0)@dp on 2 ranks, gathered ahead: 128 B" in text
+    assert 'reduce=("dp",), zero=2)' in text
+
+
+def refusal(kind: type[Exception], **options: Any) -> str:
+    case = make("mlp", 8)
+    with pytest.raises(kind) as caught:
+        autopar.compile(case.model, 4, sample=case.batch, cluster=FAST, **options)
+    return str(caught.value)
+
+
+def test_what_can_not_be() -> None:
+    stale = refusal(ScheduleError, mesh={"pp": 2, "dp": 2}, schedule="pipedream", zero=1)
+    assert "use a synchronous schedule" in stale
+    assert "zero_ranks may be one of [1, 2, 4]" in refusal(ArgumentError, mesh={"dp": 4}, zero=1, zero_ranks=3)
+
+
+class Layers(nn.Module):
+    """``depth`` square layers: nothing but weights, and few activations."""
+
+    def __init__(self, depth: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def layers_job(dp: int, *, depth: int, width: int, microbatches: int, **options: Any) -> autopar.ParallelModel:
+    def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    return autopar.compile(
+        Layers(depth, width).double(),
+        dp,
+        sample=torch.randn(microbatches * dp, width, dtype=torch.float64),
+        mesh={"dp": dp},
+        cluster=FAST,
+        optimizer=sgd,
+        microbatches=microbatches,
+        **options,
+    )
+
+
+def batch_of(job: autopar.ParallelModel) -> dict[str, Tensor]:
+    return {item.path: torch.ones(item.shape, dtype=getattr(torch, item.dtype)) for item in job.plan.inputs}
+
+
+def peak_bytes(job: autopar.ParallelModel) -> int:
+    """Of two steps, and of nothing that is kept to be looked at."""
+
+    def program(rank: int) -> None:
+        executor = start(job.job, job.job.axes(rank, "cpu"))
+        for _ in range(2):
+            executor.step(batch_of(job))
+
+    return max(simulate.run(program, job.plan.mesh.world).peak_bytes)
+
+
+def test_no_more_is_held_than_has_to_be() -> None:
+    """In units of a layer: masters and their gradients are a dp-th each; beside them, a few layers at a time."""
+    depth, width, dp = 16, 128, 4
+    jobs = {zero: layers_job(dp, depth=depth, width=width, microbatches=2, zero=zero) for zero in (0, 1, 2, 3)}
+    peaks = {zero: peak_bytes(job) / (8 * width * width) for zero, job in jobs.items()}
+    part, slack, bucket = depth / dp, 1.0, 8  # activations are small; a bucket is 1 MiB
+    assert 2 * depth < peaks[0] < 2 * depth + 1 + slack  # weights, gradients in buckets, one on its way there
+    assert 2 * depth + part < peaks[1] < 2 * depth + 2 * part + bucket + slack
+    assert depth + 2 * part < peaks[2] < depth + 2 * part + 4 + slack  # full gradients: one made, some on their way
+    assert 2 * part < peaks[3] < 2 * part + 2 + 4 + slack  # full weights: one used, one ahead
+
+
+def stored_bytes(parameter: Parameter) -> int:
+    """Of all ranks together, padding included."""
+    elements = torch.Size(stored_shape(parameter)).numel() * parameter.zero
+    return elements * 8
+
+
+def gathered_bytes(job: autopar.ParallelModel) -> int:
+    """Of a step under ZeRO 3 on one pipeline rank: every pass gathers every unit but those still there."""
+    (program,), (module,) = [s.program for s in job.programs.stages], job.modules(0)
+    unit_of = units(module, program.parameters, program.spanning)
+    trained = [p for p in program.parameters if p.trainable]
+    size = {n: sum(map(stored_bytes, ps)) for n, ps in groupby(trained, lambda p: unit_of[p.name])}
+    roots, numbers = size.pop(-1, 0), sorted(size)
+    first = [n for n in numbers if n <= min(m for m in numbers if m % 2) + 1]  # up to the second layer
+    last = [n for n in numbers if n >= max(m for m in numbers if m % 2) - 1]
+    total = 0
+    (row,) = job.schedule.lists
+    follows = {b: a for a, b in followers(row).items() if b is not None}
+    for action in followers(row):
+        still_there = roots + sum(size[n] for n in (first if action.kind == "F" else last))
+        total += roots + sum(size.values()) - (still_there if action in follows else 0)
+    return total
+
+
+def check_sent(compiled: Callable[[int], autopar.ParallelModel], microbatches: int) -> None:
+    """Beside what is sent without ZeRO: gathers and reduce-scatters as the formulas say, instead of the all-reduce."""
+    jobs = {zero: compiled(zero) for zero in (0, 1, 2, 3)}
+    sent = {zero: sent_bytes(job) for zero, job in jobs.items()}
+    parameters = [p for p in jobs[1].programs.stages[0].program.parameters if p.trainable]
+    part = sum(map(stored_bytes, parameters)) // 2  # one gather of everything, or one reduce-scatter, on two ranks
+    rest = sent[0] - sum(8 * torch.Size(p.shape).numel() for p in parameters)  # an all-reduce sends all of it once
+    assert sent[1] == rest + 2 * part
+    assert sent[2] == rest + (1 + microbatches) * part
+    assert sent[3] == rest + gathered_bytes(jobs[3]) // 2 + microbatches * part
+
+
+def sent_bytes(job: autopar.ParallelModel) -> int:
+    def program(rank: int) -> None:
+        start(job.job, job.job.axes(rank, "cpu")).step(batch)
+
+    batch = batch_of(job)
+    return simulate.run(program, 2).sent_bytes[0]["dp"]
+
+
+def test_what_is_sent() -> None:
+    check_sent(lambda zero: layers_job(2, depth=4, width=5, microbatches=3, zero=zero), 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_a_model_with_code_between_its_layers_sends(tied: bool, microbatches: int) -> None:
+    with Float64():
+        case = prepared(lambda: llama(6, layers=2, tied=tied, vocabulary=ODD))
+        options: dict[str, Any] = {"mesh": {"dp": 2}, "cluster": FAST, "microbatches": microbatches}
+        check_sent(lambda zero: autopar.compile(case.model, 2, sample=case.batch, zero=zero, **options), microbatches)
+
+
+def test_a_list_without_gathers_is_refused_before_anything_is_computed() -> None:
+    job = layers_job(2, depth=2, width=4, microbatches=1, zero=1)
+    lists = tuple(tuple(a for a in row if a.kind != "GATHER") for row in job.schedule.lists)
+    changed = replace(job.job, schedule=replace(job.schedule, lists=lists))
+
+    def program(rank: int) -> None:
+        executor = start(changed, changed.axes(rank, "cpu"))
+        with pytest.raises(ScheduleError, match="needs its GATHER actions"):
+            executor.step(batch_of(job))
+
+    simulate.run(program, 2)

@@ -1,0 +1,342 @@
+"""Masters and working copies: how they are made of each other, and when their memory is there."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from autopar import simulate
+from autopar.mesh import Mesh
+from autopar.runtime import Axes, Parameter, Program, declare
+from autopar.runtime.grads import Reducer, reduce_groups
+from autopar.runtime.modules import dtype_of
+from autopar.runtime.store import Copy, Store
+from autopar.runtime.streaming import Streaming
+from autopar.runtime.units import SPANNING, units
+from autopar.runtime.weights import StateSource, unshard
+from tests.runtime.ranks import on_ranks
+
+WIDTH, DEPTH = 5, 3
+
+
+class Layer(nn.Module):
+    def __init__(self, shape: tuple[int, ...] = (WIDTH, WIDTH), dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        declare(self, "weight", shape, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(x @ self.weight.t())
+
+
+class Stage(nn.Module):
+    """``scale``, some layers, ``shift``; ``scale`` may be used again at the end."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64, *, again: bool = False) -> None:
+        super().__init__()
+        declare(self, "scale", (WIDTH,), dtype)
+        for i in range(DEPTH):
+            declare(self, f"layers.{i}", Layer(dtype=dtype))
+        declare(self, "shift", (WIDTH,), dtype)
+        self.again, self.recomputes = again, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        for i in range(DEPTH):
+            layer = self.layers[i]
+            x = checkpoint(layer, x, use_reentrant=False) if self.recomputes else layer(x)
+        x = x + self.shift
+        return (x * self.scale if self.again else x).square().sum()
+
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "scale": (WIDTH,),
+    **{f"layers.{i}.weight": (WIDTH, WIDTH) for i in range(DEPTH)},
+    "shift": (WIDTH,),
+}
+
+
+def state(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=random, dtype=torch.float64).to(dtype) for name, shape in SHAPES.items()}
+
+
+def program_of(mesh: Mesh, zero: int, dtype: str = "float64", master: str = "", *, spanning: bool = False) -> Program:
+    specs = tuple(
+        Parameter(name, shape, shape, dtype, reduce=("dp",), master=master, zero=zero) for name, shape in SHAPES.items()
+    )
+    program = Program(0, 1, mesh.to_json(), 1, (), (), (), (), specs)
+    return replace(program, spanning=("scale",) if spanning else ())
+
+
+def load(axes: Axes, program: Program, **options: bool) -> Store:
+    first = program.parameters[0]
+    module = Stage(dtype_of(first.dtype), again=bool(program.spanning))
+    source = StateSource(state(dtype_of(first.master or first.dtype)))
+    return Store.load(module, program, axes, source, **options)
+
+
+@pytest.mark.parametrize("zero_ranks", [0, 2])
+@pytest.mark.parametrize("host", [False, True])
+@pytest.mark.parametrize(("dtype", "master"), [("float64", ""), ("bfloat16", "float32")])
+def test_copies_are_whole_whatever_is_stored(dtype: str, master: str, host: bool, zero_ranks: int) -> None:
+    mesh = Mesh(dp=4)
+
+    def program(rank: int) -> dict[str, Tensor]:
+        axes = Axes.build(mesh, rank, "cpu", zero_ranks=zero_ranks)
+        store = load(axes, program_of(mesh, zero_ranks or 4, dtype, master), host=host)
+        store.gather()
+        store.ready()
+        wanted = state(dtype_of(master or dtype))
+        for name, parameter in store.module.named_parameters():
+            assert torch.equal(parameter, wanted[name].to(dtype_of(dtype))), name
+            assert store.masters[name].dtype == dtype_of(master or dtype)
+            assert store.masters[name].shape[0] == -(-WIDTH // (zero_ranks or 4))  # 5 rows on 4 ranks: 2, 2, 1, 0
+        return {name: master.detach() for name, master in store.masters.items()}
+
+    stored = simulate.run(program, 4).results
+    for spec in program_of(mesh, zero_ranks or 4, dtype, master).parameters:
+        shards = [(mesh.coordinates(rank), stored[rank][spec.name]) for rank in range(4)]
+        assert torch.equal(unshard(spec, shards), state(dtype_of(master or dtype))[spec.name])
+
+
+def test_a_weight_that_is_stored_as_it_is_used_is_its_own_master() -> None:
+    axes = Axes.build(Mesh(), 0, "cpu")
+    store = load(axes, program_of(Mesh(), 1))
+    assert not store.copies
+    assert all(store.masters[name] is p for name, p in store.module.named_parameters())
+    store.ready()  # there is nothing to gather
+
+
+def test_scalars_are_stored_whole() -> None:
+    axes = Axes.alone(Mesh(dp=2), 1, "cpu")
+    module = nn.Module()
+    declare(module, "scale", (), torch.float64)
+    scalar = Parameter("scale", (), (), "float64", reduce=("dp",))
+    program = Program(0, 1, Mesh(dp=2).to_json(), 1, (), (), (), (), (scalar,))
+    store = Store.load(module, program, axes, StateSource({"scale": torch.tensor(3.0, dtype=torch.float64)}))
+    assert store.masters["scale"].item() == 3
+
+
+def test_units_are_layers_and_the_code_between_them() -> None:
+    module = Stage()
+    specs = [Parameter(name, shape, shape, "float64") for name, shape in SHAPES.items()]
+    assert list(units(module, specs).values()) == [0, 1, 3, 5, 6]
+    assert units(module, specs, ("scale",))["scale"] == SPANNING
+
+
+# Streaming: what is there when.
+
+
+def there(store: Store) -> list[str]:
+    """The copies that have memory now."""
+    return [name for name, copy in store.copies.items() if copy.whole.untyped_storage().nbytes()]
+
+
+def watched(store: Store, seen: list[list[str]]) -> None:
+    """Notes what is there in the forward and in the backward of each layer."""
+    for i in range(DEPTH):
+        layer = store.module.get_submodule(f"layers.{i}")
+        layer.register_forward_hook(lambda *_: seen.append(there(store)))
+        layer.weight.register_hook(lambda _: seen.append(there(store)))
+
+
+def on_two(check: Callable[[Axes, Store], None], **options: bool) -> None:
+    def program(axes: Axes) -> None:
+        check(axes, load(axes, program_of(axes.mesh, 2, **options), resident=False))
+
+    on_ranks(Mesh(dp=2), program)
+
+
+X = torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.float64).view(2, WIDTH)
+LAYERS = [f"layers.{i}.weight" for i in range(DEPTH)]
+
+
+def test_one_layer_and_the_next_are_there() -> None:
+    def check(axes: Axes, store: Store) -> None:
+        stream, seen = Streaming(store), list[list[str]]()
+        watched(store, seen)
+        assert there(store) == []
+        stream.prefetch("F")
+        assert there(store) == ["scale", LAYERS[0]]
+        with stream.running("F", ""):
+            loss = store.module(X)
+        assert there(store) == []
+        with stream.running("B", ""):
+            loss.backward()
+        assert there(store) == []
+        forward = [LAYERS[0:2], [*LAYERS[1:3], "shift"], [LAYERS[2], "shift"]]
+        backward = [LAYERS[1:3], ["scale", *LAYERS[0:2]], ["scale", LAYERS[0]]]
+        assert seen == [*forward, *backward]
+
+    on_two(check)
+
+
+def test_what_the_next_pass_begins_with_stays() -> None:
+    def check(axes: Axes, store: Store) -> None:
+        stream = Streaming(store)
+        with stream.running("F", "B"):
+            loss = store.module(X)
+        assert there(store) == [LAYERS[2], "shift"]
+        with stream.running("B", "F"):
+            loss.backward()
+        assert there(store) == ["scale", LAYERS[0]]
+        with stream.running("F", "F"):
+            store.module(X)
+        assert there(store) == ["scale", LAYERS[0]]  # gathered again behind the last layer
+        with stream.running("F", ""):
+            store.module(X)
+        assert there(store) == []
+
+    on_two(check)
+
+
+def test_what_several_calls_use_is_there_for_the_whole_pass() -> None:
+    def check(axes: Axes, store: Store) -> None:
+        stream, seen = Streaming(store), list[list[str]]()
+        watched(store, seen)
+        with stream.running("F", ""):
+            loss = store.module(X)
+        with stream.running("B", ""):
+            loss.backward()
+        assert all("scale" in names for names in seen)
+
+    on_two(check, spanning=True)
+
+
+def test_hooks_keep_no_activation() -> None:
+    def check(axes: Axes, store: Store) -> None:
+        stream, made = Streaming(store), list[weakref.ref[Tensor]]()
+        for i in range(DEPTH):
+            layer = store.module.get_submodule(f"layers.{i}")
+            layer.register_forward_hook(lambda _, __, x: made.append(weakref.ref(x)))
+        with stream.running("F", "B"):
+            loss = store.module(X)
+        with stream.running("B", ""):
+            loss.backward()
+        del loss
+        gc.collect()
+        assert len(made) == DEPTH
+        assert all(ref() is None for ref in made)
+
+    on_two(check)
+
+
+def gradients(recompute: bool) -> tuple[dict[str, Tensor], list[int]]:
+    """Of one rank, and how many units were gathered in forward and backward."""
+    started: list[int] = []
+
+    def program(axes: Axes) -> dict[str, Tensor]:
+        store = load(axes, program_of(axes.mesh, 2), resident=False)
+        stream, module = Streaming(store), store.module
+        module.recomputes = recompute  # type: ignore[assignment]
+        for unit, _ in store.sequence:
+            start = unit.start
+            unit.start = lambda start=start: (started.append(axes.rank), start())[1]  # type: ignore[method-assign]
+        with stream.running("F", ""):
+            loss = module(X)
+        with stream.running("B", ""):
+            loss.backward()
+        return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+    return on_ranks(Mesh(dp=2), program)[0], started
+
+
+def test_recomputation_inside_of_a_backward_neither_gathers_nor_frees() -> None:
+    plain, count = gradients(recompute=False)
+    again, recount = gradients(recompute=True)
+    assert recount == count
+    assert count.count(0) == 2 * (DEPTH + 2)
+    whole = Stage()
+    whole.load_state_dict(state(), assign=True)
+    for parameter in whole.parameters():
+        parameter.requires_grad_()
+    whole(X).backward()
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(plain[name], parameter.grad, rtol=1e-14, atol=1e-14)
+        assert torch.equal(plain[name], again[name])
+
+
+# Gradients of masters.
+
+
+def reduced(
+    axes: Axes, zero: int, *, dtype: str = "float64", master: str = "", scatters: bool, host: bool = False
+) -> Mapping[str, Tensor]:
+    """Of three microbatches of rank ``r``, ``r + 1`` times a gradient of ones each."""
+    program = program_of(axes.mesh, zero, dtype, master)
+    store = load(axes, program, host=host)
+    reducer = Reducer(
+        store.module,
+        program,
+        reduce_groups([program], axes, (0,)),
+        axes,
+        (0,),
+        masters=store.masters,
+        scatters=scatters,
+    )
+    for microbatch in range(3):
+        reducer.expect(last=microbatch == 2)
+        total = sum((p * (axes.rank + 1)).sum() for p in store.module.parameters())
+        total.backward()  # type: ignore[union-attr]
+        if scatters:
+            reducer.scatter()
+            assert all(p.grad is None for p in store.module.parameters())
+    reducer.launch()
+    reducer.wait()
+    found = dict(reducer.gradients())
+    reducer.zero()
+    assert all(p.grad is None for p in store.masters.values())
+    return found
+
+
+@pytest.mark.parametrize("scatters", [False, True])
+@pytest.mark.parametrize("zero_ranks", [0, 2])
+@pytest.mark.parametrize(("dtype", "master"), [("float64", ""), ("bfloat16", "float32")])
+@pytest.mark.parametrize("host", [False, True])
+def test_masters_get_the_sum_of_their_rows(
+    host: bool, dtype: str, master: str, zero_ranks: int, scatters: bool
+) -> None:
+    def program(rank: int) -> None:
+        axes = Axes.build(Mesh(dp=4), rank, "cpu", zero_ranks=zero_ranks)
+        zero = zero_ranks or 4
+        found = reduced(axes, zero, dtype=dtype, master=master, scatters=scatters, host=host)
+        rows = -(-WIDTH // zero)
+        real = max(0, min(rows, WIDTH - rank % zero * rows))
+        for gradient in found.values():
+            assert gradient.dtype == dtype_of(master or dtype)
+            assert gradient.shape[0] == rows
+            assert torch.all(gradient[:real] == 3 * (1 + 2 + 3 + 4))
+            assert not torch.any(gradient[real:])
+
+    simulate.run(program, 4)
+
+
+def test_microbatches_add_up_in_the_masters_dtype() -> None:
+    """300 times 1 in bfloat16 is 256: the sum must not be made there."""
+    axes = Axes.build(Mesh(), 0, "cpu")
+    program = program_of(Mesh(), 1, "bfloat16", "float32")
+    store = load(axes, program)
+    groups = reduce_groups([program], axes, (0,))
+    reducer = Reducer(store.module, program, groups, axes, (0,), masters=store.masters)
+    for microbatch in range(300):
+        reducer.expect(last=microbatch == 299)
+        torch.stack([p.sum() for p in store.module.parameters()]).sum().backward()
+    reducer.launch()
+    reducer.wait()
+    assert all(torch.all(g == 300) for g in reducer.gradients().values())
+
+
+def test_a_copy_knows_its_memory() -> None:
+    axes = Axes.alone(Mesh(dp=4), 0, "cpu")
+    spec = Parameter("w", (5, 3), (5, 3), "bfloat16", master="float32", zero=4)
+    copy = Copy.of(spec, torch.zeros(2, 3), axes, host=False, resident=False)
+    assert copy.nbytes == 4 * 2 * 3 * 2
+    assert copy.whole.untyped_storage().nbytes() == 0
+    assert copy.working.shape == (5, 3)

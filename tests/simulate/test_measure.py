@@ -1,0 +1,125 @@
+"""Measured and predicted memory of jobs: simulated ranks, one rank alone on fake tensors, passes added up."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import autopar
+from autopar.errors import ArgumentError
+from autopar.simulate.alone import run_alone
+from autopar.simulate.measure import RankMemory, fake_memory, measured_memory
+from autopar.simulate.predict import like, predicted_memory
+from tests.fast_cluster import FAST
+from tests.models import make
+
+
+def compiled(name: str, mesh: dict[str, int], **options: Any) -> tuple[autopar.ParallelModel, dict[str, torch.Tensor]]:
+    case = make(name, 8, torch.float32)
+    given: dict[str, Any] = {"sample": case.batch, "loss": case.loss, "mesh": mesh, "cluster": FAST, **options}
+    job = autopar.compile(case.model, math.prod(mesh.values()), **given)
+    return job, {item.path: value for item, value in zip(job.plan.inputs, _values(case.batch), strict=True)}
+
+
+def _values(batch: Any) -> list[torch.Tensor]:
+    return list(batch.values() if isinstance(batch, dict) else batch)
+
+
+def test_one_rank_alone() -> None:
+    """Its collectives end at once and leave what was there; the caller's torch.distributed is untouched."""
+
+    def program() -> tuple[int, int, list[float]]:
+        group = dist.new_group([1, 3])
+        x = torch.ones(3)
+        dist.all_reduce(x, group=group)
+        dist.recv(x, src=0)
+        return dist.get_rank(), dist.get_world_size(), x.tolist()
+
+    assert run_alone(program, 3, 8) == (3, 8, [1.0, 1.0, 1.0])
+    assert not dist.is_initialized()
+
+
+def test_what_it_raises_comes_out() -> None:
+    def program() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        run_alone(program, 0, 2)
+
+
+def test_memory_of_an_mlp_by_hand() -> None:
+    """One device, one microbatch: state is four copies; the kinds of the peak add up to it."""
+    job, batch = compiled("mlp", {"dp": 1}, microbatches=1)
+    (memory,) = measured_memory(job.job, batch)
+    elements = sum(p.numel() for p in job.reference().parameters())
+    begin, *_, step = memory.phases
+    assert begin.label == "begin"
+    assert begin.start["parameters"] == 4 * elements
+    assert 8 * elements <= begin.start["optimizer"] < 8 * elements + 8 * 64  # and a counter per parameter
+    assert begin.start.get("gradients", 0) == 0
+    assert step.label == "STEP"
+    assert step.start["gradients"] == 4 * elements
+    assert step.end.get("gradients", 0) == 0
+    assert sum(memory.peak.peak.values()) == memory.peak_bytes == max(phase.peak_bytes for phase in memory.phases)
+
+
+def close(predicted: list[RankMemory], measured: list[RankMemory], tolerance: float) -> None:
+    for rank, (found, expected) in enumerate(zip(predicted, measured, strict=True)):
+        error = found.peak_bytes / expected.peak_bytes - 1
+        assert abs(error) <= tolerance, f"rank {rank}: {100 * error:+.2f} %"
+
+
+CASES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
+    ("gpt2", {"pp": 2}, {"microbatches": 8}),
+    ("mlp", {"dp": 2}, {"microbatches": 4, "zero": 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh", "options"), CASES, ids=str)
+def test_predicted_as_simulated_ranks_measure(name: str, mesh: dict[str, int], options: dict[str, Any]) -> None:
+    job, batch = compiled(name, mesh, **options)
+    measured, predicted = measured_memory(job.job, batch), predicted_memory(job.job, batch)
+    close(predicted, measured, 0.03)
+    labels = [phase.label for phase in measured[0].phases]
+    assert [phase.label for phase in predicted[0].phases] == labels == ["begin", *map(str, job.schedule.lists[0])]
+
+
+def test_fake_tensors_hold_what_real_ones_do() -> None:
+    """To the byte, where no message waits for another rank."""
+    job, batch = compiled("mlp", {"dp": 2}, microbatches=2, zero=1)
+    measured, fake = measured_memory(job.job, batch), fake_memory(job.job, batch)
+    for real, found in zip(measured, fake, strict=True):
+        assert [(p.label, dict(p.peak)) for p in found.phases] == [(p.label, dict(p.peak)) for p in real.phases]
+
+
+def test_masters_on_the_host() -> None:
+    job, batch = compiled("mlp", {"dp": 1}, microbatches=2, offload=("optimizer",))
+    plain, batch = compiled("mlp", {"dp": 1}, microbatches=2)
+    (away,), (here,) = measured_memory(job.job, batch), measured_memory(plain.job, batch)
+    elements = sum(p.numel() for p in plain.reference().parameters())
+    assert here.host_peak_bytes == 0
+    assert away.host_peak_bytes >= 12 * elements  # masters and two moments
+    assert away.peak_bytes < here.peak_bytes
+
+
+def test_which_microbatch_stands_for_which() -> None:
+    assert [like(m, 8) for m in range(8)] == [0, 1, 2, 2, 2, 2, 2, 7]
+    assert [like(m, 3) for m in range(3)] == [0, 1, 2]
+    assert [like(m, 1) for m in range(1)] == [0]
+
+
+def test_report_of_a_job() -> None:
+    job, _ = compiled("mlp", {"dp": 2}, microbatches=2)
+    report = job.memory(measure="fake")
+    assert report.errors == [0.0, 0.0]
+    assert report.budget_bytes == FAST.device.memory_bytes
+    with pytest.raises(ArgumentError, match="needs a batch"):
+        job.memory(measure="simulate")
+    with pytest.raises(ArgumentError, match="this rank runs on cpu"):
+        compiled("mlp", {"dp": 1})[0].memory(make("mlp", 8, torch.float32).batch, measure="device")
+    with pytest.raises(ArgumentError, match="may be one of simulate, fake, device"):
+        job.memory(measure="guess")
