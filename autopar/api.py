@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -49,8 +50,8 @@ from autopar.runtime.modules import dtype_of
 from autopar.runtime.optimizers import GivenOptimizer, Maker, SchedulerMaker, adamw, maker
 from autopar.runtime.weights import RecipeSource, Source, StateSource
 from autopar.schedules import Schedule
-from autopar.simulate.predict import predicted_memory
-from autopar.storages import KINDS
+from autopar.simulate.predict import predicted_memory, waiting_bytes
+from autopar.storages import BUFFERS, KINDS
 from autopar.verification import Verification, verify_job
 from autopar.write import write_directory
 
@@ -488,14 +489,21 @@ def _check_plan(model: Model, plan: Plan | None) -> None:
 
 
 def _measured(job_of: Callable[[Built], Job], built: Built) -> Built:
-    """``built``, whose plan says what its ranks really hold."""
-    memory = predicted_memory(job_of(built), _shapes(built.plan))
-    mesh, ranks = built.plan.mesh, []
+    """``built``, whose plan says what its ranks really hold, while one message waits for its peer."""
+    job = job_of(built)
+    memory = predicted_memory(job, _shapes(built.plan))
+    ranks = []
     for index, rank in enumerate(built.plan.rank_plans):
-        found = memory[mesh.rank(pp=index)]
-        kinds = {kind: found.peak.peak[kind] for kind in KINDS if found.peak.peak.get(kind)}
-        peak = {"kinds": kinds, "action": found.peak.label, "peak_bytes": found.peak_bytes}
-        ranks.append(rank.model_copy(update={**peak, "host_bytes": found.host_peak_bytes}))
+        first = job.mesh.rank(pp=index)
+        found, waiting = memory[first], waiting_bytes(job, first)
+        kinds = Counter(found.peak.peak) + Counter({BUFFERS: waiting})
+        update = {
+            "kinds": {kind: kinds[kind] for kind in KINDS if kinds[kind]},
+            "action": found.peak.label,
+            "peak_bytes": found.peak_bytes + waiting,
+            "host_bytes": found.host_peak_bytes,
+        }
+        ranks.append(rank.model_copy(update=update))
     return replace(built, plan=built.plan.model_copy(update={"rank_plans": ranks}).sealed())
 
 

@@ -2,9 +2,9 @@
 
     python benchmarks/convergence.py [--steps 300] [--picture convergence.png]
 
-On 4 gloo processes of this machine (pp 2 x dp 2), on the same batches: ``bf16`` with float32 masters, ZeRO-2 and every
-layer recomputed; and float32 with gradients summed by PowerSGD. The first should follow one device, the second may
-learn a little slower. The figure is the mean loss over the last tenth of the steps.
+On 4 gloo processes of this machine, on the same batches: bf16 with float32 masters, ZeRO-2 and every layer recomputed
+on pp 2 x dp 2; and float32 on dp 4 with gradients summed by PowerSGD. The first should follow one device, the second
+may learn a little slower. The figure is the mean loss over the last tenth of the steps.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import matplotlib.pyplot as plt
 import torch
@@ -30,11 +31,11 @@ from autopar.options import Given
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from demo import CLIP_NORM, batches, build_model, train_one_device, train_ranks
 
-MESH = {"pp": 2, "dp": 2}
-RUNS: dict[str, Given] = {
-    "bf16, ZeRO-2, recompute": {"precision": "bf16", "zero": 2, "recompute": "full"},
-    "PowerSGD rank 4": {"powersgd": 4},
+RUNS: dict[str, tuple[dict[str, int], int, Given]] = {
+    "bf16, ZeRO-2, recompute": ({"pp": 2, "dp": 2}, 4, {"precision": "bf16", "zero": 2, "recompute": "full"}),
+    "PowerSGD rank 4": ({"dp": 4}, 1, {"powersgd": 4}),
 }
+"""Mesh, microbatches and options."""
 ONE_DEVICE = "one device, float32"
 
 
@@ -46,18 +47,17 @@ def main(
     torch.set_num_threads(1)  # as each rank has
     data = batches(steps)
     curves = {ONE_DEVICE: list(track(train_one_device(build_model(), data), ONE_DEVICE, total=steps))}
-    for name, options in RUNS.items():
-        curves[name] = list(track(trained(options, data), name, total=steps))
+    for name, run in RUNS.items():
+        curves[name] = list(track(trained(*run, data), name, total=steps))
     Console().print(table(curves))
     if picture is not None:
         draw(curves, picture)
 
 
-def trained(options: Given, data: list[dict[str, Tensor]]):  # type: ignore[no-untyped-def]
+def trained(mesh: dict[str, int], microbatches: int, options: Given, data: list[dict[str, Tensor]]) -> Iterator[float]:
     """The losses of the ranks, as they come."""
-    job = autopar.compile(
-        build_model(), gpus=4, sample=data[0], mesh=MESH, microbatches=4, clip_norm=CLIP_NORM, **options
-    )
+    pinned: dict[str, Any] = {"mesh": mesh, "microbatches": microbatches, "clip_norm": CLIP_NORM}
+    job = autopar.compile(build_model(), gpus=4, sample=data[0], **pinned, **options)
     with tempfile.TemporaryDirectory() as folder:
         directory = job.write(Path(folder) / "job")
         save_file({f"{i}.{k}": v for i, b in enumerate(data) for k, v in b.items()}, directory / "batches.safetensors")

@@ -407,7 +407,7 @@ def _step_seconds(parts: _Parts, per_stage: list[list[BlockCost]], placement: Se
     elements = [parts.vocabulary.parameters if parts.vocabulary else 0] * parts.machine.sizes["pp"]
     for home, stage in zip(placement, per_stage, strict=True):
         elements[home] += sum(c.parameters for c in stage)
-    return tuple(step.optimizer_seconds(count, parts.machine.device) for count in elements)
+    return tuple(step.optimizer_seconds(-(-count // parts.storage.shards), parts.machine.device) for count in elements)
 
 
 def _schedule_costs(
@@ -420,7 +420,7 @@ def _schedule_costs(
     per_stage = [[parts.costs[model.calls[i].block] for i in stage] for stage in stages]
     cut = {i: unit.cut_seconds / 2 for i, unit in zip(parts.calls, parts.units, strict=True)}
     send_backward = tuple(0.0 if k == 0 else cut[stage[0]] for k, stage in enumerate(stages))
-    moves = MoveCosts(model, parts.options, machine.links, machine.sizes)
+    moves = MoveCosts(model, parts.options, machine.links, machine.sizes, machine.device.host_bytes_per_second)
     tables = [i for i, call in enumerate(model.calls) if model.block_of(call).kind == VOCABULARY]
     return Costs(
         forward_seconds=tuple(sum(c.forward_seconds for c in s) for s in per_stage),

@@ -6,7 +6,7 @@ state it beside their rules (:mod:`autopar.rules.forms`). A tensor is its *stora
 nothing are resolved to the node that made the memory, so a union of nodes is a union of bytes.
 
 Parameters and buffers of the model don't count. A kept *input* of a block counts for the block that keeps it, and
-whoever sums over calls counts a value once (:func:`kept_by_calls` does): a value of another call where it was made or
+whoever sums over calls counts a value once (:func:`kept_storages` does): a value of another call where it was made or
 where it is first kept, a value of the batch never (the step holds the batch anyway), what tables make once per stage.
 """
 
@@ -80,22 +80,6 @@ def saved_tensors(block: Block, device: str = "cpu") -> BlockSaved:
     return BlockSaved(run.saved, run.owner, run.owned_bytes)
 
 
-def saved(node: fx.Node, device: str = "cpu") -> Saved:
-    """What one op keeps, its operands taken as contiguous. For a whole block, :func:`saved_tensors` knows better."""
-    run = _Run(device)
-    with FakeTensorMode():
-        for operand in node.all_input_nodes:
-            run.place(operand)
-        run.execute(node)
-    return run.saved[node]
-
-
-def saved_bytes(block: Block, device: str = "cpu") -> int:
-    """Bytes of the distinct storages that the whole block keeps, its inputs included."""
-    found = saved_tensors(block, device)
-    return found.bytes_of(found.kept(block.ops), block.ops)
-
-
 @dataclass
 class _Run:
     """Executes nodes; ``values`` are their fake tensors, each without a graph behind it."""
@@ -108,11 +92,9 @@ class _Run:
     storages: dict[int, tuple[torch.UntypedStorage, fx.Node]] = field(default_factory=dict)
 
     def place(self, node: fx.Node) -> None:
-        """A tensor from outside; of a tuple, nothing is known but its elements."""
-        outputs = [_empty(meta) for meta in info(node).outputs]
-        self.values[node] = outputs[0] if len(outputs) == 1 else outputs
-        if len(outputs) == 1:
-            self._own(node, outputs[0])
+        """A tensor from outside."""
+        self.values[node] = _empty(info(node).meta)
+        self._own(node, self.values[node])
 
     def execute(self, node: fx.Node) -> None:
         found: list[Tensor] = []

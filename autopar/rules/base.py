@@ -102,10 +102,6 @@ class Rule(Protocol):
     """One op's rule; :class:`autopar.rules.spec.Spec` is the usual one."""
 
     @property
-    def linear_sum(self) -> bool:
-        """Whether the op only adds or moves elements: its backward needs neither operands nor result."""
-
-    @property
     def repeats(self) -> int:
         """How often the backward computes what the forward did again."""
 
@@ -131,10 +127,6 @@ class Rule(Protocol):
 @dataclass(frozen=True)
 class Whole:
     """The rule of an op that has none: it runs whole on every rank. Base of the others."""
-
-    @property
-    def linear_sum(self) -> bool:
-        return False
 
     @property
     def repeats(self) -> int:

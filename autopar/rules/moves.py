@@ -37,10 +37,6 @@ class Moves(Whole):
     passes_sums: Callable[[Op], bool] = always
     allows: Callable[[Op, Choice, int], bool] = lambda op, choice, size: True
 
-    @property
-    def linear_sum(self) -> bool:
-        return True
-
     def link(self, op: Op, inputs: Sequence[Splits], output: Splits) -> None:
         for position, splits in enumerate(inputs):
             for shard in shards(splits):

@@ -239,7 +239,7 @@ def _diagonal_scatter(op: Op) -> str:
 
 
 def _scattered(text: Callable[[Op], str]) -> Spec:
-    return Spec(text, linear=together, linear_sum=True)
+    return Spec(text, linear=together)
 
 
 _CAT = Moves(_cat_forward, _cat_backward)

@@ -13,8 +13,8 @@ from autopar.rules.spec import Passes, Spec, Unread, each, nothing, through, tog
 _LINE = "..., ..., ... -> ..."
 
 
-def _pointwise(linear: Passes = nothing, *, linear_sum: bool = False) -> Spec:
-    return Spec(_LINE, linear=linear, linear_sum=linear_sum)
+def _pointwise(linear: Passes = nothing) -> Spec:
+    return Spec(_LINE, linear=linear)
 
 
 def _sum(op: Op) -> Iterable[tuple[int, ...]]:
@@ -70,33 +70,33 @@ BINARY = (
 RULES: dict[str, Rule] = {
     **{f"aten.{name}.default": _pointwise() for name in UNARY},
     **{f"aten.{name}": _pointwise() for name in BINARY},
-    "aten.add.Tensor": _pointwise(_sum, linear_sum=True),
-    "aten.sub.Tensor": _pointwise(_sum, linear_sum=True),
+    "aten.add.Tensor": _pointwise(_sum),
+    "aten.sub.Tensor": _pointwise(_sum),
     "aten.mul.Tensor": _pointwise(each),
     "aten.mul.Scalar": _pointwise(each),
     "aten.div.Tensor": _pointwise(through(0)),
     "aten.div.Scalar": _pointwise(through(0)),
     "aten.div.Tensor_mode": _pointwise(_quotient),
     "aten.div.Scalar_mode": _pointwise(_quotient),
-    "aten.neg.default": _pointwise(each, linear_sum=True),
+    "aten.neg.default": _pointwise(each),
     "aten.where.self": _pointwise(through(1, 2)),
     "aten.where.ScalarOther": _pointwise(_zero_at(2, "other", 1)),
     "aten.where.ScalarSelf": _pointwise(_zero_at(1, "self", 1)),
     "aten.masked_fill.Scalar": _pointwise(_zero_at(2, "value", 0)),
     "aten.masked_fill.Tensor": _pointwise(_filled),
     "aten.copy.default": _pointwise(through(1)),
-    "aten.to.dtype": _pointwise(_cast, linear_sum=True),
-    "aten.to.dtype_layout": _pointwise(_cast, linear_sum=True),
-    "aten.to.device": _pointwise(_cast, linear_sum=True),
-    "aten._to_copy.default": _pointwise(_cast, linear_sum=True),
-    "aten.to.other": Unread(_pointwise(_cast, linear_sum=True), 1),
-    "aten.type_as.default": Unread(_pointwise(_cast, linear_sum=True), 1),
-    "aten.alias.default": _pointwise(each, linear_sum=True),
-    "aten.clone.default": _pointwise(each, linear_sum=True),
-    "aten.contiguous.default": _pointwise(each, linear_sum=True),
-    "aten.detach.default": _pointwise(each, linear_sum=True),
-    "aten.lift_fresh_copy.default": _pointwise(each, linear_sum=True),
+    "aten.to.dtype": _pointwise(_cast),
+    "aten.to.dtype_layout": _pointwise(_cast),
+    "aten.to.device": _pointwise(_cast),
+    "aten._to_copy.default": _pointwise(_cast),
+    "aten.to.other": Unread(_pointwise(_cast), 1),
+    "aten.type_as.default": Unread(_pointwise(_cast), 1),
+    "aten.alias.default": _pointwise(each),
+    "aten.clone.default": _pointwise(each),
+    "aten.contiguous.default": _pointwise(each),
+    "aten.detach.default": _pointwise(each),
+    "aten.lift_fresh_copy.default": _pointwise(each),
     "aten.view_as_complex.default": Spec("... c! ->  ..."),
     "aten.view_as_real.default": Spec("... -> ... c!"),
-    "getitem": _pointwise(together, linear_sum=True),
+    "getitem": _pointwise(together),
 }

@@ -9,7 +9,7 @@ from autopar.rules.spec import Line, Spec, nothing, together
 
 
 def _sum(text: Line) -> Spec:
-    return Spec(text, linear=together, sums=True, linear_sum=True)
+    return Spec(text, linear=together, sums=True)
 
 
 def _mean(text: Line) -> Spec:

@@ -13,7 +13,7 @@ from autopar.spmd import Type, local_shape
 
 
 def _moved(text: Line, local: Localizer = unchanged) -> Spec:
-    return Spec(text, linear=together, local=local, linear_sum=True)
+    return Spec(text, linear=together, local=local)
 
 
 # --- reshapes -------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ RULES: dict[str, Rule] = {
     "aten.numpy_T.default": _moved(permuted(_reversed)),
     "aten.mT.default": _moved(permuted(_last_swapped)),
     "aten.expand.default": _moved("... -> ...", shape_arg(1, "size")),
-    "aten.expand_as.default": Spec("..., ... -> ...", linear=through(0), linear_sum=True),
+    "aten.expand_as.default": Spec("..., ... -> ...", linear=through(0)),
     "aten.select.int": _moved(_without_dim),
     "aten.unbind.int": _moved(_without_dim),
     "aten.diagonal.default": _moved(_diagonal),
@@ -182,7 +182,7 @@ RULES: dict[str, Rule] = {
     "aten.roll.default": _moved(_kept_whole(_rolled)),
     "aten.tril.default": _moved(_kept_whole(_last_two)),
     "aten.triu.default": _moved(_kept_whole(_last_two)),
-    "aten.pad.default": Spec(_kept_whole(_padded), linear=_pad_is_linear, linear_sum=True),
-    "aten.constant_pad_nd.default": Spec(_kept_whole(_padded), linear=_zero_pad_is_linear, linear_sum=True),
+    "aten.pad.default": Spec(_kept_whole(_padded), linear=_pad_is_linear),
+    "aten.constant_pad_nd.default": Spec(_kept_whole(_padded), linear=_zero_pad_is_linear),
     "aten.unfold.default": _moved(_unfolded),
 }

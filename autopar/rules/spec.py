@@ -112,7 +112,6 @@ class Spec(Whole):
     allows: Callable[[Op, Choice, int], bool] = lambda op, choice, size: True
     inside: Callable[[Op, Choice], Communication] = lambda op, choice: []
     flop_count: Callable[[Op, Letters], int] = lambda op, letters: 0
-    linear_sum: bool = False
 
     def match(self, op: Op) -> Letters | None:
         """Assign letters to the dims of ``op``; None where it doesn't fit the line."""
@@ -164,10 +163,6 @@ class Unread(Whole):
 
     rule: Spec
     position: int
-
-    @property
-    def linear_sum(self) -> bool:
-        return self.rule.linear_sum
 
     def link(self, op: Op, inputs: Sequence[Splits], output: Splits) -> None:
         self.rule.link(op.without_operand(self.position), self._others(inputs), output)

@@ -6,11 +6,13 @@ with four microbatches says what each of its actions takes, and the step with al
 its list: what the schedule keeps in flight is not run, but added up. Where weights are gathered for a pass, or
 activations are away meanwhile, that depends on an action's neighbours too, and the whole list is run.
 
-Peers answer at once: a rank that waits for one to take a message holds that message longer than is predicted.
+Peers answer at once: a rank that waits for one to take a message holds that message longer than is predicted
+(:func:`waiting_bytes`).
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from autopar.runtime.axes import Axes
 from autopar.runtime.job import Job
+from autopar.runtime.modules import dtype_of
 from autopar.schedules import Action, Schedule
 from autopar.schedules.actions import ABSENT
 from autopar.simulate.measure import (
@@ -50,6 +53,19 @@ def _predict(tracker: MemoryTracker, job: Job, axes: Axes, batch: Mapping[str, T
     warm_up(executor, batch)
     memory = record(tracker, executor, batch)
     return replace(memory, phases=tuple(_composed(memory.phases, actions, job.schedule.microbatches)))
+
+
+def waiting_bytes(job: Job, rank: int) -> int:
+    """The largest message that ``rank`` sends, which it may hold beside the next one while its peer is busy."""
+    programs = [job.programs[stage].program for stage in job.stages(rank)]
+    messages = [(program.sends, program.stage + 1) for program in programs if not program.is_last]
+    messages += [(program.receives, program.stage - 1) for program in programs if program.stage]
+    sizes = [
+        sum(math.prod(tensor.shape) * dtype_of(tensor.dtype).itemsize for tensor in tensors)
+        for tensors, stage in messages
+        if stage not in job.stages(rank)
+    ]
+    return max(sizes, default=0)
 
 
 def like(microbatch: int, microbatches: int) -> int:

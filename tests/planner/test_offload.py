@@ -40,26 +40,39 @@ def brute_force(schedule: Schedule, costs: Costs, free: list[int]) -> tuple[floa
     return min(found, default=None)
 
 
-@pytest.mark.parametrize("copy_seconds", [0.1, pytest.param(0.9, marks=pytest.mark.slow), 4.0])
-@pytest.mark.parametrize(("name", "ranks"), [("1f1b", 4), ("interleaved", 2), ("gpipe", 2)])
-@pytest.mark.parametrize("kept", [(100, 60, 80, 40), (30, 40, 100, 90)])
-def test_the_choice_is_the_best(name: str, ranks: int, copy_seconds: float, kept: tuple[int, ...]) -> None:
-    schedule = lower(generate(name, ranks, 6))
+JOBS = [
+    ("1f1b", 4, None, (100, 60, 80, 40), 0.1, 0.85, (0,)),
+    ("gpipe", 2, None, (30, 40), 4.0, 0.9, (1,)),
+    ("zb-v", 2, None, (100, 60, 80, 40), 0.9, 0.3, None),
+    ("interleaved", 2, 3, (10, 20, 100, 20, 60, 20), 0.9, 1.0, ()),
+    ("interleaved", 2, 3, (10, 20, 100, 20, 60, 20), 0.9, 0.95, (0,)),
+    ("interleaved", 2, 3, (10, 20, 100, 20, 60, 20), 0.9, 0.8, (2,)),
+    ("interleaved", 2, 3, (10, 20, 100, 20, 60, 20), 0.9, 0.65, (0, 2)),
+    ("interleaved", 2, 3, (10, 20, 100, 20, 60, 20), 3.0, 0.8, None),
+]
+
+
+@pytest.mark.parametrize(("name", "ranks", "chunks", "kept", "copy_seconds", "share", "expected"), JOBS)
+def test_the_choice_is_the_best(
+    name: str,
+    ranks: int,
+    chunks: int | None,
+    kept: tuple[int, ...],
+    copy_seconds: float,
+    share: float,
+    expected: tuple[int, ...] | None,
+) -> None:
+    """Every rank has ``share`` of what the fullest one would keep."""
+    schedule = lower(generate(name, ranks, 6, chunks=chunks))
     costs = costs_of(schedule, copy_seconds, kept)
-    peaks = simulate_timeline(schedule, costs).peak_activation_bytes
-    feasible = 0
-    for share in (1.0, 0.9, 0.7, 0.3):
-        free = [int(peak * share) for peak in peaks]
-        chosen, best = choose(schedule, costs, free), brute_force(schedule, costs, free)
-        assert (chosen is None) == (best is None)
-        if chosen is None or best is None:
-            continue
-        feasible += 1
+    free = [int(max(simulate_timeline(schedule, costs).peak_activation_bytes) * share)] * ranks
+    chosen, best = choose(schedule, costs, free), brute_force(schedule, costs, free)
+    assert chosen == expected
+    assert (chosen is None) == (best is None)
+    if chosen is not None:
         timeline = simulate_timeline(offload_activations(schedule, chosen), costs)
-        assert all(p <= f for p, f in zip(timeline.peak_activation_bytes, free, strict=True))
-        assert (timeline.makespan_seconds, sum(costs.offload_bytes[s] for s in chosen)) == pytest.approx(best)
-        assert bool(chosen) == (share < 1)
-    assert feasible >= 1
+        assert max(timeline.peak_activation_bytes) <= free[0]
+        assert (timeline.makespan_seconds, sum(costs.offload_bytes[s] for s in chosen)) == best
 
 
 def test_first_stages_offload_and_hidden_copies_cost_nothing() -> None:

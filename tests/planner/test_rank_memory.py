@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from autopar.cost_models.formula import Formula
+from autopar.cost_models.memory import ZERO_1_BYTES, ZERO_2_BYTES, ZERO_3_BYTES
 from autopar.errors import BudgetError
 from autopar.graph import Meta, ParameterInfo
 from autopar.options import Options
@@ -62,6 +64,15 @@ def test_buffers_and_frozen_parameters_have_no_state() -> None:
 @pytest.mark.parametrize(("options", "copies"), [({}, 4), ({"zero": 1}, 2 + 3 / 8), ({"zero": 3}, 4 / 8)])
 def test_copies_of_a_parameter(options: dict[str, Any], copies: float) -> None:
     assert Storage.of(Options.of(**options), 8).copies == copies
+
+
+@pytest.mark.parametrize(("level", "formula"), [(1, ZERO_1_BYTES), (2, ZERO_2_BYTES), (3, ZERO_3_BYTES)])
+def test_state_is_that_of_the_printed_formulas(level: int, formula: Formula) -> None:
+    """bf16 beside float32 masters, 8 rows over 4 ranks: no padding."""
+    meta = Meta((8, 5), torch.bfloat16)
+    found = state(meta, dp=4, master=torch.float32, zero=level).device_bytes
+    sizes = {"parameters": 40, "parameter_itemsize": 4, "gradient_itemsize": 4, "moment_itemsize": 4, "shards": 4}
+    assert found == formula(**sizes, **({"copy_itemsize": 2} if level < 3 else {}))
 
 
 @dataclass

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import autopar
 from autopar import simulate
 from autopar.batch import flatten
-from autopar.graph import Model
-from autopar.planner.saved import Kept, kept_storages, saved, saved_bytes, saved_tensors
-from autopar.rules.forms import FORMS
+from autopar.graph import Model, info
+from autopar.planner.saved import Kept, kept_storages, saved_tensors
 from autopar.runtime import Axes, batches
 from autopar.runtime.job import build_modules
 from tests.codegen.programs import emit_alone, folded, load
@@ -65,14 +65,17 @@ def test_of_a_whole_model(name: str) -> None:
     assert predicted(model) == measured(load(one, case.model), [batch[i.path] for i in one.program.inputs])
 
 
-@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2, "tp": 2}, {"tp": 4}])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "encoder"])
-def test_of_one_rank(name: str, mesh: dict[str, int]) -> None:
+ONE_RANK = [(name, mesh, 1) for name in ("gpt2", "llama", "encoder") for mesh in ({"tp": 2}, {"dp": 2, "tp": 2})]
+
+
+@pytest.mark.parametrize(("name", "mesh", "head_chunks"), [*ONE_RANK, ("llama", {"tp": 4}, 1), ("llama", {"tp": 2}, 3)])
+def test_of_one_rank(name: str, mesh: dict[str, int], head_chunks: int) -> None:
     """Collectives, strided shards, lookups and losses that are split."""
     with Float64():
         case = make(name, 4)
         ranks = mesh["tp"] * mesh.get("dp", 1)
-        job = autopar.compile(case.model, ranks, sample=case.batch, loss=case.loss, mesh=mesh, cluster=FAST)
+        options: Any = {"mesh": mesh, "cluster": FAST, "head_chunks": head_chunks}
+        job = autopar.compile(case.model, ranks, sample=case.batch, loss=case.loss, **options)
     batch, _ = flatten(case.batch)
 
     def program(rank: int) -> int:
@@ -84,3 +87,27 @@ def test_of_one_rank(name: str, mesh: dict[str, int]) -> None:
 
     found = simulate.run(program, ranks, track_memory=False).results
     assert found == [predicted(job.lowered)] * ranks
+
+
+class Attending(nn.Module):
+    """Dropout on its own and inside of attention, which CUDA runs otherwise than a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 4, 8, 16, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = functional.dropout(x * self.weight, 0.1)
+        return functional.scaled_dot_product_attention(q, q, q, dropout_p=0.1).sum()
+
+
+def test_cuda_keeps_masks_as_bools_and_seeds_of_attention() -> None:
+    x = torch.ones(2, 4, 8, 16, dtype=torch.bfloat16)
+    (block,) = folded(Case(Attending(), x)).blocks
+    kept = {device: saved_tensors(block, device) for device in ("cpu", "cuda")}
+    dropout, attention = (n for n in block.ops if info(n).random)
+    assert kept["cpu"].ops[dropout].extra_bytes == 2 * x.numel()
+    assert kept["cuda"].ops[dropout].extra_bytes == x.numel()
+    assert set(kept["cuda"].ops[attention].values) == {dropout, attention}
+    seed_and_offset, log_sums = 2 * 8 + 8, 4 * 2 * 4 * 8
+    assert kept["cuda"].ops[attention].extra_bytes == seed_and_offset + log_sums

@@ -5,22 +5,27 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import autopar
 from autopar import simulate
+from autopar.api import prepare
 from autopar.batch import flatten
+from autopar.cluster import Link
 from autopar.errors import ArgumentError, AutoparError, ScheduleError
-from autopar.graph import info, op_name, operands
+from autopar.graph import Call, Model, info, op_name, operands
 from autopar.passes.mixed_precision import LOWER
+from autopar.planner.prices import RankPrices
+from autopar.planner.sharding import AxisProblem, solve_axis
 from autopar.runtime import Axes
 from autopar.runtime.job import start
 from autopar.spmd import I
@@ -220,6 +225,24 @@ def test_collectives_carry_the_narrow_type() -> None:
         made[precision] = transitions(job, "LlamaDecoderLayer")
     assert [name for name, _ in made["model"]] == ["all_gather", "reduce_scatter"] * 2
     assert made["bf16"] == [(name, size // 2) for name, size in made["model"]]
+
+
+def test_the_budget_counts_masters() -> None:
+    """Ranks that have room for 0.6 of what all parameters take split enough of them, though their copies are narrow."""
+    one = small()
+    model = prepare(one.model, one.batch, precision="bf16")[0]
+    nodes = dict(pair for call in model.calls for pair in trained(model, call))
+    whole = {n: model.parameters[n].meta.numel * (18 if model.parameters[n].master else 16) for n in nodes}
+    budget = int(0.6 * sum(whole.values()))
+    slow = Link("slow", 1e-3, 1e6)
+    solve_axis(model, AxisProblem("tp", 2, RankPrices(2, FAST.device, slow, 1), False, budget))
+    kept = {n: whole[n] // (2 if info(node).choices["tp"].result.is_shard else 1) for n, node in nodes.items()}
+    assert sum(kept.values()) <= budget
+
+
+def trained(model: Model, call: Call) -> Iterator[tuple[str, fx.Node]]:
+    named = zip(call.parameters, model.block_of(call).parameters, strict=True)
+    return ((name, node) for name, node in named if model.parameters[name].trainable)
 
 
 # --- overflow -----------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -17,7 +18,7 @@ from autopar.errors import ArgumentError, ScheduleError
 from autopar.runtime import Parameter
 from autopar.runtime.job import start
 from autopar.runtime.shards import stored_shape
-from autopar.runtime.units import units
+from autopar.runtime.units import layers, units
 from autopar.schedules.weight_moves import followers
 from tests.fast_cluster import FAST
 from tests.models import Case, Float64, llama, make, prepared
@@ -95,6 +96,24 @@ def test_a_sample(mesh: dict[str, int], options: dict[str, Any]) -> None:
 def test_recomputation_inside_of_a_backward(recompute: str, schedule: str) -> None:
     options = {"recompute": recompute, "schedule": schedule, "microbatches": 4}
     check(model(8, tied=False), {"pp": 2, "dp": 2}, zero=3, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the tracer's own, which it would trip over as errors
+@pytest.mark.parametrize("what", ["layers", "stage"])
+def test_weights_come_and_go_where_code_is_compiled(what: str) -> None:
+    job = layers_job(2, depth=3, width=4, microbatches=2, zero=3)
+
+    def program(rank: int, *, compiled: bool) -> list[float]:
+        executor = start(job.job, job.job.axes(rank, "cpu"))
+        (stage,) = executor.stages.values()
+        modules = [stage] if what == "stage" else [layer for _, layer in layers(stage)]
+        for module in modules if compiled else []:
+            module.compile(backend="aot_eager")
+        return [executor.step(batch_of(job)).item() for _ in range(3)]
+
+    plain, found = (simulate.run(partial(program, compiled=c), 2).results[0] for c in (False, True))
+    assert found == pytest.approx(plain, rel=1e-12)
 
 
 def test_zero_on_one_replica_changes_nothing() -> None:

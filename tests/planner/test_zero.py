@@ -1,0 +1,95 @@
+"""What ZeRO moves in a step, in seconds, and the actions that it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.cost_models import collective
+from autopar.graph import Model
+from autopar.options import Options
+from autopar.planner.zero import REPLICATE, SHARD, MoveCosts, weight_moves
+from autopar.schedules.weight_moves import WeightMoves
+from tests.fast_cluster import FAST
+
+DEPTH, WIDTH = 3, 8
+UNIT = 4 * WIDTH * WIDTH
+CALLS = range(DEPTH)
+LINK = FAST.link(2, 1, 2)
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
+    job = autopar.compile(
+        layers, 1, sample=torch.randn(4, WIDTH), loss=lambda y, _: y.square().mean(), cluster=FAST, mesh={"dp": 1}
+    )
+    return job.lowered
+
+
+def sizes(shard: int, replicate: int = 1) -> Mapping[str, int]:
+    return {"dp": shard * replicate, SHARD: shard, REPLICATE: replicate}
+
+
+def costs(model: Any, shard: int, replicate: int = 1, rate: float = 0.0, **options: Any) -> MoveCosts:
+    return MoveCosts(model, Options.of(**options), dict.fromkeys(sizes(1), LINK), sizes(shard, replicate), rate)
+
+
+def seconds(kind: str, bytes_: int, size: int) -> float:
+    return collective.seconds(kind, bytes_, size, LINK)
+
+
+@pytest.mark.parametrize(
+    ("options", "dp", "expected"),
+    [
+        ({}, 4, WeightMoves()),
+        ({"zero": 1}, 4, WeightMoves("step")),
+        ({"zero": 2}, 4, WeightMoves("step", True)),
+        ({"zero": 3}, 4, WeightMoves("pass", True)),
+        ({"zero": 3}, 1, WeightMoves()),
+        ({"offload": ("optimizer",)}, 1, WeightMoves("step")),
+        ({"offload": ("parameters",)}, 1, WeightMoves("pass")),
+        ({"zero": 2, "offload": ("parameters",)}, 4, WeightMoves("pass", True)),
+    ],
+)
+def test_actions(model: Any, options: dict[str, Any], dp: int, expected: WeightMoves) -> None:
+    assert weight_moves(model, Options.of(**options), sizes(dp)) == expected
+
+
+def test_narrow_copies_of_wide_masters_are_made_once_a_step(model: Any) -> None:
+    narrow = {name: replace(known, master=torch.float64) for name, known in model.parameters.items()}
+    assert weight_moves(replace(model, parameters=narrow), Options(), sizes(1)) == WeightMoves("step")
+
+
+def test_each_level_moves_what_it_splits(model: Any) -> None:
+    plain, one, two, three = (costs(model, 4, zero=zero) for zero in range(4))
+    assert plain.reduce_seconds(CALLS) == seconds("all_reduce", DEPTH * UNIT, 4)
+    assert plain.gather_seconds(CALLS) == plain.scatter_seconds(CALLS) == one.scatter_seconds(CALLS) == 0
+    assert one.reduce_seconds(CALLS) == seconds("reduce_scatter", DEPTH * UNIT, 4)
+    for costs_ in (two, three):
+        assert costs_.gather_seconds(CALLS) == pytest.approx(DEPTH * seconds("all_gather", UNIT, 4))
+        assert costs_.scatter_seconds(CALLS) == pytest.approx(DEPTH * seconds("reduce_scatter", UNIT, 4))
+        assert costs_.reduce_seconds(CALLS) == 0
+
+
+def test_copies_are_summed_once_a_step(model: Any) -> None:
+    assert costs(model, 2, 3, zero=3).reduce_seconds(CALLS) == seconds("all_reduce", DEPTH * UNIT // 2, 3)
+
+
+def test_gradients_travel_in_the_dtype_that_is_asked_for(model: Any) -> None:
+    narrow = costs(model, 4, zero=1, reduce_dtype="bfloat16").reduce_seconds(CALLS)
+    assert narrow == seconds("reduce_scatter", DEPTH * UNIT // 2, 4)
+
+
+def test_the_host_gets_and_gives_this_ranks_part(model: Any) -> None:
+    there = costs(model, 4, rate=1e6, zero=1, offload=("optimizer",))
+    here = costs(model, 4, rate=1e6, zero=1)
+    part = DEPTH * UNIT / 4 / 1e6
+    assert there.gather_seconds(CALLS) - here.gather_seconds(CALLS) == pytest.approx(part)
+    assert there.reduce_seconds(CALLS) - here.reduce_seconds(CALLS) == pytest.approx(part)
