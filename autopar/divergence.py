@@ -162,7 +162,8 @@ def _watched_step(
     axes = Axes.build(job.mesh, rank, "cpu", job.seed)
     executor = start(job, axes)
     seen: list[Seen] = []
-    tracer = _tracer(lines, paths, axes, seen)
+    calls = {m: paths[n] for stage in executor.stages.values() for n, m in stage.named_modules() if n in paths}
+    tracer = _tracer(lines, calls, axes, seen)
     sys.settrace(tracer)
     try:
         executor.step(tensors)
@@ -172,8 +173,9 @@ def _watched_step(
 
 
 def _tracer(
-    lines: Mapping[str, Mapping[int, Origin]], paths: Mapping[str, int], axes: Axes, seen: list[Seen]
+    lines: Mapping[str, Mapping[int, Origin]], calls: Mapping[nn.Module, int], axes: Axes, seen: list[Seen]
 ) -> Callable[[FrameType, str, Any], Any]:
+    """``calls`` says which call of the model a module is; others (the stage) are told by the line."""
     last: dict[FrameType, int] = {}
 
     def note(frame: FrameType) -> None:
@@ -182,9 +184,8 @@ def _tracer(
             return
         origin = known[number]
         value = frame.f_locals.get(origin.variable)
-        scope = getattr(getattr(frame.f_locals.get("self"), "axes", None), "scope", "")
         if isinstance(value, Tensor):
-            place = (paths.get(scope, origin.call), origin.node)
+            place = (calls.get(frame.f_locals["self"], origin.call), origin.node)
             seen.append(Seen(place, axes.stream.microbatch, value.detach().clone()))
 
     def local(frame: FrameType, event: str, argument: Any) -> Any:

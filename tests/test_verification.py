@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 import autopar
+from autopar.divergence import first_divergence
 from autopar.runtime.job import Job
 from tests.fast_cluster import FAST
 from tests.models import Float64, make
@@ -60,3 +61,12 @@ def test_a_dropped_backward_reduction_shows_in_gradients(
     result = sabotaged(job, monkeypatch, GATHER, f"{GATHER}.detach()")
     assert not result.ok
     assert "all forward values agree" in result.divergence
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"pp": 2}], ids=["dp2", "pp2"])
+def test_nothing_differs_between_layers_that_communicate_nothing(mesh: dict[str, int]) -> None:
+    """Layers of one class are told apart, though they run the same lines and keep no axes."""
+    with Float64():
+        case = make("gpt2", 8)
+        job = autopar.compile(case.model, 2, sample=case.batch, mesh=mesh, microbatches=2, cluster=FAST)
+        assert "all forward values agree" in first_divergence(job, case.batch, 1e-9)
