@@ -33,19 +33,20 @@ def within_budget(lay_out: Callable[[int], T], exact: Callable[[T], T], budget_b
     ``exact`` gives it with what ranks hold. Raises BudgetError with a budget that would do.
     """
     spared = 0
-    for _ in range(_ROUNDS):
+    for left in reversed(range(_ROUNDS)):
         try:
             found = lay_out(spared)
         except BudgetError as error:
             return _leanest(lay_out, exact, budget_bytes, error.needed_bytes - spared)
-        counted = found.plan.rank_plans
-        if max(rank.peak_bytes for rank in counted) <= _NEAR * budget_bytes:
+        counted = max(found.plan.peak_bytes)
+        if counted <= _NEAR * budget_bytes:
             return found
         found = exact(found)
-        if max(found.plan.peak_bytes) <= budget_bytes:
+        held = max(found.plan.peak_bytes)
+        if held <= budget_bytes:
             return found
-        pairs = zip(found.plan.rank_plans, counted, strict=True)
-        spared = max(spared + 1, *(real.peak_bytes - solved.peak_bytes for real, solved in pairs))
+        # What is hidden may grow with what is recomputed; at last, the solver is left nothing.
+        spared = max(held - counted, spared + held - budget_bytes) if left > 1 else budget_bytes
     raise _refusal(found.plan, budget_bytes)
 
 

@@ -139,6 +139,12 @@ def test_the_leanest_is_measured_itself() -> None:
     assert asked == [0, 45, 40]
 
 
+def test_what_grows_as_it_is_spared_ends_with_the_leanest() -> None:
+    lay_out, asked = solver(100, 60, lambda used: 105 - used if used > 60 else 40)
+    assert within_budget(lay_out, exact, 100).plan.peak_bytes == [100, 70]
+    assert asked == [0, 5, 10, 100, 40]
+
+
 def test_a_refusal_says_what_would_do() -> None:
     for budget in (50, 62):  # too small for what solvers count, or for the rest
         lay_out, _ = solver(budget, 60, lambda used: 10)

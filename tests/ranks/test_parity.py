@@ -26,7 +26,7 @@ MESHES = [
 
 
 def name_of(value: Any) -> str | None:
-    return " ".join(f"{k}{v}" for k, v in value.items()) if isinstance(value, dict) else None
+    return " ".join(f"{k}{getattr(v, '__name__', v)}" for k, v in value.items()) if isinstance(value, dict) else None
 
 
 def optimizer(parameters: Any) -> torch.optim.Optimizer:
