@@ -48,12 +48,16 @@ PLACES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
+MODELS = ("gpt2", "llama")  # tied, and not
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["gpt2", "llama"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("way", WAYS)
-def test_parity(way: str, place: str, model: str) -> None:
+def test_parity(way: str, place: str) -> None:
+    """The models take turns, so that every way and every place meets both."""
     mesh, schedule = PLACES[place]
+    model = MODELS[(list(WAYS).index(way) + list(PLACES).index(place)) % 2]
     result = verification(model, mesh, **schedule, **WAYS[way])
     assert result.tolerance == 1e-9
     assert result.ok, str(result)
