@@ -125,18 +125,19 @@ def compile(
     captured, constants, structure = prepare(model, sample, loss, batch_dim, target.device.kind, chosen.precision)
     _check_plan(captured, plan)
     count = _microbatches(captured, sizes, microbatches, microbatch)
-    source, make = _source(model, constants, seed), maker(optimizer, model)
+    given = (_source(model, constants, seed), maker(optimizer, model), scheduler, clip_norm, seed)
 
     def job_of(built: Built) -> Job:
-        return Programs.of(built).job(built, source, make, scheduler, clip_norm, seed)
+        return Programs.of(built).job(built, *given)
 
     built = _built(captured, _request(sizes, count, target, plan, wanted, chosen), plan, partial(_measured, job_of))
+    programs = Programs.of(built)
     return ParallelModel(
         model=model,
         built=built,
-        programs=Programs.of(built),
+        programs=programs,
         structure=structure,
-        job=job_of(built),
+        job=programs.job(built, *given),
         loss=loss,
         batch_dim=batch_dim,
         constants=constants,

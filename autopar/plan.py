@@ -291,8 +291,11 @@ def _explain(plan: Plan) -> Iterator[str]:
         yield from _explain_recompute(plan, stage)
     for k, rank in enumerate(plan.rank_plans):
         rows = f" (with vocabulary rows of {bytes_text(rank.vocabulary_bytes)})" if rank.vocabulary_bytes else ""
+        what = f"peak {bytes_text(rank.peak_bytes)} in {rank.action}"
+        if not rank.action:  # far below the budget, it wasn't looked at action by action
+            what = f"{bytes_text(rank.peak_bytes)} and what passes need while they run"
         yield (
-            f"pipeline rank {k}: peak {bytes_text(rank.peak_bytes)}{f' in {rank.action}' if rank.action else ''} = "
+            f"pipeline rank {k}: {what} = "
             + " + ".join(f"{kind} {bytes_text(bytes_)}" for kind, bytes_ in rank.kinds.items() if bytes_)
             + rows
             + (f"; on the host {bytes_text(rank.host_bytes)}" if rank.host_bytes else "")

@@ -100,9 +100,7 @@ def op_seconds(node: fx.Node, op: Op, rule: Rule, choice: Choice, size: int, dev
     return sum(pass_seconds(node, op, rule, choice, size, device))
 
 
-def pass_seconds(
-    node: fx.Node, op: Op, rule: Rule, choice: Choice, size: int, device: Device
-) -> tuple[float, float]:
+def pass_seconds(node: fx.Node, op: Op, rule: Rule, choice: Choice, size: int, device: Device) -> tuple[float, float]:
     """The same, forward and backward apart: a product has one more in the backward for each factor with a gradient."""
     if is_view(node):
         return 0.0, 0.0

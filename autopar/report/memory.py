@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, Final
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
 
@@ -64,7 +65,9 @@ class MemoryReport:
         """A row for the ranks of each pipeline index, and one below it of what was measured on the fullest of them."""
         kinds = [kind for kind in (*KINDS, ALLOCATED) if any(rank.peak.peak.get(kind) for rank in self._all())]
         host = any(rank.host_peak_bytes for rank in self._all())
-        table = Table("ranks", "at", *kinds, "peak", "of budget", *(["host"] if host else []))
+        table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for name in ("ranks", "at", *kinds, "peak", "budget", *(["host"] if host else [])):
+            table.add_column(name, justify="left" if name in ("ranks", "at") else "right", no_wrap=name in kinds)
         for index in dict.fromkeys(self.pipeline_index):
             ranks = [rank for rank, own in enumerate(self.pipeline_index) if own == index]
             self._row(table, spans(ranks), self.predicted[ranks[0]], kinds, host)

@@ -55,10 +55,9 @@ def check(case_of: Callable[[], Case], mesh: dict[str, int], recompute: str, **o
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["full", "selective", "small"])
+@pytest.mark.parametrize(("recompute", "tied"), [("full", False), ("selective", True), ("small", False)])
 @pytest.mark.parametrize("options", SCHEDULES, ids=lambda o: o["schedule"])
 @pytest.mark.parametrize("mesh", [{"pp": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "dp": 2}])
-@pytest.mark.parametrize("tied", [False, True])
 def test_parity(mesh: dict[str, int], options: dict[str, str], recompute: str, tied: bool) -> None:
     check(lambda: llama(8, layers=4, tied=tied, vocabulary=50), mesh, recompute, microbatches=4, **options)
 
