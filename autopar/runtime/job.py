@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -259,8 +261,12 @@ def join_world(*, timeout_seconds: float = 600.0) -> tuple[int, int, torch.devic
 
 
 def _leave_world() -> None:
+    """Groups end with their last reference, and then wait for their threads. One that is still there when the
+    interpreter ends, and frees a tensor then, aborts the process."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    gc.collect()  # executors are in cycles, and hold groups
+    time.sleep(0.05)  # those that a script still refers to: their threads finish what they are at
 
 
 def text_of_rank_zero(text: str) -> str:

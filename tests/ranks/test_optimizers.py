@@ -152,7 +152,7 @@ def test_rows_of_the_vocabulary(name: str, tied: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", [1, 3])
 @pytest.mark.parametrize("name", ["adafactor", "adafactor ascending", "muon and adamw", "adamw groups", "adagrad"])
 @pytest.mark.parametrize("mesh", [{"dp": 3}, {"dp": 2, "tp": 2}], ids=name_of)
 def test_rows_of_zero(name: str, mesh: dict[str, int], zero: int) -> None:
