@@ -49,7 +49,7 @@ def main(
     curves = {ONE_DEVICE: list(track(train_one_device(build_model(), data), ONE_DEVICE, total=steps))}
     for name, run in RUNS.items():
         curves[name] = list(track(trained(*run, data), name, total=steps))
-    Console().print(table(curves))
+    Console(width=None if sys.stdout.isatty() else 120).print(table(curves))
     if picture is not None:
         draw(curves, picture)
 

@@ -15,6 +15,7 @@ import json
 import os
 import socket
 import statistics
+import sys
 import tempfile
 from enum import StrEnum
 from pathlib import Path
@@ -60,7 +61,7 @@ def main(
     if as_json:
         print(json.dumps({"sizes": vars(sizes), "rounds": rounds, "steps": steps, "axes": figures}, indent=2))
         return
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(speed_table(figures, sides, rounds, steps))
     console.print(split_table(figures, sides))
 

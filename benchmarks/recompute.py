@@ -17,6 +17,7 @@ from __future__ import annotations
 import csv
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from itertools import cycle, islice
@@ -61,7 +62,7 @@ def main(
     if as_json:
         print(json.dumps({"predicted": predicted, "measured": measured}, indent=2))
         return
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(predicted_table(predicted))
     console.print(measured_table(measured, rounds, steps))
 
