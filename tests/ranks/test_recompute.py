@@ -34,13 +34,10 @@ def compiled(case: Case, mesh: dict[str, int], **options: Any) -> autopar.Parall
     )
 
 
-def plan(case: Case, mesh: dict[str, int], **options: Any) -> autopar.Plan:
-    return compiled(case, mesh, **options).plan
-
-
 def between(case: Case, mesh: dict[str, int], share: float, **options: Any) -> int:
     """A budget: ``share`` of the way from what everything recomputed needs to what nothing recomputed does."""
-    least, most = (max(plan(case, mesh, recompute=r, **options).peak_bytes) for r in ("full", "none"))
+    jobs = [compiled(case, mesh, recompute=r, **options) for r in ("full", "none")]
+    least, most = (max(rank.peak_bytes for rank in job.memory().predicted) for job in jobs)
     return round(least + share * (most - least))
 
 
