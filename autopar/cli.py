@@ -172,11 +172,10 @@ def simulate_command(
     console = _console()
     console.print("loss per step: " + ", ".join(f"{loss:.6f}" for loss in result.losses), highlight=False)
     table = Table("rank", "predicted peak", "simulated peak", "sent")
-    for rank, (predicted, peak, sent) in enumerate(
-        zip(job.plan.peak_bytes, result.peak_bytes, result.sent_bytes, strict=True)
-    ):
+    predicted = job.memory().predicted
+    for rank, (memory, peak, sent) in enumerate(zip(predicted, result.peak_bytes, result.sent_bytes, strict=True)):
         moved = ", ".join(f"{axis} {bytes_text(count)}" for axis, count in sorted(sent.items())) or "nothing"
-        table.add_row(str(rank), bytes_text(predicted), bytes_text(peak), moved)
+        table.add_row(str(rank), bytes_text(memory.peak_bytes), bytes_text(peak), moved)
     console.print(table)
 
 

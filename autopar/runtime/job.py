@@ -21,6 +21,7 @@ from autopar.options import Options
 from autopar.runtime.axes import Axes
 from autopar.runtime.collectives import broadcast_object
 from autopar.runtime.executor import Executor
+from autopar.runtime.host import to_host
 from autopar.runtime.load import Loaded, LoadedVocabulary, load_program, load_vocabulary
 from autopar.runtime.optimizers import (
     Maker,
@@ -221,7 +222,7 @@ def run_rank(job: Job, rank: int, batch: Mapping[str, Tensor], steps: int) -> Ra
     result = RankResult()
 
     def keep(gradients: dict[str, Tensor]) -> None:
-        result.gradients = {name: g.detach().clone() for name, g in gradients.items()}
+        result.gradients = {name: to_host(g) for name, g in gradients.items()}  # for the caller; no memory of the rank
 
     executor = start(job, job.axes(rank, "cpu"), on_gradients=keep)
     for _ in range(steps):
