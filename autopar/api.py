@@ -115,7 +115,6 @@ def compile(
     (:data:`autopar.planner.modes.MODES`: on stages, or their rows split over the pipeline).
     ``plan`` takes the decisions of an earlier plan. ``clip_norm`` clips the global gradient norm. ``batch_dim`` is the
     dim of batch tensors that ``dp`` and microbatches split. ``options`` are the fields of :class:`autopar.Options`.
-
     Under ``torchrun``, rank 0 plans and the others take its plan.
     Raises CaptureError, BatchError, ShardingError, StageError, PlanError, ArgumentError.
     """

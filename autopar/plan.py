@@ -293,7 +293,7 @@ def _explain(plan: Plan) -> Iterator[str]:
         rows = f" (with vocabulary rows of {bytes_text(rank.vocabulary_bytes)})" if rank.vocabulary_bytes else ""
         what = f"peak {bytes_text(rank.peak_bytes)} in {rank.action}"
         if not rank.action:  # far below the budget, it wasn't looked at action by action
-            what = f"{bytes_text(rank.peak_bytes)} and what passes need while they run"
+            what = f"peak {bytes_text(rank.peak_bytes)} and what passes need while they run"
         yield (
             f"pipeline rank {k}: {what} = "
             + " + ".join(f"{kind} {bytes_text(bytes_)}" for kind, bytes_ in rank.kinds.items() if bytes_)
