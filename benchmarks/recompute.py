@@ -42,7 +42,7 @@ PUBLISHED = {  # experiment of the table, and the one that it is over
 }
 SIDES = ("torch", "torch checkpoint", "autopar none", "autopar selective", "autopar full")
 BASE = {"torch checkpoint": "torch", "autopar selective": "autopar none", "autopar full": "autopar none"}
-_TABLE = Path(__file__).parents[2] / "shared/measurements/korthikanti_table4_layer_times.csv"
+_TABLE = Path(__file__).parent / "measurements/korthikanti_table4_layer_times.csv"
 _BATCHES = 4
 
 app = typer.Typer(pretty_exceptions_enable=False)

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 
 from ortools.sat.python import cp_model
 
+from autopar.planner.cp import solve
+
 _UNITS = 1 << 30
 
 
@@ -66,12 +68,12 @@ def choose(stages: Sequence[StageCalls], budget_bytes: int) -> list[list[int]] |
     bytes_ = _bytes(model, stages, counts, unit)
     model.add(bytes_ <= budget_bytes // unit)
     model.minimize(_seconds(stages, counts))
-    solver = _solve(model)
+    solver = solve(model)
     if solver is None:
         return None
     model.add(_seconds(stages, counts) <= round(solver.objective_value))
     model.minimize(bytes_)
-    solver = _solve(model) or solver
+    solver = solve(model) or solver
     return [_assigned(solver, stage, mine) for stage, mine in zip(stages, counts, strict=True)]
 
 
@@ -83,7 +85,7 @@ def least_bytes(stages: Sequence[StageCalls]) -> int:
     unit = max(1, -(-most // _UNITS))
     bytes_ = _bytes(model, stages, counts, unit)
     model.minimize(bytes_)
-    solver = _solve(model)
+    solver = solve(model)
     assert solver is not None
     return round(solver.objective_value) * unit
 
@@ -147,11 +149,3 @@ def _assigned(
         for call, option in zip(calls, row, strict=True):
             taken[call] = option
     return taken
-
-
-def _solve(model: cp_model.CpModel) -> cp_model.CpSolver | None:
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1  # the same choice on every machine
-    solver.parameters.random_seed = 0
-    solver.parameters.max_deterministic_time = 20.0
-    return solver if solver.solve(model) in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None

@@ -28,6 +28,7 @@ from ortools.sat.python import cp_model
 
 from autopar.errors import BudgetError, StageError
 from autopar.plan import bytes_text
+from autopar.planner.cp import solve
 
 _NANOSECOND = 1e-9
 _KIB = 1024
@@ -81,14 +82,14 @@ def partition(
     longest = _maximum(model, seconds, "longest")
     largest = _maximum(model, bytes_, "largest")
     model.minimize(slowest)
-    solver = _solve(model)
+    solver = solve(model)
     if solver is None:
         raise too_large(stages, budget_bytes or 0, _least(units, inflight, placement, shared_bytes))
     bound = solver.best_objective_bound * _NANOSECOND
     for settled, objective in ((slowest, longest), (longest, largest)):
         model.add(settled <= solver.value(settled))
         model.minimize(objective)
-        solver = _solve(model) or solver
+        solver = solve(model) or solver
     starts = tuple(solver.value(c) for c in cuts[:-1])
     return Partition(starts, solver.value(slowest) * _NANOSECOND, bound)
 
@@ -137,15 +138,6 @@ def _maximum(model: cp_model.CpModel, terms: Sequence[cp_model.LinearExprT], nam
     return bound
 
 
-def _solve(model: cp_model.CpModel) -> cp_model.CpSolver | None:
-    """None where nothing satisfies the constraints."""
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1  # the same cuts on every machine
-    solver.parameters.random_seed = 0
-    solver.parameters.max_deterministic_time = 20.0
-    return solver if solver.solve(model) in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
-
-
 def too_large(stages: int, budget_bytes: int, least_bytes: int, how: str = "", hint: str = "") -> BudgetError:
     """The refusal that says what would do; ``how`` is the leanest way, ``hint`` one more way out."""
     return BudgetError(
@@ -175,7 +167,7 @@ def _leanest(
     cuts = _cuts(model, len(units), len(inflight))
     bytes_ = _per_rank(_stage_bytes(model, units, cuts, inflight, shared_bytes), placement)
     model.minimize(_maximum(model, bytes_, "largest"))
-    solver = _solve(model)
+    solver = solve(model)
     assert solver is not None  # only the order of the cuts constrains it
     return Partition(tuple(solver.value(c) for c in cuts[:-1]), 0.0, 0.0), round(solver.objective_value) * _KIB
 

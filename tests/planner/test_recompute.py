@@ -26,7 +26,7 @@ from benchmarks.models import MegatronGPT
 from tests.fast_cluster import FAST
 from tests.models import Case, tokens
 
-TABLE_4 = Path(__file__).parents[3] / "shared/measurements/korthikanti_table4_layer_times.csv"
+TABLE_4 = Path(__file__).parents[2] / "benchmarks/measurements/korthikanti_table4_layer_times.csv"
 
 
 def any_problem(size: int, seed: int) -> Problem:
@@ -186,7 +186,6 @@ def megatron_plan(recompute: str, layers: int = 2) -> Plan:
     return autopar.plan(model, 8, sample=(ids, ids), mesh={"tp": 8}, cluster="a100", recompute=recompute)
 
 
-@pytest.mark.skipif(not TABLE_4.exists(), reason="the shared measurements aren't here")
 def test_selective_recomputation_of_a_22b_layer_as_published() -> None:
     """Korthikanti et al., table 4: the choice is attention's core, and costs what they measured."""
     two, one = (pass_seconds(megatron_plan("none", layers)) for layers in (2, 1))
