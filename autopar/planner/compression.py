@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Final
 
 from torch import fx
 
@@ -14,6 +15,9 @@ from autopar.options import Options
 from autopar.passes.compress_activations import Compressed
 from autopar.passes.vocabulary import STAGELESS
 from autopar.planner.saved import BlockSaved, Kept, kept_storages, saved_tensors
+
+_NARROW: Final = {"bfloat16": 256, "float16": 2048}
+"""Dtypes narrower than masters: the inverse of the largest rounding error, relative to the number."""
 
 
 class KeptBytes:
@@ -67,6 +71,11 @@ def describe(model: Model, options: Options, replaced: Sequence[Compressed]) -> 
             f"{len(replaced)} ops of distinct layers keep bits or a seed in place of a tensor: all calls together "
             f"{saved / 2**20:.3g} MiB less of a microbatch; nothing is lost"
         )
+    if options.float8:
+        yield "products with weights are in float8 (lossy: operands by up to 1/16, gradients 1/8, tiny ones more)"
+    for what, name in (("gradients travel", options.reduce_dtype), ("moments are kept", options.state_dtype)):
+        if name in _NARROW:
+            yield f"{what} in {name} (lossy: each by up to 1/{_NARROW[name]} of it, at every rounding)"
     if options.activations == "8bit":
         yield (
             "layers keep in 8 bits what their backward needs (lossy: each number by up to 1/254 of the largest of its "

@@ -307,3 +307,13 @@ def test_a_budget_that_no_offload_meets() -> None:
         budget_bytes=1_500_000,
     )
     assert "needs" in text or "give it" in text
+
+
+def test_the_plan_says_what_is_lossy() -> None:
+    case = make("mlp", 16, torch.float32)
+    pinned = {"sample": case.batch, "loss": case.loss, "mesh": {"dp": 2}, "precision": "bf16", "cluster": "h100"}
+    plain = autopar.plan(case.model, 2, **pinned)
+    narrow = autopar.plan(case.model, 2, float8=True, reduce_dtype="bfloat16", state_dtype="float16", **pinned)
+    assert "lossy" not in str(plain)
+    for line in ("in float8 (lossy", "gradients travel in bfloat16 (lossy", "moments are kept in float16 (lossy"):
+        assert line in str(narrow)
