@@ -8,7 +8,7 @@ value should be the part of the one-device value that its types say; pending sum
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from autopar.capture import Loss
 from autopar.codegen import EmittedStage
 from autopar.codegen.text import Origin
 from autopar.graph import INPUT_CALL, Model, RuntimeOp, info, where
+from autopar.mesh import AXES
 from autopar.plan import Plan
 from autopar.runtime.axes import Axes
 from autopar.runtime.job import Job, start
@@ -116,6 +117,7 @@ def one_device_values(job: Compiled, batch: Any) -> dict[Place, Tensor]:
     twin = job.reference()
     state = {**dict(twin.named_parameters(remove_duplicate=False)), **dict(twin.named_buffers(remove_duplicate=False))}
     state |= job.constants
+    state |= {p.name: torch.stack([state[n] for n in p.stacked]) for p in model.parameters.values() if p.stacked}
     values: dict[Place, Tensor] = {}
     outputs: dict[tuple[int, int], Any] = {(INPUT_CALL, i): tensors[item.path] for i, item in enumerate(model.inputs)}
     with torch.no_grad():
@@ -205,16 +207,17 @@ def _tracer(
 
 
 def _error(job: Compiled, model: Model, rank: int, seen: Seen, expected: Mapping[Place, Tensor]) -> float | None:
-    """Relative error of a rank's value; None where it can't be compared (a pending sum, a collective)."""
+    """Relative error of a rank's value; None where it can't be compared (pending sums, collectives, rows by expert)."""
     whole = expected.get(seen.place)
     if whole is None:
         return None
     types = info(_node(model, *seen.place)).types()
-    if any(kind.kind == "P" for kind in types.values()):
+    if any(kind.kind == "P" or kind.is_ragged for kind in types.values()):
         return None
     mesh = job.plan.mesh
-    place = {"mb": (seen.microbatch, job.plan.microbatches)}
-    place |= {axis: (mesh.coordinate(rank, axis), mesh.size(axis)) for axis in ("dp", "tp")}
+    axes = Axes.alone(mesh, rank, "cpu")
+    place: dict[str, tuple[tuple[int, ...], int]] = {"mb": ((seen.microbatch,), job.plan.microbatches)}
+    place |= {axis: (axes[axis].parts_of(axes[axis].index), axes[axis].parts) for axis in AXES[1:]}
     want = whole
     for axis, kind in types.items():
         want = _part(want, kind, *place[axis])
@@ -226,12 +229,12 @@ def _error(job: Compiled, model: Model, rank: int, seen: Seen, expected: Mapping
     return float((want - seen.value).abs().max()) / scale if want.numel() else 0.0
 
 
-def _part(whole: Tensor, kind: Type, index: int, size: int) -> Tensor:
-    """Part ``index`` of ``size`` of a tensor of type ``kind``."""
+def _part(whole: Tensor, kind: Type, own: Sequence[int], parts: int) -> Tensor:
+    """The ``own`` ones of the ``parts`` of a tensor of type ``kind``."""
     if not kind.is_shard:
         return whole
     shape = whole.shape
-    view = whole.reshape(*shape[: kind.dim], kind.outer, shape[kind.dim] // kind.outer, *shape[kind.dim + 1 :])
-    length = view.shape[kind.dim + 1] // size
-    part = view.narrow(kind.dim + 1, index * length, length)
-    return part.reshape(*shape[: kind.dim], shape[kind.dim] // size, *shape[kind.dim + 1 :])
+    inner = shape[kind.dim] // (kind.outer * parts)
+    view = whole.reshape(*shape[: kind.dim], kind.outer, parts, inner, *shape[kind.dim + 1 :])
+    part = view.index_select(kind.dim + 1, torch.tensor(own))
+    return part.reshape(*shape[: kind.dim], -1, *shape[kind.dim + 1 :])

@@ -1,52 +1,104 @@
 """Named mesh axes: rank <-> coordinates, and the groups of ranks along each axis.
 
-Axes are ordered outermost to innermost (``pp, dp, cp, tp``), names as in torchtitan; the last varies fastest.
+Axes are ordered outermost to innermost (``pp, dp, cp, tp``), names as in torchtitan; the last varies fastest. Experts
+are split over ``ep`` ranks borrowed from the others: a part of dp, which becomes an axis of its own between dp and cp,
+and maybe all of cp and tp. :class:`Mesh` has the sizes of these *elementary* axes, whose product is the world.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from autopar.errors import ArgumentError
 
-AXES: Final = ("pp", "dp", "tp")
+AXES: Final = ("pp", "dp", "ep", "cp", "tp")
+DATA: Final = ("dp", "ep", "cp")
+"""The axes that split tokens: parameters are whole on them (experts aside), and gradients are pending sums."""
+
+_GIVEN: Final = ("pp", "dp", "cp", "tp", "ep", "paired")
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of the axes of a job; every axis of :data:`AXES` is present, absent ones have size 1."""
+    """Sizes of the elementary axes of a job; every axis of :data:`AXES` is present, absent ones have size 1.
+
+    ``dp`` times ``ep`` ranks split the rows of a batch. ``borrowed`` are axes beside ``ep`` over which experts are
+    split too. ``paired``: of a sequence in 2 cp parts, rank i holds parts i and 2 cp - 1 - i, so that causal attention
+    is as much work on each; else it holds neighbours.
+    """
 
     pp: int = 1
     dp: int = 1
+    ep: int = 1
+    cp: int = 1
     tp: int = 1
+    borrowed: tuple[str, ...] = ()
+    paired: bool = False
 
     def __post_init__(self) -> None:
         for axis in AXES:
-            size = self.size(axis)
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ArgumentError(f"mesh axis {axis!r} has size {size!r}; it must be a whole number of at least 1")
+            _check_size(axis, self.size(axis))
 
     @classmethod
     def of(cls, sizes: Mapping[str, int] | None, gpus: int) -> Mesh:
-        """The mesh a user pinned. Raises ArgumentError where it names another axis or misses ``gpus``."""
+        """The mesh a user pinned: ``dp`` is all of it, ``ep`` its part (or more) that experts are split over.
+
+        Raises ArgumentError where it names another axis, misses ``gpus``, or ``ep`` can't be borrowed.
+        """
         sizes = dict(sizes or {"dp": gpus})
-        unknown = sorted(set(sizes) - set(AXES))
+        unknown = sorted(set(sizes) - set(_GIVEN))
         if unknown:
-            raise ArgumentError(f"mesh has unknown axes {unknown}; known axes are {list(AXES)}")
-        mesh = cls(**sizes)
-        if mesh.world != gpus:
-            product = " x ".join(f"{axis} {mesh.size(axis)}" for axis in AXES)
-            raise ArgumentError(f"mesh {product} is {mesh.world} ranks, but gpus={gpus}; make the product equal")
-        return mesh
+            raise ArgumentError(f"mesh has unknown axes {unknown}; known axes are {list(_GIVEN[:-1])}")
+        for axis, size in sizes.items():
+            if axis != "paired":
+                _check_size(axis, size)
+        pp, dp, cp, tp, ep = (sizes.get(axis, 1) for axis in ("pp", "dp", "cp", "tp", "ep"))
+        plain = cls(pp=pp, dp=dp, cp=cp, tp=tp, paired=bool(sizes.get("paired", 0)))
+        if plain.world != gpus:
+            raise ArgumentError(f"mesh {plain} is {plain.world} ranks, but gpus={gpus}; make the product equal")
+        return plain._with_experts(ep)
+
+    def _with_experts(self, ep: int) -> Mesh:
+        """Borrow ``ep`` ranks: from dp alone if that divides, else with all of cp, of tp, or of both."""
+        fits: list[int] = []
+        for borrowed in ((), ("cp",), ("tp",), ("cp", "tp")):
+            inner = math.prod(self.size(axis) for axis in borrowed)
+            fits += [part * inner for part in range(1, self.dp + 1) if self.dp % part == 0]
+            if ep % inner == 0 and self.dp % (ep // inner) == 0:
+                part = ep // inner
+                kept = tuple(axis for axis in borrowed if self.size(axis) > 1)
+                return Mesh(self.pp, self.dp // part, part, self.cp, self.tp, kept, self.paired)
+        raise ArgumentError(
+            f"mesh axis 'ep' has size {ep}, which can't be borrowed from {self}: it must be a part of dp, that times "
+            f"cp, that times tp, or that times both; ep may be one of {sorted(set(fits))}"
+        )
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis} {self.size(axis)}" for axis in AXES)
+        names = [axis for axis in ("pp", "dp", "cp", "tp") if axis != "cp" or self.cp > 1]
+        sizes = {axis: self.size(axis) for axis in names} | {"dp": self.replicas}
+        experts = f", ep {self.experts}" if self.experts > 1 else ""
+        return " x ".join(f"{axis} {size}" for axis, size in sizes.items()) + experts
 
     def size(self, axis: str) -> int:
         return int(getattr(self, axis))
+
+    @property
+    def replicas(self) -> int:
+        """How many parts the rows of a batch are split in."""
+        return self.dp * self.ep
+
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """The axes over which experts are split, outermost first."""
+        return (*(("ep",) if self.ep > 1 else ()), *self.borrowed)
+
+    @property
+    def experts(self) -> int:
+        """How many ranks share one copy of all experts."""
+        return math.prod(self.size(axis) for axis in self.expert_axes)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -72,22 +124,54 @@ class Mesh:
         """The rank at the given coordinates; an axis left out is 0."""
         return sum(coordinates.get(axis, 0) * self.stride(axis) for axis in AXES)
 
-    def group(self, rank: int, axis: str) -> tuple[int, ...]:
-        """The ranks that differ from ``rank`` only along ``axis``, in order."""
-        base = rank - self.coordinate(rank, axis) * self.stride(axis)
-        return tuple(base + i * self.stride(axis) for i in range(self.size(axis)))
+    def group(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The ranks that differ from ``rank`` only along ``axes``, in order."""
+        line = [rank - sum(self.coordinate(rank, axis) * self.stride(axis) for axis in axes)]
+        for axis in axes:
+            line = [first + i * self.stride(axis) for first in line for i in range(self.size(axis))]
+        return tuple(sorted(line))
 
-    def groups(self, axis: str) -> list[tuple[int, ...]]:
-        """All groups along ``axis``, by their first rank."""
-        return sorted({self.group(rank, axis) for rank in range(self.world)})
+    def groups(self, *axes: str) -> list[tuple[int, ...]]:
+        """All groups along ``axes``, by their first rank."""
+        return sorted({self.group(rank, *axes) for rank in range(self.world)})
 
-    def dp_shards(self, zero_ranks: int) -> int:
-        """How many neighbours on dp share one copy of what ZeRO splits (0: all). Raises ArgumentError."""
-        size = zero_ranks or self.dp
-        if self.dp % size:
-            fits = [n for n in range(1, self.dp + 1) if self.dp % n == 0]
-            raise ArgumentError(f"zero_ranks={zero_ranks} doesn't divide dp {self.dp}; zero_ranks may be one of {fits}")
-        return size
+    def data_axes(self, split: Sequence[str] = ()) -> tuple[str, ...]:
+        """The axes on which a parameter is whole that is split on ``split``, and its gradient a pending sum."""
+        return tuple(axis for axis in DATA if self.size(axis) > 1 and axis not in split)
+
+    def data_lines(self) -> tuple[tuple[str, ...], ...]:
+        """What :meth:`data_axes` can be: of most parameters, and of experts."""
+        return tuple(dict.fromkeys((self.data_axes(), self.data_axes(self.expert_axes))))
+
+    def zero_shards(self, zero_ranks: int, axes: Sequence[str] = ()) -> int:
+        """How many neighbours along the joint group of ``axes`` share one copy of what ZeRO splits (``zero_ranks`` 0:
+        all); ``axes`` () are those of most parameters.
+
+        Raises ArgumentError where ``zero_ranks`` doesn't divide the ranks that split tokens.
+        """
+        everyone = math.prod(self.size(axis) for axis in DATA)
+        if zero_ranks and everyone % zero_ranks:
+            fits = [n for n in range(1, everyone + 1) if everyone % n == 0]
+            raise ArgumentError(
+                f"zero_ranks={zero_ranks} doesn't divide the {everyone} ranks of dp x cp; "
+                f"zero_ranks may be one of {fits}"
+            )
+        line = math.prod(self.size(axis) for axis in axes) if axes else everyone
+        return math.gcd(zero_ranks, line) if zero_ranks else line
 
     def to_json(self) -> dict[str, int]:
-        return {axis: self.size(axis) for axis in AXES}
+        """The sizes as a user gives them; :meth:`of` is the inverse."""
+        sizes = {"pp": self.pp, "dp": self.replicas, "cp": self.cp, "tp": self.tp, "ep": self.experts}
+        sizes["paired"] = int(self.paired)
+        left_out = {"cp": 1, "ep": 1, "paired": 0}
+        return {axis: size for axis, size in sizes.items() if left_out.get(axis) != size}
+
+    @classmethod
+    def from_json(cls, sizes: Mapping[str, int]) -> Mesh:
+        """Inverse of :meth:`to_json`. Raises ArgumentError."""
+        return cls.of(sizes, math.prod(sizes.get(axis, 1) for axis in ("pp", "dp", "cp", "tp")))
+
+
+def _check_size(axis: str, size: object) -> None:
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ArgumentError(f"mesh axis {axis!r} has size {size!r}; it must be a whole number of at least 1")

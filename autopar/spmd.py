@@ -13,15 +13,23 @@ type    the value on the axis' ranks                  its gradient
 
 A shard may be *strided*: ``S(2,3)`` sees dim 2, of size n, as ``[3, n/3]`` and splits the second part. That
 is how one weight holds q, k and v (outer 3) and how ``[batch, seq] -> [batch * seq]`` keeps a split of seq.
+
+A shard may be *ragged*: ``S(0,ragged)`` splits rows that are sorted by groups (the tokens of each expert), and each
+rank holds the rows of its own groups, however many those are. Shapes in a graph say how many there are on average.
 """
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from autopar.errors import ArgumentError
+
+RAGGED: Final = 0
+"""The ``outer`` of a ragged shard."""
 
 
 @dataclass(frozen=True, order=True)
@@ -35,13 +43,17 @@ class Type:
     def __str__(self) -> str:
         if self.kind != "S":
             return self.kind
-        return f"S({self.dim})" if self.outer == 1 else f"S({self.dim},{self.outer})"
+        return f"S({self.dim})" if self.outer == 1 else f"S({self.dim},{self.outer or 'ragged'})"
 
     __repr__ = __str__
 
     @property
     def is_shard(self) -> bool:
         return self.kind == "S"
+
+    @property
+    def is_ragged(self) -> bool:
+        return self.is_shard and self.outer == RAGGED
 
     @property
     def is_whole(self) -> bool:
@@ -55,21 +67,21 @@ P: Final = Type("P")
 
 
 def S(dim: int, outer: int = 1) -> Type:
-    """Split dim ``dim`` (seen as ``[outer, size / outer]``: the second part is split)."""
+    """Split dim ``dim`` (seen as ``[outer, size / outer]``: the second part is split); ``outer`` RAGGED: by groups."""
     return Type("S", dim, outer)
 
 
-_TYPE = re.compile(r"(I|R|P)|S\((\d+)(?:,(\d+))?\)")
+_TYPE = re.compile(r"(I|R|P)|S\((\d+)(?:,(\d+|ragged))?\)")
 
 
 def parse(text: str) -> Type:
-    """Inverse of ``str(type)``: ``"S(1)"``, ``"S(2,3)"``, ``"R"``. Raises ArgumentError."""
+    """Inverse of ``str(type)``: ``"S(1)"``, ``"S(2,3)"``, ``"S(0,ragged)"``, ``"R"``. Raises ArgumentError."""
     match = _TYPE.fullmatch(text.replace(" ", ""))
     if match is None:
         raise ArgumentError(f"{text!r} is not an spmd type; write I, R, P, S(dim) or S(dim,outer)")
     if match[1]:
         return Type(match[1])
-    return S(int(match[2]), int(match[3] or 1))
+    return S(int(match[2]), RAGGED if match[3] == "ragged" else int(match[3] or 1))
 
 
 @dataclass(frozen=True)
@@ -91,18 +103,23 @@ _TABLE: Final[dict[tuple[str, str], Transition]] = {
     ("S", "S"): Transition("all_to_all", "all_to_all", "all_to_all"),
     ("I", "S"): Transition("convert", None, "all_gather"),
     ("R", "S"): Transition("convert", None, None),
+    ("I", "P"): Transition("convert", None, None),
+    ("R", "P"): Transition("convert", None, None),
 }
 
 
 def transition(src: Type, dst: Type) -> Transition | None:
-    """How ``src`` becomes ``dst``; None where there is no way (or nothing to do: ``src == dst``)."""
-    if src == dst:
+    """How ``src`` becomes ``dst``; None where there is no way (or nothing to do: ``src == dst``).
+
+    Nothing but the ops that make and take them knows how many rows a ragged shard has: it has no way to other types.
+    """
+    if src == dst or src.is_ragged or dst.is_ragged:
         return None
     return _TABLE.get((src.kind, dst.kind))
 
 
 def can_become(src: Type, dst: Type) -> bool:
-    return src == dst or (src.kind, dst.kind) in _TABLE
+    return src == dst or transition(src, dst) is not None
 
 
 def local_shape(shape: tuple[int, ...], kind: Type, size: int) -> tuple[int, ...]:
@@ -112,9 +129,29 @@ def local_shape(shape: tuple[int, ...], kind: Type, size: int) -> tuple[int, ...
     return (*shape[: kind.dim], shape[kind.dim] // size, *shape[kind.dim + 1 :])
 
 
+def row_dims(shape: Sequence[int], parts: int) -> int:
+    """How many leading dims make up the rows of a tensor, of which ``parts`` are equal: more than the first where that
+    is shorter than there are parts (a stack of a few experts)."""
+    rows = 1
+    for dims, extent in enumerate(shape, 1):
+        rows *= extent
+        if rows >= parts:
+            return dims
+    return len(shape)
+
+
+def rows_shape(shape: Sequence[int], parts: int, dims: int = 1) -> tuple[int, ...]:
+    """The shape of each of ``parts`` of a tensor's rows (its first ``dims`` dims); the last end with padding."""
+    if parts == 1:
+        return tuple(shape)
+    return (*(1,) * (dims - 1), -(-math.prod(shape[:dims]) // parts), *shape[dims:])
+
+
 def divides(shape: tuple[int, ...], kind: Type, size: int) -> bool:
     """Whether ``kind`` splits ``shape`` evenly over ``size`` ranks."""
     if not kind.is_shard:
         return True
     extent = shape[kind.dim]
+    if kind.is_ragged:
+        return extent % size == 0
     return extent % kind.outer == 0 and extent > 0 and (extent // kind.outer) % size == 0

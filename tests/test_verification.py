@@ -63,7 +63,7 @@ def test_a_dropped_backward_reduction_shows_in_gradients(
     assert "all forward values agree" in result.divergence
 
 
-@pytest.mark.parametrize("mesh", [{"dp": 2}, {"pp": 2}], ids=["dp2", "pp2"])
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"pp": 2}, {"cp": 2}], ids=["dp2", "pp2", "cp2"])
 def test_nothing_differs_between_layers_that_communicate_nothing(mesh: dict[str, int]) -> None:
     """Layers of one class are told apart, though they run the same lines and keep no axes."""
     with Float64():

@@ -8,10 +8,8 @@ from dataclasses import dataclass, replace
 from autopar.codegen.comments import MICROBATCHES
 from autopar.errors import GraphError
 from autopar.graph import INPUT_CALL, Meta, Model, Value, info
-from autopar.mesh import Mesh
+from autopar.mesh import AXES, DATA, Mesh
 from autopar.spmd import P, R, S, Type, local_shape, transition
-
-_INNERMOST_FIRST = ("tp", "dp")
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ def edge(model: Model, mesh: Mesh, call_index: int, position: int) -> Edge:
         and set(differs.values()) == {(P, R)}
         and not info(model.block_of(call).inputs[position]).meta.shape
     ):
-        return Edge(value, total_axes=tuple(a for a in reversed(_INNERMOST_FIRST) if a in differs))
+        return Edge(value, total_axes=tuple(a for a in AXES if a in differs))
     changes = tuple(_order(made, taken, mesh))
     for axis, (src, dst) in differs.items():
         if axis == MICROBATCHES or transition(src, dst) is None:
@@ -58,17 +56,21 @@ def edge(model: Model, mesh: Mesh, call_index: int, position: int) -> Edge:
 def _order(made: Mapping[str, Type], taken: Mapping[str, Type], mesh: Mesh) -> Iterator[Change]:
     """The transitions in an order in which each means what it says.
 
-    A tensor is split over dp, then each part over tp. So a transition on dp turns a split of the same dim on
+    A tensor is split over dp (ep, cp), then each part over tp. So a transition on dp turns a split of the same dim on
     tp into another (:func:`_behind`), or can't have one at all. tp, with its fast links, changes first where
     that leads to what is taken; else after dp; else it is whole while dp changes.
     """
-    (src, dst), (before, after) = ((made.get(a, R), taken.get(a, R)) for a in ("dp", "tp"))
-    outer = Change("dp", src, dst)
-    if src == dst:
+    changed = [axis for axis in DATA if made.get(axis, R) != taken.get(axis, R)]
+    before, after = made.get("tp", R), taken.get("tp", R)
+    if len(changed) != 1:  # of totals alone, which nothing splits: any order will do
+        yield from (Change(axis, made.get(axis, R), taken.get(axis, R)) for axis in changed)
         yield from _change("tp", before, after)
         return
-    size = mesh.size("dp")
-    early = _behind(after, Change("dp", dst, src), size)
+    axis = changed[0]
+    src, dst = made.get(axis, R), taken.get(axis, R)
+    outer = Change(axis, src, dst)
+    size = mesh.size(axis)
+    early = _behind(after, Change(axis, dst, src), size)
     late = _behind(before, outer, size)
     if early is not None:
         yield from (*_change("tp", before, early), outer)
@@ -111,7 +113,7 @@ def made_types(model: Model, value: Value) -> dict[str, Type]:
         return info(model.block_of(call).outputs[value.output]).types()
     split = model.inputs[value.output].batch_dim
     batch = R if split is None else S(split)
-    return {MICROBATCHES: batch, "dp": batch, "tp": R}
+    return {MICROBATCHES: batch, "dp": batch, "ep": batch, "cp": R, "tp": R}
 
 
 def changed_types(types: Mapping[str, Type], changes: tuple[Change, ...]) -> dict[str, Type]:

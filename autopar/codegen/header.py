@@ -64,7 +64,8 @@ def _modules(block: Block) -> list[str]:
 def _ranks(job: Job, part: Part) -> str:
     mesh = job.mesh
     ranks = [rank for rank in range(mesh.world) if mesh.coordinate(rank, "pp") == part.index]
-    places = [f"{axis} {spans(sorted({mesh.coordinate(r, axis) for r in ranks}))}" for axis in AXES]
+    axes = [axis for axis in AXES if axis not in ("ep", "cp") or mesh.size(axis) > 1]
+    places = [f"{axis} {spans(sorted({mesh.coordinate(r, axis) for r in ranks}))}" for axis in axes]
     return f"{spans(ranks)} ({', '.join(places)}) of mesh {mesh}"
 
 

@@ -112,7 +112,7 @@ class _Parts:
 
     @property
     def storage(self) -> Storage:
-        return Storage.of(self.options, self.machine.sizes["dp"])
+        return Storage(self.options, self.machine.mesh)
 
     @property
     def vocabulary_state(self) -> State:
@@ -140,7 +140,7 @@ def lay_out(
     Raises StageError, ScheduleError, ArgumentError or PlanError.
     """
     calls = [i for i, call in enumerate(model.calls) if model.block_of(call).kind not in STAGELESS]
-    storage = Storage.of(options, machine.sizes["dp"])
+    storage = Storage(options, machine.mesh)
     units = [_unit(model, model.calls[i], i, costs, machine, storage) for i in calls]
     vocabulary = vocabulary_cost(model, mode_of(wanted.vocabulary).head, costs, machine, wanted.head_chunks)
     parts = _Parts(model, calls, units, costs, machine, microbatches, wanted, options, vocabulary, activations)
@@ -271,7 +271,7 @@ def _free_bytes(parts: _Parts, stages: tuple[tuple[int, ...], ...], draft: Sched
 
 def _with_moves(parts: _Parts, schedule: Schedule, costs: Costs) -> Schedule:
     """The same list of compute actions, with those that gather weights and scatter gradients."""
-    moves = weight_moves(parts.model, parts.options, parts.machine.sizes)
+    moves = weight_moves(parts.model, parts.options, parts.machine.lines.values())
     if moves == WeightMoves():
         return schedule
     return lower(Schedule.from_text(compute_only(schedule)), costs.seconds, moves)
@@ -403,11 +403,12 @@ def _stages(calls: list[int], cut: Partition) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(calls[a:b]) for a, b in zip(cut.starts, ends, strict=True))
 
 
-def _step_seconds(parts: _Parts, per_stage: list[list[BlockCost]], placement: Sequence[int]) -> tuple[float, ...]:
-    elements = [parts.vocabulary.parameters if parts.vocabulary else 0] * parts.machine.sizes["pp"]
-    for home, stage in zip(placement, per_stage, strict=True):
-        elements[home] += sum(c.parameters for c in stage)
-    return tuple(step.optimizer_seconds(-(-count // parts.storage.shards), parts.machine.device) for count in elements)
+def _step_seconds(parts: _Parts, stages: tuple[tuple[int, ...], ...], placement: Sequence[int]) -> tuple[float, ...]:
+    split = parts.vocabulary.parameters // parts.storage.shards({}) if parts.vocabulary else 0
+    elements = [split] * parts.machine.sizes["pp"]
+    for home, stage in zip(placement, stages, strict=True):
+        elements[home] += parts.storage.elements(parts.model, stage)
+    return tuple(step.optimizer_seconds(count, parts.machine.device) for count in elements)
 
 
 def _schedule_costs(
@@ -420,7 +421,7 @@ def _schedule_costs(
     per_stage = [[parts.costs[model.calls[i].block] for i in stage] for stage in stages]
     cut = {i: unit.cut_seconds / 2 for i, unit in zip(parts.calls, parts.units, strict=True)}
     send_backward = tuple(0.0 if k == 0 else cut[stage[0]] for k, stage in enumerate(stages))
-    moves = MoveCosts(model, parts.options, machine.links, machine.sizes, machine.device.host_bytes_per_second)
+    moves = MoveCosts(model, parts.options, machine)
     tables = [i for i, call in enumerate(model.calls) if model.block_of(call).kind == VOCABULARY]
     return Costs(
         forward_seconds=tuple(sum(c.forward_seconds for c in s) for s in per_stage),
@@ -435,7 +436,7 @@ def _schedule_costs(
         scatter_seconds=tuple(map(moves.scatter_seconds, stages)),
         gather_vocabulary_seconds=moves.gather_seconds(tables) / machine.sizes["pp"],
         activation_bytes=tuple(parts.activations.stage_bytes(stage, chosen) for stage in stages),
-        step_seconds=_step_seconds(parts, per_stage, placement),
+        step_seconds=_step_seconds(parts, stages, placement),
         weight_seconds=tuple(sum(c.weight_seconds for c in s) for s in per_stage),
         later_bytes=tuple(sum(c.later_bytes for c in s) for s in per_stage),
         vocabulary_seconds=vocabulary.seconds if vocabulary else {},

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from autopar.graph import Meta, Model, ParameterInfo, info
+from autopar.graph import Info, Meta, Model, ParameterInfo, info
+from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.passes.vocabulary import VOCABULARY
+from autopar.spmd import Type, row_dims, rows_shape
 
 MOMENTS = 2
 """Tensors of its shape that AdamW keeps of a parameter; others keep at most as many."""
@@ -40,33 +42,43 @@ class State:
 
 @dataclass(frozen=True)
 class Storage:
-    """How a job stores parameters: its options, and how many dp ranks share the rows of one."""
+    """How a job stores parameters: its options, and the ranks that share the rows of one."""
 
     options: Options
-    shards: int
+    mesh: Mesh
 
-    @classmethod
-    def of(cls, options: Options, dp: int) -> Storage:
-        return cls(options, min(options.zero_ranks or dp, dp) if options.zero else 1)
+    def shards(self, types: Mapping[str, Type]) -> int:
+        """Over how many ranks the rows are stored of a parameter of these types."""
+        axes = self.mesh.data_axes([axis for axis, kind in types.items() if kind.is_shard])
+        return self.mesh.zero_shards(self.options.zero_ranks, axes) if self.options.zero and axes else 1
+
+    def elements(self, model: Model, calls: Iterable[int]) -> int:
+        """How many elements of the trained parameters that ``calls`` read a rank updates."""
+        found = _parameters(model, calls)
+        kinds = [(model.parameters[name], data) for name, data in found.items()]
+        return sum(-(-d.meta.numel // self.shards(d.types())) for k, d in kinds if k.trainable and not k.is_buffer)
 
     @property
     def copies(self) -> float:
         """Device bytes of a large trained parameter's state, per byte of it."""
-        meta = Meta((self.shards, 1), torch.float32)
+        meta = Meta((self.shards({}), 1), torch.float32)
         return parameter_state(ParameterInfo("", meta), meta, self).device_bytes / meta.bytes
 
 
 def rank_state(model: Model, calls: Iterable[int], storage: Storage, parts: int = 1) -> State:
     """Of all parameters that ``calls`` read, each once; ``parts``: ranks that share what is local to one."""
-    metas = {
-        name: info(node).meta
+    total = State(Counter(), Counter())
+    for name, data in _parameters(model, calls).items():
+        total += parameter_state(model.parameters[name], data.meta, storage, parts, data.types())
+    return total
+
+
+def _parameters(model: Model, calls: Iterable[int]) -> dict[str, Info]:
+    return {
+        name: info(node)
         for call in (model.calls[index] for index in calls)
         for name, node in zip(call.parameters, model.block_of(call).parameters, strict=True)
     }
-    total = State(Counter(), Counter())
-    for name, meta in metas.items():
-        total += parameter_state(model.parameters[name], meta, storage, parts)
-    return total
 
 
 def vocabulary_state(model: Model, storage: Storage, ranks: int) -> State:
@@ -75,8 +87,10 @@ def vocabulary_state(model: Model, storage: Storage, ranks: int) -> State:
     return rank_state(model, calls, storage, ranks)
 
 
-def parameter_state(known: ParameterInfo, meta: Meta, storage: Storage, parts: int = 1) -> State:
-    """Of one parameter or buffer whose local part is ``meta``.
+def parameter_state(
+    known: ParameterInfo, meta: Meta, storage: Storage, parts: int = 1, types: Mapping[str, Type] | None = None
+) -> State:
+    """Of one parameter or buffer whose local part is ``meta``, split as ``types`` say.
 
     A gradient that is never held whole (ZeRO 2 and 3) counts as the rank's part of it; what is gathered of ZeRO 3 is
     in no state.
@@ -85,13 +99,15 @@ def parameter_state(known: ParameterInfo, meta: Meta, storage: Storage, parts: i
     if known.is_buffer or not known.trainable:
         return State(Counter(parameters=elements * meta.dtype.itemsize), Counter())
     options, master = storage.options, known.master or meta.dtype
-    rows = meta.shape[0] if meta.shape else 1
-    own = math.ceil(rows / storage.shards) * (elements // max(1, rows)) if storage.shards > 1 else elements
+    shards, dims = storage.shards(types or {}), 1
+    if not known.stacked:
+        dims = row_dims(meta.shape, shards)
+    own = math.prod(rows_shape(meta.shape, shards, dims)) // parts if meta.shape else elements
     moment = getattr(torch, options.state_dtype).itemsize if options.state_dtype else master.itemsize
     away = bool({"optimizer", "parameters"} & set(options.offload))
     state = Counter(parameters=own * master.itemsize, optimizer=MOMENTS * own * moment)
     gradients = Counter(gradients=(own if options.zero >= 2 else elements) * master.itemsize)
-    twice = storage.shards > 1 or master != meta.dtype or away
+    twice = shards > 1 or master != meta.dtype or away
     streamed = options.zero == 3 or "parameters" in options.offload
     copies = Counter(working=elements * meta.dtype.itemsize) if twice and not streamed else Counter()
     if away:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,15 +13,13 @@ from autopar.cluster import Link
 from autopar.cost_models import collective
 from autopar.graph import Model, info
 from autopar.options import Options
+from autopar.planner.block_costs import DataLine, Machine
 from autopar.schedules.weight_moves import WeightMoves
 
-SHARD, REPLICATE = "dp_shard", "dp_replicate"
-"""Parts of the axis dp: ranks that share one copy of what ZeRO splits, and those that hold the same part."""
 
-
-def weight_moves(model: Model, options: Options, sizes: Mapping[str, int]) -> WeightMoves:
-    """Which GATHER and SCATTER actions a schedule needs; ``sizes`` by axis."""
-    shards = sizes[SHARD] if options.zero else 1
+def weight_moves(model: Model, options: Options, lines: Iterable[DataLine]) -> WeightMoves:
+    """Which GATHER and SCATTER actions a schedule needs."""
+    shards = max(line.shards for line in lines) if options.zero else 1
     streamed = (options.zero == 3 and shards > 1) or "parameters" in options.offload
     has_copies = any(known.master is not None for known in model.parameters.values())
     twice = shards > 1 or has_copies or "optimizer" in options.offload
@@ -29,60 +28,71 @@ def weight_moves(model: Model, options: Options, sizes: Mapping[str, int]) -> We
 
 @dataclass(frozen=True)
 class MoveCosts:
-    """Seconds that the weights of some calls and their gradients are on their way, on ``links`` and ``sizes`` by axis.
+    """Seconds that the weights of some calls and their gradients are on their way.
 
-    Masters on the host are copied at ``host_bytes_per_second``: this rank's part, before it is gathered, and back once
-    its gradient is summed.
+    Masters on the host are copied at the device's ``host_bytes_per_second``: this rank's part, before it is gathered,
+    and back once its gradient is summed.
     """
 
     model: Model
     options: Options
-    links: Mapping[str, Link]
-    sizes: Mapping[str, int]
-    host_bytes_per_second: float = 0.0
-
-    @property
-    def _shards(self) -> int:
-        return self.sizes[SHARD] if self.options.zero else 1
+    machine: Machine
 
     def gather_seconds(self, calls: Sequence[int]) -> float:
         """One gather of all weights of ``calls``: a collective for each call, in the dtype that is computed with."""
-        gathered = [bytes_ for bytes_, _ in self._calls(calls)]
-        return math.fsum(self._seconds("all_gather", bytes_, SHARD) for bytes_ in gathered) + self._host(sum(gathered))
+        return math.fsum(
+            _seconds("all_gather", gathered, self._shards(line), line.shard) + self._host(gathered, line)
+            for line, gathered, _ in self._calls(calls)
+        )
 
     def scatter_seconds(self, calls: Sequence[int]) -> float:
         """One SCATTER of their gradients."""
         if self.options.zero < 2:
             return 0.0
-        return math.fsum(self._seconds("reduce_scatter", bytes_, SHARD) for _, bytes_ in self._calls(calls))
+        return math.fsum(
+            _seconds("reduce_scatter", sent, self._shards(line), line.shard) for line, _, sent in self._calls(calls)
+        )
 
     def reduce_seconds(self, calls: Sequence[int]) -> float:
         """What REDUCE has left to sum, and to copy to the host."""
-        sent = sum(bytes_ for _, bytes_ in self._calls(calls))
-        if self._shards == 1:
-            return self._seconds("all_reduce", sent, "dp") + self._host(sent)
-        once = self._seconds("reduce_scatter", sent, SHARD) if self.options.zero == 1 else 0.0
-        return once + self._seconds("all_reduce", sent // self._shards, REPLICATE) + self._host(sent)
+        sums: Counter[DataLine] = Counter()
+        for line, _, sent in self._calls(calls):
+            sums[line] += sent
+        return math.fsum(self._reduce_seconds(sent, line) for line, sent in sums.items())
 
-    def _seconds(self, kind: str, bytes_: int, axis: str) -> float:
-        size = self._shards if axis == SHARD else self.sizes[axis]
-        return collective.seconds(kind, bytes_, size, self.links[axis]) if bytes_ else 0.0
+    def _reduce_seconds(self, sent: int, line: DataLine) -> float:
+        shards = self._shards(line)
+        if shards == 1:
+            return _seconds("all_reduce", sent, line.size, line.whole) + self._host(sent, line)
+        once = _seconds("reduce_scatter", sent, shards, line.shard) if self.options.zero == 1 else 0.0
+        rest = _seconds("all_reduce", sent // shards, line.size // shards, line.replicate)
+        return once + rest + self._host(sent, line)
 
-    def _host(self, bytes_: int) -> float:
+    def _shards(self, line: DataLine) -> int:
+        return line.shards if self.options.zero else 1
+
+    def _host(self, bytes_: int, line: DataLine) -> float:
         """Of copying this rank's part of so many bytes, where masters lie on the host."""
-        on_host = not {"optimizer", "parameters"}.isdisjoint(self.options.offload) and self.host_bytes_per_second
-        return bytes_ / self._shards / self.host_bytes_per_second if on_host else 0.0
+        rate = self.machine.device.host_bytes_per_second
+        on_host = not {"optimizer", "parameters"}.isdisjoint(self.options.offload) and rate
+        return bytes_ / self._shards(line) / rate if on_host else 0.0
 
-    def _calls(self, calls: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Per call, bytes of its weights as they are gathered, and of their gradients as they are sent."""
+    def _calls(self, calls: Sequence[int]) -> Iterator[tuple[DataLine, int, int]]:
+        """Per call and line, bytes of its weights as they are gathered, and of their gradients as they are sent."""
         for call in (self.model.calls[index] for index in calls):
-            gathered = sent = 0
+            gathered: Counter[DataLine] = Counter()
+            sent: Counter[DataLine] = Counter()
             for name, node in zip(call.parameters, self.model.block_of(call).parameters, strict=True):
-                known, meta = self.model.parameters[name], info(node).meta
+                known, data = self.model.parameters[name], info(node)
                 if known.trainable and not known.is_buffer:
-                    gathered += meta.bytes
-                    sent += meta.numel * self._sent_dtype(known.master or meta.dtype).itemsize
-            yield gathered, sent
+                    line, meta = self.machine.line(data.types()), data.meta
+                    gathered[line] += meta.bytes
+                    sent[line] += meta.numel * self._sent_dtype(known.master or meta.dtype).itemsize
+            yield from ((line, gathered[line], sent[line]) for line in gathered)
 
     def _sent_dtype(self, master: torch.dtype) -> torch.dtype:
         return getattr(torch, self.options.reduce_dtype) if self.options.reduce_dtype else master
+
+
+def _seconds(kind: str, bytes_: int, size: int, link: Link) -> float:
+    return collective.seconds(kind, bytes_, size, link) if bytes_ else 0.0

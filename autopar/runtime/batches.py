@@ -35,14 +35,14 @@ def part(whole: Tensor, given: Input, program: Program | VocabularyProgram, micr
     """
     if given.batch_dim is None:
         return whole.to(axes.device)
-    dp = axes["dp"]
-    rows, rest = divmod(given.shape[given.batch_dim], program.microbatches * dp.size)
+    replicas = axes.mesh.replicas
+    rows, rest = divmod(given.shape[given.batch_dim], program.microbatches * replicas)
     if rest:
         raise BatchError(
             f"batch input {given.path!r} has {given.shape[given.batch_dim]} rows, which don't divide over "
-            f"{program.microbatches} microbatches x dp {dp.size}"
+            f"{program.microbatches} microbatches x dp {replicas}"
         )
-    start = (microbatch * dp.size + dp.index) * rows
+    start = (microbatch * replicas + axes["dp"].index * axes["ep"].size + axes["ep"].index) * rows
     return whole.narrow(given.batch_dim, start, rows).to(axes.device, non_blocking=True).contiguous()
 
 

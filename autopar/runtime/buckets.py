@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from autopar.runtime.axes import Axis
 from autopar.runtime.collectives import reduce_sum_, scatter_sum_into
 from autopar.runtime.host import host_empty
-from autopar.runtime.later import accumulate
+from autopar.runtime.later import Spans, accumulate
 
 
 class Bucket(Protocol):
@@ -41,8 +41,8 @@ class Bucket(Protocol):
     def take(self, parameter: nn.Parameter) -> None:
         """Autograd is done with ``parameter``; where all of its gradient was put off, it has none yet."""
 
-    def accumulate(self, parameter: Tensor, left: Tensor, right: Tensor) -> None:
-        """``parameter.grad += left [m, t] @ right [t, n]``: a put-off gradient."""
+    def accumulate(self, parameter: Tensor, left: Tensor, right: Tensor, groups: Spans | None = None) -> None:
+        """A put-off gradient, as :func:`autopar.runtime.later.accumulate` takes it."""
 
     def start(self) -> None:
         """Start to sum what is there."""
@@ -87,8 +87,8 @@ class SumBucket:
             view.copy_(parameter.grad)
             parameter.grad = view
 
-    def accumulate(self, parameter: Tensor, left: Tensor, right: Tensor) -> None:
-        accumulate(parameter, left, right, into=self.views[parameter])
+    def accumulate(self, parameter: Tensor, left: Tensor, right: Tensor, groups: Spans | None = None) -> None:
+        accumulate(parameter, left, right, groups, into=self.views[parameter])
 
     def start(self) -> None:
         for parameter, view in self.views.items():
@@ -115,12 +115,14 @@ class SumBucket:
 @dataclass(frozen=True)
 class Route:
     """How terms become the sum for one master: over ``shard`` (rows; ``sums``: the terms there differ, else they are
-    equal and each rank takes its rows), then over ``rest``, sent as ``dtype``."""
+    equal and each rank takes its rows), then over ``rest``, sent as ``dtype``. ``copies``: so many ranks have the same
+    term."""
 
     shard: Axis
     sums: bool
     rest: Axis
     dtype: torch.dtype
+    copies: int = 1
 
 
 @dataclass(eq=False)
@@ -165,14 +167,16 @@ class MasterBucket:
         self._pending[parameter] = gradient if before is None else before.to(self._dtype).add_(gradient)
         parameter.grad = None
 
-    def accumulate(self, parameter: Tensor, left: Tensor, right: Tensor) -> None:
-        accumulate(parameter, left, right)
+    def accumulate(self, parameter: Tensor, left: Tensor, right: Tensor, groups: Spans | None = None) -> None:
+        accumulate(parameter, left, right, groups)
         self.take(parameter)  # type: ignore[arg-type]
 
     def start(self) -> None:
         self.settle()
         route, n = self._route, self._route.shard.size
         terms = self._terms()
+        if route.copies > 1:
+            terms = terms / route.copies
         if n == 1:
             self._flight = Flight(terms, terms, reduce_sum_(terms, route.rest, async_op=True))
         elif route.sums:

@@ -53,5 +53,7 @@ def _counts(parameter: Parameter, placement: Sequence[int], axes: Axes) -> bool:
     kinds = {name: parse(text) for name, text in parameter.types.items()}
     copies = {name: axis for name, axis in axes.items() if name != "pp"}
     if parameter.zero > 1:
-        copies["dp"] = axes.replicate
+        data = axes.mesh.data_axes(tuple(kinds))
+        copies = {name: axis for name, axis in copies.items() if name not in data}
+        copies["zero"] = axes.line(tuple(kinds)).replicate
     return all(axis.index == 0 or (name in kinds and kinds[name].is_shard) for name, axis in copies.items())

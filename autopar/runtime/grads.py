@@ -21,11 +21,12 @@ from autopar.mesh import AXES
 from autopar.runtime.axes import Axes, Axis
 from autopar.runtime.buckets import Bucket, MasterBucket, Route, SumBucket
 from autopar.runtime.collectives import subgroups
-from autopar.runtime.later import accumulate
+from autopar.runtime.later import Spans, accumulate
 from autopar.runtime.low_rank import LowRankMasterBucket, LowRankSumBucket
 from autopar.runtime.modules import dtype_of
 from autopar.runtime.powersgd import PowerSGD
 from autopar.runtime.program import Parameter, Program, VocabularyProgram
+from autopar.runtime.shards import stored_shape
 from autopar.runtime.units import units
 
 BUCKET_BYTES = 25 * 2**20
@@ -41,20 +42,23 @@ def reduce_ranks(parameter: Parameter, axes: Axes, placement: Sequence[int]) -> 
 
     ``placement[stage]`` is the stage's index on pp.
     """
+    line = axes.line(tuple(parameter.types)) if parameter.zero > 1 else None
+    data = axes.mesh.data_axes(tuple(parameter.types)) if line is not None else ()
     places = {name: [axes[name].index] for name in AXES}
-    places |= {name: list(range(axes[name].size)) for name in parameter.reduce}
-    if parameter.zero > 1 and "dp" in parameter.reduce:  # the same rows of other copies
-        places["dp"] = list(range(axes["dp"].index % parameter.zero, axes["dp"].size, parameter.zero))
+    places |= {name: list(range(axes[name].size)) for name in parameter.reduce if name not in data}
     if parameter.shared_stages:
         places["pp"] = sorted({placement[stage] for stage in parameter.shared_stages})
-    return tuple(sorted(axes.mesh.rank(**dict(zip(AXES, at, strict=True))) for at in product(*places.values())))
+    ranks = [axes.mesh.rank(**dict(zip(AXES, at, strict=True))) for at in product(*places.values())]
+    if line is not None and set(data) & set(parameter.reduce):  # the same rows of other copies
+        ranks = [rank + other - axes.rank for rank in ranks for other in line.replicate.ranks]
+    return tuple(sorted(ranks))
 
 
 def reduce_groups(
     programs: Iterable[Program | VocabularyProgram], axes: Axes, placement: Sequence[int]
 ) -> dict[tuple[int, ...], Axis]:
     """The groups of all sums of this rank's stages, by their ranks. All ranks of the world must call it."""
-    known = [axes.replicate, *(axis for name, axis in axes.items() if name != "pp")]
+    known = [*(line.replicate for line in axes.lines.values()), *(axis for name, axis in axes.items() if name != "pp")]
     along = {axis.ranks: axis for axis in known}
     wanted: dict[tuple[int, ...], str] = {}
     for program in programs:
@@ -138,13 +142,14 @@ class Reducer:
                 self._place[parameter].waiting += 1
         self._start_complete()
 
-    def accumulate(self, parameter: Tensor, left: Tensor, right: Tensor) -> None:
-        """``parameter.grad += left [m, t] @ right [t, n]``, without a temporary: a put-off gradient."""
+    def accumulate(self, parameter: Tensor, left: Tensor, right: Tensor, groups: Spans | None = None) -> None:
+        """``parameter.grad += left [m, t] @ right [t, n]``, without a temporary: a put-off gradient. ``groups`` as in
+        :func:`~autopar.runtime.later.accumulate`."""
         if parameter not in self._place:
-            accumulate(parameter, left, right)
+            accumulate(parameter, left, right, groups)
             return
         bucket = self._place[parameter]
-        bucket.accumulate(parameter, left, right)
+        bucket.accumulate(parameter, left, right, groups)
         self._count(bucket)
 
     def put(self, parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -271,13 +276,14 @@ class _Buckets:
         if self._is_own_master(parameter) and len(ranks) == 1:
             return None
         master = self._reducer.masters[parameter.name]
-        sums = "dp" in parameter.reduce
+        sums = parameter.reduce
         kind = ranks, parameter.dtype, parameter.zero, sums, self._per_pass(parameter), master.dtype, master.device
         return *kind, self._is_low_rank(parameter)
 
     def _is_low_rank(self, parameter: Parameter) -> bool:
-        """Whether it is summed in low rank: over ``dp`` alone, and fewer numbers so."""
-        alone = parameter.reduce == ("dp",) and not parameter.shared_stages
+        """Whether it is summed in low rank: over ranks that split tokens alone, and fewer numbers so."""
+        data = self._axes.mesh.data_axes(tuple(parameter.types))
+        alone = bool(data) and parameter.reduce == data and not parameter.shared_stages
         return bool(self._powersgd) and alone and low_rank_pays(parameter.shape, self._powersgd)
 
     def _is_own_master(self, parameter: Parameter) -> bool:
@@ -286,7 +292,8 @@ class _Buckets:
     def _goes_alone(self, parameter: Parameter) -> bool:
         """Large, and sent without a copy if it doesn't share a bucket."""
         large = self._size[parameter.name] >= _SMALL_BYTES
-        return large and parameter.zero > 1 and parameter.shape[0] % parameter.zero == 0
+        stored = parameter.zero * math.prod(stored_shape(parameter))
+        return large and parameter.zero > 1 and stored == math.prod(parameter.shape)
 
     def _bucket(self, names: Sequence[str]) -> Bucket:
         reducer, spec = self._reducer, self._reducer.specs[names[0]]
@@ -297,8 +304,17 @@ class _Buckets:
             if self._is_low_rank(spec):
                 return LowRankSumBucket(rest, parameters, self._powersgd)
             return SumBucket(rest, parameters)
-        shard = self._axes.shard if spec.zero > 1 else Axis.of("alone", [self._axes.rank], self._axes.rank, None)
-        route = Route(shard, "dp" in spec.reduce, rest, sent)
+        route = self._route(spec, rest, sent)
         if self._is_low_rank(spec):
-            return LowRankMasterBucket(parameters, masters, route, self._axes["dp"], self._powersgd)
+            whole = self._axes.line(tuple(spec.types)).whole
+            return LowRankMasterBucket(parameters, masters, route, whole, self._powersgd)
         return MasterBucket(parameters, masters, route, per_pass=self._per_pass(spec))
+
+    def _route(self, spec: Parameter, rest: Axis, dtype: torch.dtype) -> Route:
+        """ZeRO's sum runs over all ranks that split tokens; where some of those have equal terms, each gives a part."""
+        if spec.zero == 1:
+            return Route(Axis.of("alone", [self._axes.rank], self._axes.rank, None), True, rest, dtype)
+        data = self._axes.mesh.data_axes(tuple(spec.types))
+        equal = math.prod(self._axes[name].size for name in data if name not in spec.reduce)
+        sums = not set(data).isdisjoint(spec.reduce)
+        return Route(self._axes.line(tuple(spec.types)).shard, sums, rest, dtype, equal if sums else 1)

@@ -18,6 +18,7 @@ from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.runtime.executor import Executor
 from autopar.runtime.job import Job, connect, start
+from autopar.runtime.loads import Load, added, save_load
 from autopar.runtime.modules import dtype_of
 from autopar.runtime.optimizers import GivenOptimizer, SchedulerMaker, adamw, maker
 from autopar.runtime.program import Input
@@ -41,7 +42,7 @@ def read_job(directory: Path) -> Job:
     """The job as values. Raises PlanError."""
     try:
         settings = json.loads((directory / "job.json").read_text())
-        mesh = Mesh(**settings["mesh"])
+        mesh = Mesh.from_json(settings["mesh"])
         schedule = Schedule.from_text((directory / "actions.txt").read_text())
         texts = tuple((directory / f"stage_{i}.py").read_text() for i in range(schedule.stages))
         vocabulary = (directory / "vocabulary.py").read_text() if schedule.head else None
@@ -54,19 +55,25 @@ def read_job(directory: Path) -> Job:
 
 
 def main(script: str) -> None:
-    """``train.py [--steps N] [--batches FILE]``: train on given or random batches and print the loss of each step."""
+    """``train.py [--steps N] [--batches FILE] [--loads FILE]``: train on given or random batches and print the loss of
+    each step."""
     parser = argparse.ArgumentParser(description="Train a job that autopar wrote.")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--batches", type=Path, help="safetensors file of tensors <step>.<input>")
+    parser.add_argument("--loads", type=Path, help="write the slots of each expert, of all steps, here")
     arguments = parser.parse_args()
     directory = Path(script).resolve().parent
     executor = open_job(directory)
     inputs = _all_inputs(directory)
+    load: Load = {}
     for step, batch in enumerate(_batches(inputs, arguments.steps, arguments.batches)):
         loss = float(executor.step(batch))
+        load = added([load, executor.expert_load]) if arguments.loads is not None else load
         if executor.axes.rank == 0:
             sys.stdout.write(f"step {step}: loss {loss:.6f}\n")
             sys.stdout.flush()
+    if arguments.loads is not None and executor.axes.rank == 0:
+        save_load(arguments.loads, load)
 
 
 def _all_inputs(directory: Path) -> list[Input]:

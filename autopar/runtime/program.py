@@ -7,7 +7,9 @@ All shapes are local to one rank and one microbatch unless a name says otherwise
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from autopar.spmd import S, parse, row_dims
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,10 @@ class Parameter:
     many rows of zeros behind those of ``full_shape``; they exist on ranks only, never in a checkpoint.
 
     ``dtype`` is what the module computes with, ``master`` what the optimizer updates ("": the same). ``zero`` is over
-    how many ranks of ``dp`` the rows (dim 0 of ``shape``) are stored: equal parts, zeros behind the last.
+    how many ranks of those that split tokens the rows (dim 0 of ``shape``) are stored: equal parts, zeros behind the
+    last. ``order``: ranks hold the model's row ``order[p]`` of dim 0 as row ``p``, before anything is split ((): as the
+    model has them). ``stacked``: dim 0 is no dim of the model's but its parameters of this name with 0, 1 … for the
+    ``*`` in it (the experts of a loop).
     """
 
     name: str
@@ -73,12 +78,58 @@ class Parameter:
     padding: tuple[int, int] | None = None
     master: str = ""
     zero: int = 1
+    order: tuple[int, ...] = ()
+    stacked: bool = False
+
+    @property
+    def parts(self) -> tuple[Parameter, ...]:
+        """The parameters of the model that :attr:`stacked` ones are made of, as a rank stores those it has: whole, but
+        for what is split of the other dims."""
+        if not self.stacked:
+            return ()
+        kinds = {axis: parse(text) for axis, text in self.types.items()}
+        types = {axis: str(S(kind.dim - 1, kind.outer)) for axis, kind in kinds.items() if kind.dim > 0}
+        one = replace(
+            self,
+            shape=self.shape[1:],
+            full_shape=self.full_shape[1:],
+            types=types,
+            zero=1,
+            order=(),
+            stacked=False,
+        )
+        return tuple(replace(one, name=self.name.replace("*", str(i))) for i in range(self.full_shape[0]))
+
+    @property
+    def row_dims(self) -> int:
+        """How many leading dims of ``shape`` are rows to ZeRO. Stacked parameters are split between them only."""
+        return 1 if self.stacked else row_dims(self.shape, self.zero)
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
         """The shape that ``types`` split: the full one and its padding."""
         dim, rows = self.padding or (0, 0)
         return tuple(extent + rows * (d == dim) for d, extent in enumerate(self.full_shape))
+
+
+@dataclass(frozen=True)
+class Router:
+    """A layer that gives tokens to experts; ``layer`` is its module path.
+
+    ``split``: the axes on which ranks have different tokens of it. ``bias`` is the buffer ``[experts]`` that is added
+    to scores for the choice of experts alone, where there is one. ``order[p]`` is the expert that is stored at place
+    ``p`` ((): p itself). ``imbalance``: how many times its share the fullest rank is reckoned to get, where there are
+    no values to say so. ``skips``: the stacked parameters of which parts whose expert got no token in a step have no
+    gradient, so that no optimizer touches them.
+    """
+
+    layer: str
+    experts: int
+    split: tuple[str, ...] = ()
+    bias: str = ""
+    order: tuple[int, ...] = ()
+    imbalance: float = 1.0
+    skips: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,7 +141,7 @@ class Program:
     loss, whose sum over microbatches and over ``loss_axes`` is the model's loss. ``mesh`` is sizes per axis.
     ``returns_loss`` is False on the last stage of a model whose vocabulary is split over the pipeline: it too gives
     a tuple of what it ``sends``, to every rank's :class:`VocabularyProgram`. ``parameters`` are in the order of their
-    use; ``spanning`` names those that more than one of the stage's calls use.
+    use; ``spanning`` names those that more than one of the stage's calls use. ``routers`` are of the stage's layers.
     """
 
     stage: int
@@ -106,6 +157,7 @@ class Program:
     plan_digest: str = ""
     returns_loss: bool = True
     spanning: tuple[str, ...] = ()
+    routers: tuple[Router, ...] = ()
 
     @property
     def is_last(self) -> bool:

@@ -1,24 +1,25 @@
 """Which part of a full tensor one rank holds, and both ways between them, without communication.
 
 Types are read axis by axis in the mesh's order, outermost first: each splits what the axes before it left. What ZeRO
-splits over dp is cut last, by rows of what the types left: part i of n is rows ``i * r`` to ``(i + 1) * r - 1`` with
-``r = ceil(rows / n)``, zeros behind the last.
+splits over the ranks that split tokens is cut last, by rows of what the types left: part i of n is rows ``i * r`` to
+``(i + 1) * r - 1`` with ``r = ceil(rows / n)``, zeros behind the last. Where dim 0 is shorter than n, rows are those of
+several dims (:func:`autopar.spmd.row_dims`).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from autopar.errors import ShardingError
-from autopar.mesh import AXES
+from autopar.mesh import AXES, DATA
 from autopar.runtime.program import Parameter
-from autopar.spmd import divides, local_shape, parse
+from autopar.spmd import divides, local_shape, parse, rows_shape
 
 Index = tuple[slice, ...]
 
@@ -84,31 +85,62 @@ def blocks(shape: Sequence[int], types: Mapping[str, str], axes: Positions) -> l
 
 def stored_shape(parameter: Parameter) -> tuple[int, ...]:
     """The shape of what one rank stores of ``parameter``: its local shape, or its part of the rows of that."""
-    return _rows_of(parameter.shape, parameter.zero)
-
-
-def _rows_of(shape: Sequence[int], parts: int) -> tuple[int, ...]:
-    return (-(-shape[0] // parts), *shape[1:]) if parts > 1 else tuple(shape)
+    return rows_shape(parameter.shape, parameter.zero, parameter.row_dims)
 
 
 def _stored(parameter: Parameter, axes: Positions) -> tuple[list[Block], tuple[int, ...]]:
     """The rectangles of the padded tensor that this rank stores, none where it has but padding; and its shape."""
     parts = blocks(parameter.padded_shape, parameter.types, axes)
-    shape = _rows_of(_shape(parts), parameter.zero)
+    whole, last = _shape(parts), parameter.row_dims - 1
+    shape = rows_shape(whole, parameter.zero, parameter.row_dims)
     if parameter.zero == 1:
         return parts, shape
-    first = axes["dp"].index % parameter.zero * shape[0]
-    return [cut for part in parts if (cut := _rows(part, first, first + shape[0])) is not None], shape
+    first = _data_index(parameter, axes) % parameter.zero * shape[last]
+    flat = [line for part in parts for line in _lines(part, whole, last)]
+    return [cut for line in flat if (cut := _rows(line, last, first, first + shape[last])) is not None], shape
 
 
-def _rows(part: Block, first: int, end: int) -> Block | None:
-    """What of ``part`` lies in local rows ``first`` to ``end``, local rows counted from there."""
-    local, full = part.local[0], part.full[0]
+def _data_index(parameter: Parameter, axes: Positions) -> int:
+    """This rank's place in the joint group of the axes that split tokens and not ``parameter``."""
+    index = 0
+    for name in DATA:
+        if name not in parameter.types:
+            index = index * axes[name].size + axes[name].index
+    return index
+
+
+def _lines(part: Block, shape: Sequence[int], last: int) -> Iterator[Block]:
+    """``part`` of a local tensor of ``shape``, cut into blocks of one index each in the dims before ``last``, which
+    ``local`` counts as rows of that one dim."""
+    for place in itertools.product(*(range(span.start, span.stop) for span in part.local[:last])):
+        rows = 0
+        for index, extent in zip(place, shape[1 : last + 1], strict=True):
+            rows = (rows + index) * extent
+        shifts = [full.start - local.start for full, local in zip(part.full[:last], part.local[:last], strict=True)]
+        full = tuple(slice(index + shift, index + shift + 1) for index, shift in zip(place, shifts, strict=True))
+        span = slice(part.local[last].start + rows, part.local[last].stop + rows)
+        yield Block((*full, *part.full[last:]), (*(slice(0, 1),) * last, span, *part.local[last + 1 :]))
+
+
+def _rows(part: Block, dim: int, first: int, end: int) -> Block | None:
+    """What of ``part`` lies in local rows ``first`` to ``end`` of ``dim``, local rows counted from there."""
+    local, full = part.local[dim], part.full[dim]
     start, stop = max(local.start, first), min(local.stop, end)
     if start >= stop:
         return None
     there = slice(full.start + start - local.start, full.start + stop - local.start)
-    return Block((there, *part.full[1:]), (slice(start - first, stop - first), *part.local[1:]))
+    here = slice(start - first, stop - first)
+    return Block((*part.full[:dim], there, *part.full[dim + 1 :]), (*part.local[:dim], here, *part.local[dim + 1 :]))
+
+
+def rows_held(parameter: Parameter, axes: Positions) -> dict[int, int]:
+    """Which of the model's rows of dim 0 this rank stores, padding aside, and at which row of what it stores."""
+    found: dict[int, int] = {}
+    for part in within(_stored(parameter, axes)[0], parameter.full_shape):
+        places = range(part.full[0].start, part.full[0].stop)
+        for place, row in zip(places, range(part.local[0].start, part.local[0].stop), strict=True):
+            found[parameter.order[place] if parameter.order else place] = row
+    return found
 
 
 def take(
@@ -155,7 +187,19 @@ def read_shard(read: Callable[[Index], torch.Tensor], parameter: Parameter, axes
     Raises ShardingError.
     """
     parts, shape = _stored(parameter, axes)
-    return take(read, parts, parameter.full_shape, shape)
+    return take(_in_order(read, parameter.order), parts, parameter.full_shape, shape)
+
+
+def _in_order(read: Callable[[Index], torch.Tensor], order: Sequence[int]) -> Callable[[Index], torch.Tensor]:
+    """``read`` as if row ``p`` of dim 0 were row ``order[p]``."""
+    if not order:
+        return read
+
+    def read_rows(index: Index) -> torch.Tensor:
+        rows = [read((slice(row, row + 1), *index[1:])) for row in order[index[0]]]
+        return torch.cat(rows) if rows else read(index)
+
+    return read_rows
 
 
 def unshard(parameter: Parameter, shards: Sequence[tuple[Mapping[str, int], torch.Tensor]]) -> torch.Tensor:
@@ -166,7 +210,7 @@ def unshard(parameter: Parameter, shards: Sequence[tuple[Mapping[str, int], torc
     """
     if not shards:
         raise ShardingError(f"no shard of {parameter.name!r} is given; give those of every rank that holds it")
-    axes = {*parameter.types, *(("dp",) if parameter.zero > 1 else ())}
+    axes = {*parameter.types, *(DATA if parameter.zero > 1 else ())}
     sizes = {axis: 1 + max(at[axis] for at, _ in shards) for axis in axes}
     first = shards[0][1]
     full = torch.empty(parameter.full_shape, dtype=first.dtype, device=first.device)
@@ -187,7 +231,7 @@ def unshard(parameter: Parameter, shards: Sequence[tuple[Mapping[str, int], torc
                     full[real.full].copy_(local[real.local])
     if sum(filled.values()) != math.prod(parameter.padded_shape):
         raise ShardingError(f"parts of {parameter.name!r} are missing; give the shards of every rank that holds it")
-    return full
+    return full[torch.tensor(parameter.order).argsort()] if parameter.order else full
 
 
 def _shape(parts: Sequence[Block]) -> tuple[int, ...]:

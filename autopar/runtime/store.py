@@ -56,7 +56,7 @@ class Copy:
 
         The copy has no values yet; if it isn't ``resident``, it has no memory either.
         """
-        shard = axes.shard if spec.zero > 1 else Axis.of("alone", [axes.rank], axes.rank, None)
+        shard = axes.line(tuple(spec.types)).shard if spec.zero > 1 else Axis.of("alone", [axes.rank], axes.rank, None)
         whole = torch.empty(shard.size * math.prod(stored_shape(spec)), dtype=dtype_of(spec.dtype), device=axes.device)
         # .data: autograd, which keeps the parameter for the backward, doesn't count writes to ``whole`` as its changes
         value = whole[: math.prod(spec.shape)].view(spec.shape).data
@@ -145,13 +145,13 @@ class Unit:
 
     def _gather(self) -> _Flight:
         flight = _Flight([], [], [])
-        small: dict[tuple[torch.dtype, int], list[Copy]] = {}
+        small: dict[tuple[torch.dtype, tuple[int, ...]], list[Copy]] = {}
         for copy in self.copies:
             if copy.shard.size == 1:
                 flight.kept.append(part := copy.narrow())
                 copy.whole.copy_(part, non_blocking=True)
             elif copy.nbytes < LARGE_BYTES:
-                small.setdefault((copy.whole.dtype, copy.shard.size), []).append(copy)
+                small.setdefault((copy.whole.dtype, copy.shard.ranks), []).append(copy)
             else:
                 flight.kept.append(part := copy.part())
                 flight.works.append(gather_into(copy.whole, part, copy.shard))

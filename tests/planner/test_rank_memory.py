@@ -14,6 +14,7 @@ from autopar.cost_models.formula import Formula
 from autopar.cost_models.memory import ZERO_1_BYTES, ZERO_2_BYTES, ZERO_3_BYTES
 from autopar.errors import BudgetError
 from autopar.graph import Meta, ParameterInfo
+from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.planner.budget import within_budget
 from autopar.planner.rank_memory import State, Storage, parameter_state
@@ -23,7 +24,7 @@ WEIGHT = Meta((10, 3), torch.float32)
 
 def state(meta: Meta = WEIGHT, dp: int = 1, master: torch.dtype | None = None, **options: Any) -> State:
     known = ParameterInfo("weight", meta, master=master)
-    return parameter_state(known, meta, Storage.of(Options.of(**options), dp))
+    return parameter_state(known, meta, Storage(Options.of(**options), Mesh(dp=dp)))
 
 
 def test_a_parameter_its_gradient_and_two_moments() -> None:
@@ -57,13 +58,13 @@ def test_what_lies_on_the_host() -> None:
 
 def test_buffers_and_frozen_parameters_have_no_state() -> None:
     for known in (ParameterInfo("b", WEIGHT, is_buffer=True), ParameterInfo("f", WEIGHT, trainable=False)):
-        found = parameter_state(known, WEIGHT, Storage.of(Options(), 1))
+        found = parameter_state(known, WEIGHT, Storage(Options(), Mesh()))
         assert found == State(Counter(parameters=120), Counter())
 
 
 @pytest.mark.parametrize(("options", "copies"), [({}, 4), ({"zero": 1}, 2 + 3 / 8), ({"zero": 3}, 4 / 8)])
 def test_copies_of_a_parameter(options: dict[str, Any], copies: float) -> None:
-    assert Storage.of(Options.of(**options), 8).copies == copies
+    assert Storage(Options.of(**options), Mesh(dp=8)).copies == copies
 
 
 @pytest.mark.parametrize(("level", "formula"), [(1, ZERO_1_BYTES), (2, ZERO_2_BYTES), (3, ZERO_3_BYTES)])

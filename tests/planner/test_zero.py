@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +10,13 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.cluster import Cluster
 from autopar.cost_models import collective
 from autopar.graph import Model
+from autopar.mesh import Mesh
 from autopar.options import Options
-from autopar.planner.zero import REPLICATE, SHARD, MoveCosts, weight_moves
+from autopar.planner.block_costs import DataLine, Machine
+from autopar.planner.zero import MoveCosts, weight_moves
 from autopar.schedules.weight_moves import WeightMoves
 from tests.fast_cluster import FAST
 
@@ -33,12 +35,14 @@ def model() -> Model:
     return job.lowered
 
 
-def sizes(shard: int, replicate: int = 1) -> Mapping[str, int]:
-    return {"dp": shard * replicate, SHARD: shard, REPLICATE: replicate}
+def machine(shard: int, replicate: int = 1, rate: float = 0.0) -> Machine:
+    line = DataLine(shard * replicate, shard, LINK, LINK, LINK)
+    device, mesh = replace(Cluster.load("h100").device, host_bytes_per_second=rate), Mesh(dp=shard * replicate)
+    return Machine(device, {}, mesh, dict.fromkeys(mesh.data_lines(), line))
 
 
 def costs(model: Any, shard: int, replicate: int = 1, rate: float = 0.0, **options: Any) -> MoveCosts:
-    return MoveCosts(model, Options.of(**options), dict.fromkeys(sizes(1), LINK), sizes(shard, replicate), rate)
+    return MoveCosts(model, Options.of(**options), machine(shard, replicate, rate))
 
 
 def seconds(kind: str, bytes_: int, size: int) -> float:
@@ -59,12 +63,12 @@ def seconds(kind: str, bytes_: int, size: int) -> float:
     ],
 )
 def test_actions(model: Any, options: dict[str, Any], dp: int, expected: WeightMoves) -> None:
-    assert weight_moves(model, Options.of(**options), sizes(dp)) == expected
+    assert weight_moves(model, Options.of(**options), machine(dp).lines.values()) == expected
 
 
 def test_narrow_copies_of_wide_masters_are_made_once_a_step(model: Any) -> None:
     narrow = {name: replace(known, master=torch.float64) for name, known in model.parameters.items()}
-    assert weight_moves(replace(model, parameters=narrow), Options(), sizes(1)) == WeightMoves("step")
+    assert weight_moves(replace(model, parameters=narrow), Options(), machine(1).lines.values()) == WeightMoves("step")
 
 
 def test_each_level_moves_what_it_splits(model: Any) -> None:

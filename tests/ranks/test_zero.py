@@ -60,6 +60,13 @@ def test_meshes(zero: int, mesh: dict[str, int]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [{"zero": 1}, {"zero": 2, "zero_ranks": 2}, {"zero": 3}], ids=str)
+def test_over_rows_and_sequences(options: dict[str, Any]) -> None:
+    """dp and cp together share the copies."""
+    check(model(8, tied=True), {"dp": 2, "cp": 2}, microbatches=2, **options)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, *SCHEDULES.values()], ids=str)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_copies_shared_by_some_of_the_ranks(zero: int, options: dict[str, Any]) -> None:

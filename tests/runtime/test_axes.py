@@ -28,14 +28,14 @@ def test_groups_are_named_after_their_axis_also_where_it_spans_the_world() -> No
         groups = [axes[name].group for name in AXES]
         return [None if group is None else group.group_desc for group in groups]
 
-    assert on_ranks(MESH, program)[5] == ["mesh_pp", "mesh_dp", "mesh_tp"]
-    assert on_ranks(Mesh(tp=2), program)[0] == [None, None, "mesh_tp"]
+    assert on_ranks(MESH, program)[5] == ["mesh_pp", "mesh_dp", None, None, "mesh_tp"]
+    assert on_ranks(Mesh(tp=2), program)[0] == [None, None, None, None, "mesh_tp"]
 
 
 def test_one_rank_needs_no_process_group() -> None:
     axes = Axes.build(Mesh(), 0, "cpu")
     assert not dist.is_initialized()
-    assert [axis.size for axis in axes.values()] == [1, 1, 1]
+    assert [axis.size for axis in axes.values()] == [1] * len(AXES)
     assert (axes.world.size, axes.world.group) == (1, None)
 
 

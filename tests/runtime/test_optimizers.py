@@ -327,6 +327,9 @@ STORED = [
     Parameter("vector", (5,), (10,), "float64", {"tp": "S(0)"}, zero=2),
 ]
 CUBE = Parameter("cube", (2, 3, 4), (2, 3, 8), "float64", {"tp": "S(2)"}, zero=2)
+FEW = Parameter("few", (1, 7), (2, 7), "float64", {"tp": "S(0)"}, zero=2)
+"""ZeRO splits its one row."""
+STACK = Parameter("stack", (1, 3, 4), (2, 3, 4), "float64", {"tp": "S(0)"}, zero=2)
 MESH = Mesh(pp=2, dp=2, tp=2)
 
 
@@ -336,7 +339,7 @@ def values(parameters: list[Parameter], seed: int) -> dict[str, Tensor]:
 
 
 def test_a_part_and_the_whole_are_each_other() -> None:
-    matrices = STORED[:-1]
+    matrices = [*STORED[:-1], FEW, STACK]
     full = values(matrices, 0)
 
     def there_and_back(axes: Axes) -> tuple[list[Tensor], list[Tensor]]:
@@ -352,6 +355,8 @@ def test_a_part_and_the_whole_are_each_other() -> None:
     assert torch.equal(last["strided"], full["strided"][[2, 3, 6, 7, 10, 11]])
     assert torch.equal(last["padded"], torch.cat([full["padded"][9:], torch.zeros(1, 6)]))
     assert torch.equal(last["zeroed"], torch.cat([full["zeroed"][4:], torch.zeros(1, 3)]))
+    assert torch.equal(last["few"], torch.cat([full["few"][1:, 4:], torch.zeros(1, 1)], 1))
+    assert torch.equal(last["stack"], torch.cat([full["stack"][1:, 2:], torch.zeros(1, 1, 4)], 1))
     assert torch.equal(last["both"], torch.cat([full["both"][8:], torch.zeros(1, 6)]))
 
 
@@ -368,7 +373,7 @@ ON_PARTS: dict[str, tuple[list[Parameter], Callable[[Any], Optimizer]]] = {
     "adafactor": ([*STORED, CUBE], lambda p: Adafactor(p, lr=0.1, weight_decay=0.1)),
     "adafactor large": ([*STORED, CUBE], lambda p: Adafactor(p, lr=0.1, eps=(1e-3, 10.0), maximize=True)),
     "adafactor unbounded": ([*STORED, CUBE], lambda p: Adafactor(p, lr=0.1, d=1e3)),
-    "muon": (STORED[:-1], lambda p: Muon(p, lr=0.1)),
+    "muon": ([*STORED[:-1], FEW], lambda p: Muon(p, lr=0.1)),
     "muon plain": (STORED[:-1], lambda p: Muon(p, lr=0.1, nesterov=False, adjust_lr_fn="match_rms_adamw")),
     "adamw": ([*STORED, CUBE], lambda p: AdamW(p, lr=0.1)),
 }
@@ -428,6 +433,17 @@ def test_statistics_are_those_of_the_whole() -> None:
     for rows, columns in on_ranks(Mesh(tp=2), on_rank):
         torch.testing.assert_close(rows, expected.state[whole["columns"]]["row_var"], rtol=1e-12, atol=0)
         torch.testing.assert_close(columns, expected.state[whole["rows"]]["col_var"], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("parameter", [FEW, STACK], ids=lambda p: p.name)
+def test_means_of_rows_that_are_split_are_refused(parameter: Parameter) -> None:
+    def on_rank(axes: Axes) -> None:
+        layout = Layout.of(parameter, axes)
+        masters = {parameter.name: nn.Parameter(part(layout, values([parameter], 0)[parameter.name]))}
+        with pytest.raises(ArgumentError, match=r"Adafactor .* ZeRO splits .* use zero=0"):
+            make_optimizer(Adafactor, {parameter.name: parameter}, masters, axes, Options())
+
+    on_ranks(MESH, on_rank)
 
 
 @pytest.mark.parametrize("kind", [RowScaled, Preconditioned, Coupled])

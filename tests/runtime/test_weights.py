@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 import struct
 import sys
@@ -106,7 +107,7 @@ def test_a_shard_has_memory_of_its_own() -> None:
         ({"tp": "S(2)"}, r"can't be stored as S\(2\)@tp"),
         ({"tp": "P"}, r"can't be stored as P@tp .* types of weights are I, R, or a shard"),
         ({"tp": "S(0)", "dp": "S(0)"}, r"shape \[2, 6\] can't be stored as S\(0\)@tp"),
-        ({"ep": "S(0)"}, r"unknown mesh axes \['ep'\]; known axes are"),
+        ({"sp": "S(0)"}, r"unknown mesh axes \['sp'\]; known axes are"),
     ],
 )
 def test_types_that_cannot_be_stored(types: dict[str, str], message: str) -> None:
@@ -155,6 +156,22 @@ def test_padding_is_zeros_on_ranks_and_nowhere_else(layout: tuple[torch.Tensor, 
         assert tuple(shard.shape) == parameter.shape
         assert torch.equal(shard, slice_shard(padded, parameter.types, axes))
         shards.append((mesh.coordinates(axes.rank), shard + 0))
+    assert torch.equal(unshard(parameter, shards[::-1]), whole)
+
+
+@pytest.mark.parametrize(
+    ("local", "stored"),
+    [((2, 6, 4), (1, 3, 4)), ((2, 5, 4), (1, 3, 4)), ((2, 3), (1, 2)), ((6, 3), (2, 3)), ((1,), (1,))],
+    ids=str,
+)
+def test_rows_of_stacks_shorter_than_the_ranks_that_share_them(local: tuple[int, ...], stored: tuple[int, ...]) -> None:
+    """ZeRO over four ranks, of a part on two others."""
+    mesh, full = Mesh(dp=4, ep=2), (2 * local[0], *local[1:])
+    whole = torch.arange(1.0, 1 + math.prod(full)).reshape(full)
+    parameter = Parameter("w", local, full, "float32", {"ep": "S(0)"}, zero=4)
+    shards = [(mesh.coordinates(a.rank), StateSource({"w": whole}).local(parameter, a)) for a in everywhere(mesh)]
+    assert {tuple(shard.shape) for _, shard in shards} == {stored}
+    assert sum(int(shard.count_nonzero()) for _, shard in shards) == whole.numel()
     assert torch.equal(unshard(parameter, shards[::-1]), whole)
 
 

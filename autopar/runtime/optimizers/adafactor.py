@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adafactor
 
+from autopar.errors import ArgumentError
 from autopar.runtime.axes import Axis
 from autopar.runtime.optimizers.layout import Layout, add_up
 
@@ -31,10 +32,17 @@ class ShardedAdafactor(Adafactor):
 
     ``groups`` are parameter groups of one; ``layouts`` say how each parameter that can have a gradient is stored. All
     ranks must step together. ``row_var`` is ``[…, r, 1]`` and ``col_var`` ``[…, 1, c]`` of the rank's own part.
+    Raises ArgumentError where a part is no rectangle of its matrices.
     """
 
     def __init__(self, groups: list[dict[str, Any]], layouts: Mapping[nn.Parameter, Layout]) -> None:
         super().__init__(groups)
+        for layout in layouts.values():
+            if any(split.merged for split in layout.splits):
+                raise ArgumentError(
+                    f"Adafactor keeps means of rows and columns, but of a parameter of shape {list(layout.shape)}, "
+                    "which has fewer rows than ranks share it, ZeRO splits rows within; use zero=0, or fewer zero_ranks"
+                )
         self.layouts = layouts
 
     @torch.no_grad()

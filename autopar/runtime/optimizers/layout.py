@@ -26,12 +26,24 @@ from autopar.spmd import S, Type, parse
 class Split:
     """One cut of what the cuts before it left: ``kind`` is the shard, ``extent`` the size of its dim before.
 
-    Parts are equal; where ``extent`` doesn't divide, the last ones end with padding.
+    Parts are equal; where ``extent`` doesn't divide, the last ones end with padding. ``merged``: the sizes of the dims
+    up to that of ``kind`` which are one, the last, before it is cut.
     """
 
     axis: Axis
     kind: Type
     extent: int
+    merged: tuple[int, ...] = ()
+
+    def cuts(self, dims: set[int]) -> bool:
+        return not dims.isdisjoint({self.kind.dim, *range(len(self.merged))})
+
+    def merge(self, whole: Tensor) -> Tensor:
+        ones = (1,) * (len(self.merged) - 1)
+        return whole.reshape(*ones, self.extent, *whole.shape[len(self.merged) :]) if self.merged else whole
+
+    def unmerge(self, whole: Tensor) -> Tensor:
+        return whole.reshape(*self.merged, *whole.shape[len(self.merged) :]) if self.merged else whole
 
 
 @dataclass(frozen=True)
@@ -59,7 +71,7 @@ class Layout:
     def axes(self, *dims: int) -> tuple[Axis, ...]:
         """The axes that split one of ``dims`` (which may be negative); without dims, any."""
         wanted = {dim % len(self.shape) for dim in dims}
-        return tuple(split.axis for split in self.splits if not dims or split.kind.dim in wanted)
+        return tuple(split.axis for split in self.splits if not dims or split.cuts(wanted))
 
     def own(self, whole: Tensor) -> Tensor:
         """This rank's part of ``whole``, zeros where it holds padding."""
@@ -67,6 +79,7 @@ class Layout:
             whole = _padded(whole, dim, extent - whole.shape[dim])
         for split in self.splits:
             dim, outer, n = split.kind.dim, split.kind.outer, split.axis.size
+            whole = split.merge(whole)
             whole = _padded(whole, dim, -split.extent % (outer * n))
             blocks = whole.reshape(*whole.shape[:dim], outer, n, -1, *whole.shape[dim + 1 :])
             whole = blocks.select(dim + 1, split.axis.index).flatten(dim, dim + 1)
@@ -83,7 +96,7 @@ def gather(parts: Sequence[tuple[Tensor, Layout]]) -> list[Tensor]:
         cut = [(i, s) for i, (_, layout) in enumerate(parts) for s in layout.splits if s.axis is axis]
         joined = gather_parts([(tensors[i], split.kind) for i, split in cut], axis)
         for (i, split), whole in zip(cut, joined, strict=True):
-            tensors[i] = whole.narrow(split.kind.dim, 0, split.extent)
+            tensors[i] = split.unmerge(whole.narrow(split.kind.dim, 0, split.extent))
     for i, (_, layout) in enumerate(parts):
         for dim, extent in enumerate(layout.shape):
             tensors[i] = tensors[i].narrow(dim, 0, extent)
@@ -119,13 +132,15 @@ def _splits(parameter: Parameter, axes: Axes) -> Iterator[Split]:
             yield Split(axes[name], kind, left[kind.dim])
             left[kind.dim] //= axes[name].size
     if parameter.zero > 1:
-        yield Split(axes.shard, S(0), left[0] if left else 1)
+        shard, dims = axes.line(tuple(parameter.types)).shard, parameter.row_dims
+        merged = tuple(left[:dims]) if dims > 1 else ()
+        yield Split(shard, S(max(0, dims - 1)), math.prod(left[:dims]), merged)
 
 
 def _axes_of(groups: Iterable[tuple[Axis, ...]]) -> list[Axis]:
     """All axes of the groups, each once, in the one order that all ranks communicate in: as they cut, ZeRO's last."""
     found = {axis.name: axis for axes in groups for axis in axes}
-    types = [name for name in AXES if name in found and name != "dp"]
+    types = [name for name in AXES if name in found]
     return [found[name] for name in [*types, *sorted(set(found) - set(types))]]
 
 

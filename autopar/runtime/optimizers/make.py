@@ -25,7 +25,8 @@ from autopar.runtime.optimizers.narrow import NarrowState
 from autopar.runtime.optimizers.parameters import Parameters
 from autopar.runtime.optimizers.recipe import Maker, SchedulerMaker, made
 from autopar.runtime.optimizers.several import Several
-from autopar.runtime.program import Parameter
+from autopar.runtime.optimizers.stacked import Apart, Idle, lend_gradients
+from autopar.runtime.program import Parameter, Router
 
 REPLACEMENTS: Final = {Adafactor: ShardedAdafactor, Muon: ShardedMuon}
 """Classes of torch that need whole parameters, and ours that does the same on parts."""
@@ -35,13 +36,22 @@ Specs = Mapping[str, Parameter]
 
 
 def make_optimizer(
-    maker: Maker, specs: Specs, masters: Mapping[str, nn.Parameter], axes: Axes, options: Options
+    maker: Maker,
+    specs: Specs,
+    masters: Mapping[str, nn.Parameter],
+    axes: Axes,
+    options: Options,
+    routers: Iterable[Router] = (),
 ) -> Optimizer | None:
     """The optimizer of this rank, over its ``masters``; None where the model trains nothing.
+
+    ``routers`` say which experts may have no gradient in a step.
 
     Raises ArgumentError as :func:`check_optimizer`.
     """
     device = next((master.device for master in masters.values()), axes.device)
+    apart = Apart.of(specs, masters, axes)
+    specs, masters = apart.specs, apart.masters
     parameters = Parameters.stored(specs.values(), masters, device)
     names = {parameter: name for name, parameter in parameters.named()}
     layouts = {masters[name]: Layout.of(spec, axes) for name, spec in specs.items() if name in masters}
@@ -49,7 +59,11 @@ def make_optimizer(
     for optimizer in made(maker, parameters) if len(parameters) else []:
         form = _form(optimizer, _own(optimizer, names, specs), axes.mesh, options, device)
         optimizers.append(form.of(optimizer, layouts))
-    return _as_one(optimizers) if optimizers else None
+    if not optimizers:
+        return None
+    together = _as_one(optimizers)
+    lend_gradients(together, apart.parts, Idle.of(routers, axes.routers))
+    return together
 
 
 def check_optimizer(
@@ -61,6 +75,7 @@ def check_optimizer(
     others that a rank doesn't store, and there is none of ours that does the same; where ``options.state_dtype`` asks
     for narrow moments and it has none; where ``scheduler`` doesn't make one that goes by steps.
     """
+    specs = Apart.of(specs, {}).specs
     parameters = Parameters.stored(specs.values(), {}, device)
     names = {parameter: name for name, parameter in parameters.named()}
     optimizers = made(maker, parameters) if len(parameters) else []

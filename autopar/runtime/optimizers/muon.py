@@ -42,17 +42,22 @@ class ShardedMuon(Muon):
                 one.apply(whole)
 
     def _buckets(self) -> Iterator[list[_Update]]:
-        """Steps whose matrices are gathered together."""
-        bucket: list[_Update] = []
+        """Steps whose matrices are gathered together.
+
+        Of one split only: ranks that share the parts of a matrix may hold different numbers of those split otherwise.
+        """
+        found: dict[tuple[str, ...], list[list[_Update]]] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    bucket.append(_Update(parameter, group, self.state[parameter], self.layouts[parameter]))
-                if sum(one.layout.elements for one in bucket) * COMPUTE_DTYPE.itemsize >= BUCKET_BYTES:
-                    yield bucket
-                    bucket = []
-        if bucket:
-            yield bucket
+                if parameter.grad is None:
+                    continue
+                update = _Update(parameter, group, self.state[parameter], self.layouts[parameter])
+                buckets = found.setdefault(tuple(axis.name for axis in update.layout.axes()), [[]])
+                buckets[-1].append(update)
+                if sum(one.layout.elements for one in buckets[-1]) * COMPUTE_DTYPE.itemsize >= BUCKET_BYTES:
+                    buckets.append([])
+        for split in sorted(found):
+            yield from filter(None, found[split])
 
 
 @dataclass(frozen=True)
