@@ -67,12 +67,20 @@ class Op:
 
 
 @dataclass(frozen=True)
+class Given:
+    """In a :class:`Local`: the argument that the whole call has at this position or under this name."""
+
+    position: int
+    name: str
+
+
+@dataclass(frozen=True)
 class Local:
     """How one rank calls the op: replacements of arguments by position or name.
 
     ``target`` names another function: one of ``autopar.runtime``, or an ATen overload
     ("aten.reshape.default"); "" is the op itself. With ``keep``, only so many positional arguments and no
-    named ones of the whole call stay.
+    named ones of the whole call stay; :class:`Given` puts one elsewhere.
     """
 
     args: dict[int, Any]
@@ -95,7 +103,13 @@ class Local:
         for position, value in sorted(self.args.items()):
             made[position : position + 1] = [value]
         kept = dict(kwargs) if self.keep is None else {}
-        return tuple(made), kept | self.kwargs
+        named = {
+            name: (args[value.position] if value.position < len(args) else kwargs[value.name])
+            if isinstance(value, Given)
+            else value
+            for name, value in self.kwargs.items()
+        }
+        return tuple(made), kept | named
 
 
 class Rule(Protocol):
@@ -121,7 +135,22 @@ class Rule(Protocol):
         """Bytes that a pass reads and writes inside of the op, beside operands and result."""
 
     def communication(self, op: Op, choice: Choice, size: int) -> Communication:
-        """Collectives inside the op's form."""
+        """Collectives inside the op's form, of the forward; shapes are those before the axis is split."""
+
+    def communication_back(self, op: Op, choice: Choice, size: int) -> Communication:
+        """The same of the backward, where the op has one."""
+
+    def overlaps(self, op: Op, choice: Choice) -> bool:
+        """Whether what it communicates runs beside its own work, not before or after it."""
+
+    def imbalance(self, op: Op, choice: Choice, size: int) -> float:
+        """Work of the busiest rank in that of the average one, where ranks hold neighbouring parts of a dim."""
+
+    def pieces(self, op: Op, choice: Choice, size: int) -> int:
+        """In how many kernels, one after another, the work of one is done; results are added up."""
+
+    def expert_operands(self, op: Op) -> tuple[int, ...]:
+        """Positions of the operands that are a stack of weights, one per expert, along dim 0."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +178,21 @@ class Whole:
 
     def communication(self, op: Op, choice: Choice, size: int) -> Communication:
         return []
+
+    def communication_back(self, op: Op, choice: Choice, size: int) -> Communication:
+        return []
+
+    def overlaps(self, op: Op, choice: Choice) -> bool:
+        return False
+
+    def imbalance(self, op: Op, choice: Choice, size: int) -> float:
+        return 1.0
+
+    def pieces(self, op: Op, choice: Choice, size: int) -> int:
+        return 1
+
+    def expert_operands(self, op: Op) -> tuple[int, ...]:
+        return ()
 
 
 def legal_choices(rule: Rule, op: Op, size: int, inputs: Sequence[Splits], output: Splits) -> list[Choice]:

@@ -21,10 +21,11 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Kept:
-    """Positions of the tensor operands that are kept, and bytes of tensors made inside."""
+    """Positions of the tensor operands that are kept, bytes of tensors made inside, and whether the result is kept."""
 
     operands: tuple[int, ...] = ()
     extra_bytes: int = 0
+    result: bool = False
 
 
 def _lookup(op: Op) -> Kept:
@@ -52,6 +53,25 @@ def _product(op: Op) -> Kept:
     return Kept((*([0] if weight.needs_grad else []), *([1] if x.needs_grad else [])))
 
 
+def _attention_blocks(op: Op) -> Kept:
+    """All operands, the result, and a logarithm per row."""
+    wide = torch.promote_types(op.result.dtype, torch.float32).itemsize
+    rows = op.result.numel // op.result.shape[-1]
+    return Kept(tuple(range(len(op.operands))), wide * rows, result=True)
+
+
+def _dispatch(op: Op) -> Kept:
+    """Which slots have rows, and the rows' places by expert."""
+    return Kept(extra_bytes=2 * torch.int64.itemsize * op.result.shape[0])
+
+
+def _combine(op: Op) -> Kept:
+    """The weights for the rows' gradient, and for theirs the rows as they came back, by slot."""
+    rows, weights = op.operands[:2]
+    returned = weights.numel * op.result.shape[-1] * rows.dtype.itemsize
+    return Kept((1,) if rows.needs_grad else (), returned if weights.needs_grad else 0)
+
+
 def _nothing(op: Op) -> Kept:
     return Kept()
 
@@ -70,9 +90,16 @@ FORMS: Final[Mapping[str, Callable[[Op], Kept]]] = {
     "embedding_rows": _lookup,
     "cross_entropy_sharded": _cross_entropy,
     "chunked_cross_entropy": _chunked_cross_entropy,
+    "attention_with_offset": _attention_blocks,
+    "ring_attention": _attention_blocks,
+    "dispatch": _dispatch,
+    "grouped_linear": _product,
+    "grouped_bias": _nothing,
+    "combine": _combine,
     "linear": _product,
     "matmul": _product,
     "mean_of_whole": _nothing,
+    "cumsum_sharded": _nothing,
     "dropout_replayed": _nothing,
     "relu_kept_as_bits": _bits,
     "relu6_kept_as_bits": _bits,
@@ -81,6 +108,10 @@ FORMS: Final[Mapping[str, Callable[[Op], Kept]]] = {
     "threshold_kept_as_bits": _bits,
     "max_pool2d_kept_as_places": _places,
 }
+
+
+NUMBERED: Final = frozenset({"embedding_sharded", "cross_entropy_sharded", "chunked_cross_entropy"})
+"""Forms that take a rank's part of rows or classes to be the one at its index: not for pairs of parts."""
 
 
 def _dropout(x: Tensor, p: float, train: bool) -> Any:

@@ -15,7 +15,7 @@ from math import prod
 from autopar.graph import Choice, Meta
 from autopar.rules.base import Local, Op, Splits, Whole
 from autopar.rules.spec import Localizer, unchanged
-from autopar.spmd import P, S, Type
+from autopar.spmd import RAGGED, P, S, Type
 
 Forward = Callable[[Op, int, Type], Type | None]
 """The result's shard from that of one operand; None: it has none."""
@@ -40,15 +40,15 @@ class Moves(Whole):
     def link(self, op: Op, inputs: Sequence[Splits], output: Splits) -> None:
         for position, splits in enumerate(inputs):
             for shard in shards(splits):
-                _add(output, op.result, self.forward(op, position, shard))
+                _add(output, op.result, self._forward(op, position, shard))
         for shard in shards(output):
-            sources = self.backward(op, shard) or ()
+            sources = self._backward(op, shard) or ()
             for splits, meta, kind in zip(inputs, op.operands, sources, strict=False):
                 _add(splits, meta, kind)
 
     def choices(self, op: Op, size: int, inputs: Sequence[Splits], output: Splits) -> Iterator[Choice]:
         for shard in shards(output):
-            operands = self.backward(op, shard)
+            operands = self._backward(op, shard)
             if operands is not None and self.allows(op, Choice(operands, shard), size):
                 yield Choice(operands, shard)
         if self.passes_sums(op):
@@ -56,6 +56,26 @@ class Moves(Whole):
 
     def localize(self, op: Op, choice: Choice, size: int, axis: str) -> Local:
         return self.local(op, choice, size, axis)
+
+    def _forward(self, op: Op, position: int, shard: Type) -> Type | None:
+        """A ragged dim goes where all of it goes as it is."""
+        if not shard.is_ragged:
+            return self.forward(op, position, shard)
+        extent = op.operands[position].shape[shard.dim]
+        plain = self.forward(op, position, S(shard.dim))
+        is_kept = plain is not None and plain.outer == 1 and op.result.shape[plain.dim] == extent
+        return S(plain.dim, RAGGED) if plain is not None and is_kept else None
+
+    def _backward(self, op: Op, shard: Type) -> tuple[Type, ...] | None:
+        if not shard.is_ragged:
+            return self.backward(op, shard)
+        sources = self.backward(op, S(shard.dim))
+        extent = op.result.shape[shard.dim]
+        if sources is None or any(
+            k.outer != 1 or m.shape[k.dim] != extent for k, m in zip(sources, op.operands, strict=True)
+        ):
+            return None
+        return tuple(S(kind.dim, RAGGED) for kind in sources)
 
 
 def shards(splits: Splits) -> list[Type]:
@@ -66,7 +86,7 @@ def _add(splits: Splits, meta: Meta, kind: Type | None) -> None:
     """Only what can be split at all, so that the fixpoint over links ends."""
     if kind is not None and kind.is_shard:
         extent = meta.shape[kind.dim]
-        if extent % kind.outer == 0 and extent > kind.outer:
+        if kind.is_ragged or (extent % kind.outer == 0 and extent > kind.outer):
             splits[kind.dim].add(kind.outer)
 
 

@@ -63,6 +63,10 @@ def shape_arg(position: int, name: str) -> Localizer:
         if not choice.result.is_shard:
             return Local.same()
         shape = list(local_shape(op.result.shape, choice.result, size))
+        open_dims = {d for d, extent in enumerate(op.arg(position, name)) if extent == -1}  # ragged on another axis
+        if choice.result.is_ragged:
+            open_dims.add(choice.result.dim)
+        shape = [-1 if d in open_dims else extent for d, extent in enumerate(shape)]
         return Local.replacing(op, position, name, shape)
 
     return localizer

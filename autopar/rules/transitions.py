@@ -18,9 +18,10 @@ def _ratio(op: Op, d: int) -> tuple[int, int]:
 
 
 def _outer(op: Op, d: int) -> int:
-    """The stride of the other axis' own split of dim ``d``."""
-    kinds = (op.kwargs["src"], op.kwargs["dst"])
-    return max((kind.outer for kind in kinds if kind.is_shard and kind.dim == d), default=1)
+    """The stride of the other axis' own split of dim ``d``; a pair of parts is one inside of the other."""
+    kinds, ref = (op.kwargs["src"], op.kwargs["dst"]), op.args[1]
+    parts = 2 if ref.paired else 1
+    return max((kind.outer * parts for kind in kinds if kind.is_shard and kind.dim == d), default=1)
 
 
 def _forward(op: Op, position: int, shard: Type) -> Type | None:

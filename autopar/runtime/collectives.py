@@ -4,7 +4,8 @@ Nothing else calls the collectives of torch.distributed. A transition takes this
 type ``src`` on ``axis`` and returns its part of the same tensor with type ``dst``; its gradient goes the way
 back that the table there gives. On an axis of one rank every transition is the identity.
 
-``S(d,outer)`` sees dim ``d`` of extent ``e``, split over ``n`` ranks, as ``[outer, n, e / (outer n)]``.
+``S(d,outer)`` sees dim ``d`` of extent ``e``, split over ``n`` ranks, as ``[outer, n, e / (outer n)]``; on a paired
+axis as ``[outer, 2 n, e / (outer 2 n)]``, of which a rank holds :meth:`~autopar.runtime.axes.Axis.parts_of`.
 :func:`_split` goes from there to the layout that collectives want, ``[n, *local]``, :func:`_merge` back.
 """
 
@@ -48,7 +49,8 @@ def all_to_all(x: Tensor, axis: Axis, *, src: Type, dst: Type) -> Tensor:
 
 def convert(x: Tensor, axis: Axis, *, src: Type, dst: Type) -> Tensor:
     """Without communication: ``I -> R`` (gradient: all-reduce), ``I -> S(d)`` (all-gather), ``R -> S(d)``
-    (zero-pad). Raises ShardingError where the dim doesn't divide.
+    (zero-pad); ``I -> P`` and ``R -> P``, where each rank's term is its share of the whole. Raises ShardingError where
+    the dim doesn't divide.
     """
     return _change("convert", x, axis, src, dst)
 
@@ -65,8 +67,8 @@ def _change(function: str, x: Tensor, axis: Axis, src: Type, dst: Type) -> Tenso
 
 
 def _check_splits(function: str, x: Tensor, axis: Axis, src: Type, dst: Type) -> None:
-    """A shard must divide into its ``outer`` blocks, a tensor to be split into those times the ranks."""
-    for kind, parts in ((src, 1), (dst, axis.size)):
+    """A shard must divide into its ``outer`` blocks, a tensor to be split into those times the ranks' parts."""
+    for kind, parts in ((src, axis.parts // axis.size), (dst, axis.parts)):
         if not kind.is_shard:
             continue
         if kind.dim >= x.dim():
@@ -74,9 +76,10 @@ def _check_splits(function: str, x: Tensor, axis: Axis, src: Type, dst: Type) ->
                 f"{function} {src} -> {dst} on axis {axis.name!r}: "
                 f"a tensor of shape {tuple(x.shape)} has no dim {kind.dim}"
             )
-        extent = x.shape[kind.dim] * (axis.size if kind.dim == src.dim and parts > 1 else 1)
+        extent = x.shape[kind.dim] * (axis.size if kind.dim == src.dim and kind is dst else 1)
         if extent % (kind.outer * parts):
-            over = f"{axis.size} ranks" if kind.outer == 1 else f"{kind.outer} blocks of {axis.size} ranks each"
+            ranks = f"{axis.size} ranks" + (" with a pair of parts each" if axis.paired else "")
+            over = ranks if kind.outer == 1 else f"{kind.outer} blocks of {ranks} each"
             raise ShardingError(
                 f"{function} {src} -> {dst} on axis {axis.name!r}: dim {kind.dim} of shape {tuple(x.shape)} "
                 f"doesn't divide over {over}; choose sizes that do, or another axis size"
@@ -104,20 +107,32 @@ def fresh(x: Tensor) -> Tensor:
     return x.detach()
 
 
-def _split(x: Tensor, shard: Type, parts: int) -> Tensor:
-    """``[n, *local]``: the part of every rank. A view where the shard isn't strided."""
+def _split(x: Tensor, shard: Type, axis: Axis) -> Tensor:
+    """``[n, *local]``: the part of every rank. A view where the shard is neither strided nor paired."""
+    dim, blocks = shard.dim, _blocks(x, shard, axis)
+    if not axis.paired:
+        return blocks.movedim(dim + 1, 0).flatten(dim + 1, dim + 2)
+    low, high = blocks.chunk(2, dim + 1)
+    return torch.stack([low, high.flip(dim + 1)], dim + 2).movedim(dim + 1, 0).flatten(dim + 1, dim + 3)
+
+
+def _blocks(x: Tensor, shard: Type, axis: Axis) -> Tensor:
+    """Dim ``dim`` as ``[outer, parts, inner]``."""
     dim, outer = shard.dim, shard.outer
-    inner = x.shape[dim] // (outer * parts)
-    blocks = x.reshape(*x.shape[:dim], outer, parts, inner, *x.shape[dim + 1 :])
-    return blocks.movedim(dim + 1, 0).flatten(dim + 1, dim + 2)
+    inner = x.shape[dim] // (outer * axis.parts)
+    return x.reshape(*x.shape[:dim], outer, axis.parts, inner, *x.shape[dim + 1 :])
 
 
-def _merge(parts: Tensor, shard: Type) -> Tensor:
+def _merge(parts: Tensor, shard: Type, paired: bool = False) -> Tensor:
     """The inverse of :func:`_split`. A view where nothing lies before the split, else one copy."""
     dim, outer = shard.dim, shard.outer
     n, *local = parts.shape
-    blocks = parts.reshape(n, *local[:dim], outer, local[dim] // outer, *local[dim + 1 :])
-    return blocks.movedim(0, dim + 1).flatten(dim, dim + 2)
+    if not paired:
+        blocks = parts.reshape(n, *local[:dim], outer, local[dim] // outer, *local[dim + 1 :])
+        return blocks.movedim(0, dim + 1).flatten(dim, dim + 2)
+    pairs = parts.reshape(n, *local[:dim], outer, 2, local[dim] // outer // 2, *local[dim + 1 :])
+    low, high = pairs.movedim(0, dim + 1).unbind(dim + 2)
+    return torch.cat([low, high.flip(dim + 1)], dim + 1).flatten(dim, dim + 2)
 
 
 def _sum(x: Tensor, axis: Axis) -> Tensor:
@@ -129,33 +144,44 @@ def _sum(x: Tensor, axis: Axis) -> Tensor:
 def _gather(x: Tensor, axis: Axis, shard: Type) -> Tensor:
     parts = x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
     _gather_single(parts, x.contiguous(), group=axis.group)
-    return _merge(parts.view(axis.size, *x.shape), shard)
+    return _merge(parts.view(axis.size, *x.shape), shard, axis.paired)
 
 
 def _scatter_sum(x: Tensor, axis: Axis, shard: Type) -> Tensor:
-    parts = _split(x, shard, axis.size).contiguous()
+    parts = _split(x, shard, axis).contiguous()
     own = x.new_empty(parts.shape[1:])
     _scatter_single(own, parts.flatten(0, 1), group=axis.group)
     return own
 
 
 def _slice(x: Tensor, axis: Axis, shard: Type) -> Tensor:
-    return _split(x, shard, axis.size)[axis.index].contiguous()
+    if not axis.paired:
+        return _split(x, shard, axis)[axis.index].contiguous()
+    dim, blocks = shard.dim, _blocks(x, shard, axis)
+    own = [blocks.select(dim + 1, part) for part in axis.parts_of(axis.index)]
+    return torch.stack(own, dim + 1).flatten(dim, dim + 2)
 
 
 def _pad(x: Tensor, axis: Axis, shard: Type) -> Tensor:
     parts = x.new_zeros((axis.size, *x.shape))
     parts[axis.index] = x
-    return _merge(parts, shard)
+    return _merge(parts, shard, axis.paired)
+
+
+def _share(x: Tensor, axis: Axis) -> Tensor:
+    """One of ``axis.size`` equal terms whose sum is ``x``. Raises ShardingError for a dtype without fractions."""
+    if not (x.dtype.is_floating_point or x.dtype.is_complex):
+        raise ShardingError(f"convert to P on axis {axis.name!r}: {x.dtype} has no equal terms; use a float")
+    return x / axis.size
 
 
 def _exchange(x: Tensor, axis: Axis, src: Type, dst: Type) -> Tensor:
     if src.dim == dst.dim:  # another order of the same dim: every rank may need something of every other
         return _slice(_gather(x, axis, src), axis, dst)
-    parts = _split(x, dst, axis.size).contiguous()
+    parts = _split(x, dst, axis).contiguous()
     received = torch.empty_like(parts)
     dist.all_to_all_single(received.flatten(0, 1), parts.flatten(0, 1), group=axis.group)
-    return _merge(received, src)
+    return _merge(received, src, axis.paired)
 
 
 _Way = Callable[[Tensor, Axis, Type, Type], Tensor]
@@ -170,8 +196,29 @@ _WAYS: Final[Mapping[tuple[str, str], tuple[_Way, _Way]]] = {
     ("S", "S"): (_exchange, lambda g, a, s, d: _exchange(g, a, d, s)),
     ("I", "S"): (lambda x, a, s, d: _slice(x, a, d), lambda g, a, s, d: _gather(g, a, d)),
     ("R", "S"): (lambda x, a, s, d: _slice(x, a, d), lambda g, a, s, d: _pad(g, a, d)),
+    ("I", "P"): (lambda x, a, s, d: _share(x, a), lambda g, a, s, d: g),
+    ("R", "P"): (lambda x, a, s, d: _share(x, a), lambda g, a, s, d: _share(g, a)),
 }
 """(forward, backward) of every transition; the table of :mod:`autopar.spmd`, in code."""
+
+
+def exchange_uneven(x: Tensor, sent: Sequence[int], received: Sequence[int], axis: Axis) -> Tensor:
+    """``x [sum(sent), ...]``, of which each rank gets so many rows, in order; ``[sum(received), ...]`` of theirs."""
+    rows, work = start_exchange_uneven(x, sent, received, axis)
+    if work is not None:
+        work.wait()
+    return rows
+
+
+def start_exchange_uneven(
+    x: Tensor, sent: Sequence[int], received: Sequence[int], axis: Axis
+) -> tuple[Tensor, dist.Work | None]:
+    """The same, there after ``wait()``. Keep ``x``, which must be contiguous, unchanged until then."""
+    if axis.size == 1:
+        return x, None
+    rows = x.new_empty((sum(received), *x.shape[1:]))
+    work = dist.all_to_all_single(rows, x, list(received), list(sent), group=axis.group, async_op=True)
+    return rows, _started(work)
 
 
 def reduce_sum_(x: Tensor, axis: Axis, *, async_op: bool = False) -> dist.Work | None:
@@ -245,6 +292,19 @@ def send(x: Tensor, axis: Axis, to: int) -> dist.Work:
 def receive_(x: Tensor, axis: Axis, source: int) -> dist.Work:
     """Start to fill contiguous ``x`` from index ``source`` of the axis; it is there after ``wait()``."""
     return _started(dist.irecv(x, group=axis.group, group_src=source))
+
+
+def start_shift(x: Tensor, axis: Axis) -> tuple[Tensor, list[dist.Work]]:
+    """Start to send contiguous ``x`` to the next rank of the axis, from the last to the first, and to receive that of
+    the one before: there once all works are done, until when ``x`` must stay unchanged."""
+    received = torch.empty_like(x)
+    there, back = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
+    # as one batch: NCCL would run a send and a receive between the same two ranks one after the other
+    pair = [
+        dist.P2POp(dist.isend, x, group=axis.group, group_peer=there),
+        dist.P2POp(dist.irecv, received, group=axis.group, group_peer=back),
+    ]
+    return received, dist.batch_isend_irecv(pair)
 
 
 def _started(work: dist.Work | None) -> dist.Work:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -18,11 +18,13 @@ from autopar.runtime.clip import clip_
 from autopar.runtime.collectives import broadcast_, lost_peer, reduce_sum_
 from autopar.runtime.grads import BUCKET_BYTES, Reducer, reduce_groups
 from autopar.runtime.host import host_memory
+from autopar.runtime.later import Spans
+from autopar.runtime.loads import Load, distinct, to_lists, total_load, update_bias_
 from autopar.runtime.modules import dtype_of
 from autopar.runtime.offload import ActivationOffload
 from autopar.runtime.pipe import Message, Pipe
 from autopar.runtime.powersgd import relative_error
-from autopar.runtime.program import Program, VocabularyProgram
+from autopar.runtime.program import Program, Router, VocabularyProgram
 from autopar.runtime.scaling import LossScaler
 from autopar.runtime.step import Place, Step
 from autopar.runtime.store import Store
@@ -47,7 +49,7 @@ class Executor:
     gradient. ``on_gradients`` gets name -> local gradient once per step (asynchronous schedules: per update), summed
     over ranks, before clipping; the attribute ``on_action`` each action before it runs. Raises ScheduleError where the
     actions are about other stages than those given. ``scaler`` scales the loss; a step that it finds not finite
-    changes nothing.
+    changes nothing. ``routers`` are those of all stages (None: of this rank's, which then are all there are).
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Executor:
         scaler: LossScaler | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         on_gradients: Callable[[Gradients], None] | None = None,
+        routers: Sequence[Router] | None = None,
     ) -> None:
         self.actions = schedule.lists[axes["pp"].index]
         _check_actions(stages, programs, self.actions, schedule.head, vocabulary is not None)
@@ -85,8 +88,64 @@ class Executor:
         self._passes = VocabularyPasses(*vocabulary, schedule, axes, scaler) if vocabulary else None
         self._versions = {s: WeightVersions(m) for s, m in stages.items()} if schedule.is_asynchronous else {}
         self._offload = ActivationOffload({_place(a) for a in self.actions if a.kind == "OFFLOAD"}, axes.device)
+        own = [router for program in programs.values() for router in program.routers]
+        self._routers = distinct(own if routers is None else routers)
+        axes.routers.declare(own, axes.device)
+        self._load: dict[str, Tensor] = {}
+        self._loads_first = any(router.skips for router in self._routers) and not self._asynchronous
         self._last_backward = {a.stage: a for a in self.actions if a.kind in _BACKWARDS}
-        self._handlers: dict[str, Callable[[Step, Action], None]] = {
+        self._handlers = self._all_handlers()
+
+    def step(self, batch: Mapping[str, Tensor], *, accumulate: bool = False) -> Tensor:
+        """One training step on the whole global batch (path -> tensor), of which the rank takes its part.
+
+        ``accumulate``: only add to the gradients; the next step without updates by the sum, as several
+        ``loss.backward()`` before one ``optimizer.step()``. All ranks must say the same.
+        Returns the model's loss, a float64 scalar, equal on all ranks. Raises BatchError; ArgumentError where an
+        asynchronous schedule should accumulate.
+        """
+        if accumulate and self._asynchronous:
+            raise ArgumentError("accumulate=True, but an asynchronous schedule updates within a step; use another one")
+        for program in self._all_programs():
+            batches.check(batch, program.inputs)
+        step = Step.begin(batch, self._totals(batch), self.axes.device, accumulate=accumulate)
+        for action in self.actions:
+            self._run(step, action)
+        self._pipe.flush()
+        if self._passes:
+            self._passes.flush()
+        self.axes.later.require_done()
+        if self._routers and not accumulate:
+            self._settle_routers(step)
+        self.axes.stream.step += 1
+        return self._loss(step)
+
+    @property
+    def expert_load(self) -> Load:
+        """Layer -> the slots that each expert got in the last step that updated, over the whole batch of it (of those
+        that it accumulated too), equal on all ranks; empty before, and where there are no routers."""
+        return to_lists(self._load)
+
+    @property
+    def selection_biases(self) -> dict[str, Tensor]:
+        """Name -> the bias ``[experts]`` of each of this rank's routers that has one."""
+        return {router.bias: bias for router, bias in self._biases()}
+
+    @property
+    def masters(self) -> dict[str, nn.Parameter]:
+        """What this rank stores and trains, under the model's own names, each once."""
+        return {name: master for store in self.stores.values() for name, master in store.masters.items()}
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """:attr:`masters`."""
+        return self.masters
+
+    def lost_share(self) -> float:
+        """What PowerSGD did not send of this rank's gradients in the last step, relative to them; 0 without it."""
+        return relative_error(sums for reducer in self.reducers.values() for sums in reducer.low_rank_sums())
+
+    def _all_handlers(self) -> dict[str, Callable[[Step, Action], None]]:
+        return {
             "F": self._forward,
             "B": self._backward,
             "I": self._backward_of_input,
@@ -108,41 +167,6 @@ class Executor:
             "STEP": self._optimize,
             **(self._passes.handlers if self._passes else {}),
         }
-
-    def step(self, batch: Mapping[str, Tensor], *, accumulate: bool = False) -> Tensor:
-        """One training step on the whole global batch (path -> tensor), of which the rank takes its part.
-
-        ``accumulate``: only add to the gradients; the next step without updates by the sum, as several
-        ``loss.backward()`` before one ``optimizer.step()``. All ranks must say the same.
-        Returns the model's loss, a float64 scalar, equal on all ranks. Raises BatchError; ArgumentError where an
-        asynchronous schedule should accumulate.
-        """
-        if accumulate and self._asynchronous:
-            raise ArgumentError("accumulate=True, but an asynchronous schedule updates within a step; use another one")
-        for program in self._all_programs():
-            batches.check(batch, program.inputs)
-        step = Step.begin(batch, self._totals(batch), self.axes.device, accumulate=accumulate)
-        for action in self.actions:
-            self._run(step, action)
-        self._pipe.flush()
-        if self._passes:
-            self._passes.flush()
-        self.axes.later.require_done()
-        self.axes.stream.step += 1
-        return self._loss(step)
-
-    @property
-    def masters(self) -> dict[str, nn.Parameter]:
-        """What this rank stores and trains, under the model's own names, each once."""
-        return {name: master for store in self.stores.values() for name, master in store.masters.items()}
-
-    def named_parameters(self) -> dict[str, nn.Parameter]:
-        """:attr:`masters`."""
-        return self.masters
-
-    def lost_share(self) -> float:
-        """What PowerSGD did not send of this rank's gradients in the last step, relative to them; 0 without it."""
-        return relative_error(sums for reducer in self.reducers.values() for sums in reducer.low_rank_sums())
 
     def _modules(self) -> dict[int, nn.Module]:
         return {**self.stages, **({VOCABULARY: self.vocabulary[0]} if self.vocabulary else {})}
@@ -222,13 +246,13 @@ class Executor:
         return sums
 
     def _forward(self, step: Step, action: Action) -> None:
-        place, program = _place(action), self.programs[action.stage]
-        self.axes.stream.microbatch = action.microbatch
+        place, program, axes = _place(action), self.programs[action.stage], self.axes
+        axes.stream.microbatch = action.microbatch
         received = step.arriving.pop(place).wait() if program.receives else ()
         for tensor, spec in zip(received, program.receives, strict=True):
             tensor.requires_grad_(spec.needs_grad)
-        inputs = batches.parts(step.batch, program, action.microbatch, self.axes)
-        with self._weights(action), self._offload.keeping(place, self.stages[action.stage]):
+        inputs = batches.parts(step.batch, program, action.microbatch, axes)
+        with self._weights(action), self._offload.keeping(place, self.stages[action.stage]), axes.routers.counting():
             made = self._call(action, (*received, *inputs, *step.totals.get(action.stage, ())))
         result = made if isinstance(made, tuple) else (made,)
         step.leaves[place] = [tensor for tensor in received if tensor.requires_grad]
@@ -302,8 +326,8 @@ class Executor:
         """Whether the stage's gradients of the whole update are complete after ``action``."""
         return action is self._last_backward[action.stage] and not step.accumulate
 
-    def _accumulate(self, parameter: Tensor, left: Tensor, right: Tensor) -> None:
-        self._owners[parameter].accumulate(parameter, left, right)
+    def _accumulate(self, parameter: Tensor, left: Tensor, right: Tensor, groups: Spans | None = None) -> None:
+        self._owners[parameter].accumulate(parameter, left, right, groups)
 
     def _run_backward(self, step: Step, action: Action) -> None:
         place = _place(action)
@@ -356,6 +380,9 @@ class Executor:
             reducer.wait()
         gradients = {n: g for r in self.reducers.values() for n, g in r.gradients().items()}
         finite = self.scaler is None or self.scaler.settle([*gradients.values()], self.axes.world, self.axes.device)
+        step.updates = finite
+        if self._loads_first:
+            self._count_loads()
         if self.on_gradients is not None:
             self.on_gradients(gradients)
         if self.clip_norm is not None and finite:
@@ -367,6 +394,21 @@ class Executor:
             reducer.zero()
         for store in self.stores.values():
             store.expire()
+
+    def _settle_routers(self, step: Step) -> None:
+        """Sum the step's loads over all ranks, and move selection biases by them, if the step changed anything."""
+        if not self._loads_first:
+            self._count_loads()
+        if self.options.expert_bias_rate and step.updates:
+            for router, bias in self._biases():
+                update_bias_(bias, self._load[router.layer], self.options.expert_bias_rate)
+
+    def _count_loads(self) -> None:
+        self._load = self.axes.routers.total = total_load(self._routers, self.axes.routers.take(), self.axes)
+
+    def _biases(self) -> Iterator[tuple[Router, Tensor]]:
+        for stage, program in self.programs.items():
+            yield from ((r, self.stages[stage].get_buffer(r.bias)) for r in program.routers if r.bias)
 
     def _where_masters_lie(self) -> AbstractContextManager[None]:
         """What an optimizer makes, its state above all, lies beside what it updates."""

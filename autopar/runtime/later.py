@@ -10,7 +10,7 @@ it what else the forward saved; gradients of other parameters (norms, biases, em
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -22,16 +22,24 @@ from autopar.errors import ScheduleError
 Place = tuple[int, int]
 """(stage, microbatch)."""
 
-Accumulate = Callable[[Tensor, Tensor, Tensor], None]
-"""``(parameter, left [m, t], right [t, n])``: adds ``left @ right`` to the gradient of ``parameter [m, n]``."""
+Spans = Sequence[tuple[int, int, int]]
+"""``(matrix, first, end)``: of a stack of matrices, those whose gradient is the sum over some rows, first to end."""
+
+Accumulate = Callable[..., None]
+"""``(parameter, left [m, t], right [t, n])``: adds ``left @ right`` to the gradient of ``parameter [m, n]``; and with
+``groups``, to each matrix of ``parameter [e, m, n]`` the product of its rows."""
 
 
 class _Product(NamedTuple):
-    """The gradient of ``parameter [m, n]``: ``left [..., m]`` times ``right [..., n]``, summed over rows."""
+    """The gradient of ``parameter [m, n]``: ``left [..., m]`` times ``right [..., n]``, summed over rows.
+
+    ``groups`` (None: one matrix): ``parameter [e, m, n]``, each matrix with its rows.
+    """
 
     parameter: Tensor
     left: Tensor
     right: Tensor
+    groups: Spans | None = None
 
     def rows(self) -> tuple[Tensor, Tensor]:
         return _rows(self.left).t(), _rows(self.right)
@@ -68,6 +76,13 @@ class Later:
         self._waiting[self._place].append(product)
         return None
 
+    def put_off(self, parameter: Tensor, left: Tensor, right: Tensor, groups: Spans) -> bool:
+        """Leave the gradient of ``parameter [e, m, n]``, by ``groups`` of rows, to later; False: it is needed now."""
+        if self._place is None or not parameter.is_leaf:
+            return False
+        self._waiting[self._place].append(_Product(parameter, left, right, groups))
+        return True
+
     def parameters(self, place: Place) -> tuple[Tensor, ...]:
         """The parameters that :meth:`run` will add to, in order, once per product. Raises ScheduleError."""
         return tuple(product.parameter for product in self._products(place))
@@ -82,7 +97,8 @@ class Later:
         with torch.no_grad():
             while products:
                 product = products.popleft()
-                accumulate(product.parameter, *product.rows())
+                grouped = {} if product.groups is None else {"groups": product.groups}
+                accumulate(product.parameter, *product.rows(), **grouped)
 
     def require_done(self) -> None:
         """Raise ScheduleError where something is still put off: the step would end without those gradients."""
@@ -102,9 +118,19 @@ class Later:
         return self._waiting[place]
 
 
-def accumulate(parameter: Tensor, left: Tensor, right: Tensor, into: Tensor | None = None) -> None:
-    """``parameter.grad += left [m, t] @ right [t, n]`` without a temporary; the first one is made in ``into``."""
-    if parameter.grad is None:
+def accumulate(
+    parameter: Tensor, left: Tensor, right: Tensor, groups: Spans | None = None, into: Tensor | None = None
+) -> None:
+    """``parameter.grad += left [m, t] @ right [t, n]`` without a temporary; the first one is made in ``into``.
+
+    With ``groups``, of each matrix of a stack.
+    """
+    if groups is not None:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter) if into is None else into.zero_()
+        for matrix, first, end in groups:
+            parameter.grad[matrix].addmm_(left[:, first:end], right[first:end])
+    elif parameter.grad is None:
         parameter.grad = torch.mm(left, right) if into is None else torch.mm(left, right, out=into)
     else:
         parameter.grad.addmm_(left, right)

@@ -1,0 +1,237 @@
+"""Which rows go to which expert: made once per layer and microbatch from a router's choice, on all ranks.
+
+A *slot* is one choice of one token: token t of n, with k choices, has slots ``t k`` to ``t k + k - 1``. A slot whose
+expert is no number from 0 to E - 1 (a dropped token) has no row. Experts are split over the ranks in order, as a
+weight ``[E, ...]`` of type ``S(0)`` is. Rows are sorted by expert, those of one expert by where they come from and
+then by slot, which on one device is the order of tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autopar.errors import ShardingError
+from autopar.runtime.axes import Axes, Axis
+from autopar.runtime.exchange import Flight, Journey, Road
+from autopar.runtime.later import Later
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """The rows of this rank's experts, and how they come about from this rank's ``tokens`` with ``choices`` slots each.
+
+    ``order [r]``: the slots that have a row, by expert. ``journey`` (None: all stay) takes these rows to the ranks of
+    their experts, in order of origin; ``by_expert`` (None: they are so already) are their places there by expert.
+    ``counts``: rows of each of this rank's experts. ``is_estimate``: counts are a guess, there being no values.
+    """
+
+    tokens: int
+    choices: int
+    order: Tensor
+    counts: tuple[int, ...]
+    journey: Journey | None = None
+    by_expert: Tensor | None = None
+    later: Later | None = None
+    is_estimate: bool = False
+
+    @property
+    def rows(self) -> int:
+        return sum(self.counts)
+
+    def spans(self) -> list[tuple[int, int, int]]:
+        """``(expert, first row, end)`` of each of this rank's experts that has rows."""
+        found, first = [], 0
+        for expert, count in enumerate(self.counts):
+            if count:
+                found.append((expert, first, first + count))
+            first += count
+        return found
+
+    def to_experts(self, rows: Tensor) -> Tensor:
+        """Rows ``[r, ...]`` by :attr:`order`, brought to the ranks of their experts and there in order of experts."""
+        return self.at_experts(self.start_to_experts(rows))
+
+    def to_tokens(self, rows: Tensor) -> Tensor:
+        """The inverse, as ``[tokens * choices, ...]`` by slot; zeros for slots without a row."""
+        return self.at_tokens(self.start_to_tokens(rows))
+
+    def start_to_experts(self, rows: Tensor) -> Flight:
+        """:meth:`to_experts` until the rows are on their way."""
+        return Flight(rows) if self.journey is None else self.journey.start_there(rows)
+
+    def at_experts(self, flight: Flight) -> Tensor:
+        """The rest of it."""
+        arrived = flight.wait()
+        return arrived if self.by_expert is None else arrived.index_select(0, self.by_expert)
+
+    def start_to_tokens(self, rows: Tensor) -> Flight:
+        """:meth:`to_tokens` until the rows are on their way."""
+        if self.by_expert is not None:
+            rows = torch.empty_like(rows).index_copy_(0, self.by_expert, rows)
+        return Flight(rows) if self.journey is None else self.journey.start_back(rows)
+
+    def at_tokens(self, flight: Flight) -> Tensor:
+        """The rest of it."""
+        returned = flight.wait()
+        slots = self.tokens * self.choices
+        every = returned.shape[0] == slots
+        made = (returned.new_empty if every else returned.new_zeros)((slots, *returned.shape[1:]))
+        return made.index_copy_(0, self.order, returned)
+
+
+def route(
+    index: Tensor,
+    experts: int,
+    axes: Axes | None = None,
+    *,
+    exchange: Sequence[Axis] = (),
+    filter: Sequence[Axis] = (),
+    nodes: int = 1,
+    layer: str = "",
+) -> Routing:
+    """From ``index [n, k]``, the experts (0 to ``experts`` - 1) of this rank's tokens; others are no expert.
+
+    ``exchange``: axes whose ranks hold other tokens and other experts, outermost first, so that rows travel.
+    ``filter``: axes whose ranks hold the same tokens and other experts, so that each takes the rows of its own.
+    ``nodes``: rows travel in two hops, within and across so many nodes of neighbours (:mod:`autopar.runtime.exchange`).
+    ``layer``: the module path of the router below the axes' scope, under which its load is counted.
+    One small message to each other rank of ``exchange`` (counts). Under ``axes.imbalance`` counts are not
+    read but guessed: this rank's experts have as many times the mean. Raises ShardingError where shapes don't fit.
+    """
+    split = _Split.of(experts, axes, exchange, filter, nodes)
+    if index.dim() != 2 or index.is_floating_point():
+        raise ShardingError(
+            f"route takes the experts of each token as whole numbers [tokens, choices], not {index.dtype} of shape "
+            f"{tuple(index.shape)}; a router must return one row per token"
+        )
+    tokens, choices = index.shape
+    later = axes.later if axes is not None else None
+    if axes is not None:
+        index = axes.routers.seen(axes.path(layer), index, experts)
+    if axes is not None and axes.imbalance is not None:
+        return _estimate(index, split, axes.imbalance * axes.routers.imbalance(axes.path(layer)), later)
+    keys, order = split.keys(index.flatten()).sort(stable=True)
+    bounds = torch.searchsorted(keys, torch.arange(split.kept + 1, device=keys.device))
+    sent = (bounds[1:] - bounds[:-1]).view(split.ranks, split.local)
+    if split.road is None:
+        counts = tuple(sent.flatten().tolist())
+        return Routing(tokens, choices, order[: sum(counts)], counts, later=later)
+    return _travelling(index, split.road, order, sent, later)
+
+
+def _travelling(index: Tensor, road: Road, order: Tensor, sent: Tensor, later: Later | None) -> Routing:
+    """Tell the ranks how many rows come; one copy to the host."""
+    (tokens, choices), (ranks, local) = index.shape, sent.shape
+    received, near = road.counts(sent)
+    hops = [] if near is None else [near.sum(2).flatten()]
+    told = torch.cat([sent.sum(1), received.flatten(), *hops]).tolist()
+    leaving, by_rank = told[:ranks], _rows(told[ranks : ranks * (1 + local)], local)
+    grid = tuple(map(tuple, _rows(told[ranks * (1 + local) :], road.nodes)))
+    journey = Journey(road, tuple(leaving), tuple(map(sum, by_rank)), grid)
+    counts = tuple(map(sum, zip(*by_rank, strict=True)))
+    by_expert = None
+    if local > 1 and ranks > 1:
+        labels = torch.arange(local, device=order.device).repeat(ranks)
+        labels = labels.repeat_interleave(received.flatten(), output_size=journey.arriving)
+        by_expert = labels.sort(stable=True).indices
+    return Routing(tokens, choices, order[: sum(leaving)], counts, journey, by_expert, later)
+
+
+def _estimate(index: Tensor, split: _Split, imbalance: float, later: Later | None) -> Routing:
+    """As if tokens chose experts evenly, but this rank's were ``imbalance`` times the mean."""
+    tokens, choices = index.shape
+    rows = slots = tokens * choices
+    if split.road is not None or split.kept < split.experts:
+        rows = math.ceil(slots * split.kept / split.experts * imbalance)
+    leaving = rows if split.road is None else math.ceil(slots * split.kept / split.experts)
+    order = index.new_empty(leaving)
+    counts = _even(rows, split.local)
+    if split.road is None:
+        return Routing(tokens, choices, order, counts, later=later, is_estimate=True)
+    sent = _even(leaving, split.ranks)
+    near = tuple(zip(*_rows(list(sent), split.road.width), strict=True)) if split.road.has_hops else ()
+    journey = Journey(split.road, sent, _even(rows, split.ranks), near)
+    by_expert = index.new_empty(rows) if split.local > 1 else None
+    return Routing(tokens, choices, order, counts, journey, by_expert, later, is_estimate=True)
+
+
+def _rows(flat: list[int], width: int) -> list[list[int]]:
+    return [flat[first : first + width] for first in range(0, len(flat), width)]
+
+
+def _even(total: int, parts: int) -> tuple[int, ...]:
+    return tuple(total // parts + (part < total % parts) for part in range(parts))
+
+
+@dataclass(frozen=True, eq=False)
+class _Split:
+    """``experts`` over axes: for each its size, this rank's place, and whether it filters; the road of the others.
+
+    ``kept`` experts are those of all ranks of the road, ``local`` those of this rank.
+    """
+
+    experts: int
+    places: tuple[tuple[int, int, bool], ...]
+    road: Road | None
+
+    @classmethod
+    def of(
+        cls,
+        experts: int,
+        axes: Axes | None,
+        exchange: Sequence[Axis],
+        filter: Sequence[Axis],
+        nodes: int,
+    ) -> _Split:
+        order = list(axes) if axes is not None else [axis.name for axis in exchange] + [axis.name for axis in filter]
+        both = sorted((*exchange, *filter), key=lambda axis: order.index(axis.name))
+        places = tuple((axis.size, axis.index, axis in filter) for axis in both if axis.size > 1)
+        ranks = math.prod(size for size, _, _ in places)
+        if experts % ranks:
+            fits = [n for n in range(1, experts + 1) if experts % n == 0]
+            names = " x ".join(f"{axis.name} {axis.size}" for axis in both)
+            raise ShardingError(f"{experts} experts don't divide over {names}; they divide over one of {fits} ranks")
+        travelled = [axis for axis in both if axis not in filter and axis.size > 1]
+        return cls(experts, places, _road(travelled, axes, nodes))
+
+    @property
+    def ranks(self) -> int:
+        """Of the road."""
+        return math.prod(size for size, _, filters in self.places if not filters)
+
+    @property
+    def local(self) -> int:
+        return self.experts // math.prod(size for size, _, _ in self.places)
+
+    @property
+    def kept(self) -> int:
+        return self.ranks * self.local
+
+    def keys(self, index: Tensor) -> Tensor:
+        """What slots are sorted by: rank of the road, then expert of that rank; :attr:`kept` for no row here."""
+        valid = (index >= 0) & (index < self.experts)
+        key, block = torch.zeros_like(index), self.experts
+        for size, here, filters in self.places:
+            block //= size
+            place = index // block % size
+            if filters:
+                valid &= place == here
+            else:
+                key = key * size + place
+        return (key * self.local + index % self.local).masked_fill(~valid, self.kept)
+
+
+def _road(travelled: Sequence[Axis], axes: Axes | None, nodes: int) -> Road | None:
+    if not travelled:
+        return None
+    if len(travelled) == 1:
+        return Road(travelled[0], nodes)
+    if axes is None:
+        names = [axis.name for axis in travelled]
+        raise ShardingError(f"rows that travel over {names} at once need the groups of all axes: give route its axes")
+    return Road(axes.joint(tuple(axis.name for axis in travelled)), nodes)
