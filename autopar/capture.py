@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from autopar.batch import Structure, batch_size, flatten
+from autopar.documents import check_documents, check_positions, gives_positions
 from autopar.errors import BatchError, CaptureError
+from autopar.expert_capture import expert_operations
+from autopar.function_capture import traceable_calls
 from autopar.graph import (
     Autocast,
     Info,
@@ -34,6 +35,9 @@ from autopar.graph import (
     op_name,
     set_info,
 )
+from autopar.loop_capture import EveryExpert
+from autopar.row_capture import ASKED, Somewhere, largest
+from autopar.source_lines import line_of_error, line_of_trace
 
 Loss = Callable[[Any, Any], torch.Tensor]
 Memory = Mapping[fx.Node, frozenset[int]]
@@ -48,7 +52,11 @@ _PREFIX = "model"
 class Flat:
     """A captured model before folding: placeholders, then live ops in order, then the loss.
 
-    ``memory`` says of each placeholder and op which others share its memory.
+    ``others``: the same, as captured under other answers to what code asked that depends on values
+    (:mod:`autopar.row_capture`), the last as if no token chose any expert.
+
+    ``memory`` says of each placeholder and op which others share its memory; ``remarks`` and ``packs`` are for
+    :class:`autopar.graph.Model`.
     """
 
     name: str
@@ -61,6 +69,9 @@ class Flat:
     constants: dict[str, torch.Tensor]
     batch_size: int
     memory: Memory
+    remarks: list[str] = field(default_factory=list)
+    packs: bool = False
+    others: list[Flat] = field(default_factory=list)
 
 
 class _WithLoss(nn.Module):
@@ -112,6 +123,7 @@ def capture(
     *,
     loss: Loss | None = None,
     batch_dim: int = 0,
+    seq_dim: int = 1,
     autocast: torch.dtype | None = None,
 ) -> Flat:
     """Trace ``model`` called with ``sample`` (global batch) to the loss.
@@ -123,13 +135,22 @@ def capture(
     """
     tensors, structure = flatten(sample)
     tensors = _on_model_device(model, tensors)
+    documents = _Documents(tensors)
     wrapper = _WithLoss(model, structure, list(tensors), loss)
     wrapper.train(model.training) if wrapper.training != model.training else None
     fresh = tuple(torch.empty_like(t) for t in tensors.values())  # apart, even where the user passes one tensor twice
     device = next(model.parameters()).device.type
-    with _autocast(device, autocast):
-        exported = _export(wrapper, fresh)
-    return _flat(model, exported, tensors, batch_dim, device)
+
+    def captured(rows: Somewhere) -> Flat:
+        with _autocast(device, autocast):
+            exported = _export(wrapper, fresh, documents, rows)
+        return _flat(model, exported, tensors, (batch_dim, seq_dim), device)
+
+    flat = captured(rows := Somewhere())
+    documents.check(wrapper, structure)
+    others = [captured(Somewhere(spare=1))] if rows.counted else []
+    others += [captured(Somewhere(False))] if rows.asked else []
+    return replace(flat, packs=documents.are_kept_apart, others=others)
 
 
 def _autocast(device: str, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[object]:
@@ -157,14 +178,51 @@ def _on_model_device(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict
     return tensors
 
 
-def _export(wrapper: nn.Module, args: tuple[torch.Tensor, ...]) -> torch.export.ExportedProgram:
+class _Documents:
+    """Whether the model keeps documents apart by ``position_ids`` of the batch, as transformers' masks do."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self.are_kept_apart = False
+
+    def numbers(self, find: Callable[..., Any]) -> Callable[..., Any]:
+        """In the place of transformers' function that numbers each token's document: none without positions."""
+
+        def found(*args: Any, **kwargs: Any) -> Any:
+            if not gives_positions(self._tensors):
+                return None
+            self.are_kept_apart = True
+            return find(*args, **kwargs)
+
+        return found
+
+    def check(self, wrapper: nn.Module, structure: Structure) -> None:
+        """Raise BatchError where the batch doesn't agree with itself, or the model would ignore its documents."""
+        packed = check_documents(self._tensors)
+        if not self.are_kept_apart:
+            return
+        check_positions(self._tensors)
+        if packed and _caching(wrapper) and structure.argument("use_cache") is not False:
+            raise BatchError(
+                "'position_ids' start over, so that rows pack several documents, but the model's use_cache is on, with "
+                "which transformers lets tokens see other documents; set model.config.use_cache = False"
+            )
+
+
+def _export(
+    wrapper: nn.Module, args: tuple[torch.Tensor, ...], documents: _Documents, rows: Somewhere
+) -> torch.export.ExportedProgram:
     try:
-        with _training_path(wrapper), _no_cache(wrapper):
+        with contextlib.ExitStack() as scoped:
+            for override in (_training_path(documents), _no_cache(wrapper), expert_operations(wrapper)):
+                scoped.enter_context(override)
+            for mode in (traceable_calls(), rows, EveryExpert()):
+                scoped.enter_context(mode)
             return torch.export.export(wrapper, args, strict=False)
     except (CaptureError, BatchError):
         raise
     except Exception as error:
-        line = _user_line(error)
+        line = line_of_error(error)
         raise CaptureError(
             f"the model can't be traced into one graph: {_first_line(error)}\n  at {line}\n"
             "Control flow and shapes must not depend on tensor values; use torch.where or masks there."
@@ -172,14 +230,14 @@ def _export(wrapper: nn.Module, args: tuple[torch.Tensor, ...]) -> torch.export.
 
 
 @contextlib.contextmanager
-def _training_path(wrapper: nn.Module) -> Iterator[None]:
+def _training_path(documents: _Documents) -> Iterator[None]:
     """Let transformers build attention as in eager training: no explicit mask where is_causal will do."""
     masking = sys.modules.get("transformers.masking_utils")
     replacements: dict[str, Any] = {}
     if masking is not None:
         replacements = {
             "is_torchdynamo_exporting": lambda: False,
-            "find_packed_sequence_indices": lambda *args, **kwargs: None,
+            "find_packed_sequence_indices": documents.numbers(masking.find_packed_sequence_indices),
         }
     saved = {name: getattr(masking, name) for name in replacements if hasattr(masking, name)}
     try:
@@ -194,8 +252,7 @@ def _training_path(wrapper: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _no_cache(wrapper: nn.Module) -> Iterator[None]:
     """Generation caches play no part in the loss; transformers' configs turn them on by default."""
-    found = [getattr(m, "config", None) for m in wrapper.modules()]
-    configs: list[Any] = [config for config in found if getattr(config, "use_cache", None) is True]
+    configs = _caching(wrapper)
     try:
         for config in configs:
             config.use_cache = False
@@ -205,16 +262,10 @@ def _no_cache(wrapper: nn.Module) -> Iterator[None]:
             config.use_cache = True
 
 
-def _user_line(error: BaseException) -> str:
-    """The innermost frame of the user's own code, of the error or of what caused it."""
-    torch_root = str(Path(torch.__file__).parent)
-    chain: BaseException | None = error
-    while chain is not None:
-        for frame in reversed(traceback.extract_tb(chain.__traceback__)):
-            if not frame.filename.startswith((torch_root, str(Path(__file__).parent), "<")):
-                return f"{frame.filename}:{frame.lineno}: {frame.line}"
-        chain = chain.__cause__ or chain.__context__
-    return "an unknown line"
+def _caching(wrapper: nn.Module) -> list[Any]:
+    """Configs that turn caches on."""
+    found = [getattr(m, "config", None) for m in wrapper.modules()]
+    return [config for config in found if getattr(config, "use_cache", None) is True]
 
 
 def _first_line(error: BaseException) -> str:
@@ -225,14 +276,14 @@ def _flat(
     model: nn.Module,
     exported: torch.export.ExportedProgram,
     tensors: dict[str, torch.Tensor],
-    batch_dim: int,
+    dims: tuple[int, int],
     device: str,
 ) -> Flat:
     graph = exported.graph
     regions = _inline_regions(exported.graph_module, graph, device)
     memory = _memory(graph)
     parameters, constants = _name_placeholders(model, exported)
-    inputs = _name_inputs(exported, tensors, batch_dim)
+    inputs = _name_inputs(exported, tensors, *dims)
     output = next(n for n in reversed(graph.nodes) if n.op == "output")
     loss = output.args[0][0]
     nodes = _live(graph, loss, memory, constants)
@@ -241,11 +292,24 @@ def _flat(
         _describe(node, classes, regions.get(node, ()))
         if is_mutating(node) and info(node).meta.needs_grad:
             _pass_gradient_on(node, nodes[:position], memory)
+    if any(node.target is ASKED for node in graph.nodes):
+        _describe_asked(graph, classes)
     if not info(loss).meta.needs_grad:
         raise CaptureError("the loss doesn't depend on any trainable parameter")
-    size = batch_size(tensors, batch_dim)
+    size = batch_size(tensors, dims[0])
     name = type(model).__name__
     return Flat(name, graph, nodes, loss, parameters, inputs, classes, constants, size, memory)
+
+
+def _describe_asked(graph: fx.Graph, classes: dict[str, str]) -> None:
+    """What code asked of isn't live, but has to be told apart."""
+    needed: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.target is ASKED or node in needed:
+            needed.update(node.all_input_nodes)
+    for node in graph.nodes:
+        if node in needed and node.op == "call_function" and "val" in node.meta:
+            _describe(node, classes, ())
 
 
 def _name_placeholders(
@@ -298,7 +362,7 @@ def _tied_names(model: nn.Module) -> tuple[dict[str, str], dict[str, tuple[str, 
 
 
 def _name_inputs(
-    exported: torch.export.ExportedProgram, tensors: dict[str, torch.Tensor], batch_dim: int
+    exported: torch.export.ExportedProgram, tensors: dict[str, torch.Tensor], batch_dim: int, seq_dim: int
 ) -> list[InputInfo]:
     size = batch_size(tensors, batch_dim)
     names = [n for n in exported.graph_signature.user_inputs if isinstance(n, str)]
@@ -309,8 +373,15 @@ def _name_inputs(
         meta = Meta(tuple(tensor.shape), tensor.dtype)
         readable = path.replace(".", "_") if not path[0].isdigit() else f"input_{path.replace('.', '_')}"
         set_info(by_name[name], Info((meta,), role="input", name=readable))
-        found.append(InputInfo(readable, path, meta, batch_dim if split else None))
+        positions = split and _has_positions(tensor, batch_dim, seq_dim)
+        found.append(InputInfo(readable, path, meta, batch_dim if split else None, seq_dim if positions else None))
     return found
+
+
+def _has_positions(tensor: torch.Tensor, batch_dim: int, seq_dim: int) -> bool:
+    """Whether the tensor has numbers, or vectors, for the tokens of sequences: a mask of pairs has other dims."""
+    dims = max(batch_dim, seq_dim) + 1
+    return dims <= tensor.dim() <= dims + 1 and tensor.shape[seq_dim] > 1
 
 
 def _inline_regions(module: fx.GraphModule, graph: fx.Graph, device: str) -> Regions:
@@ -424,7 +495,7 @@ def _live(graph: fx.Graph, loss: fx.Node, memory: Memory, constants: Collection[
 def _refused_write(node: fx.Node, owner: Info) -> CaptureError:
     kind = "batch tensor" if owner.role == "input" else owner.role
     return CaptureError(
-        f"{op_name(node)} at {_source(node)} changes {kind} {owner.name!r} in place, or a view of it, which outlives "
+        f"{op_name(node)} at {source_of(node)} changes {kind} {owner.name!r} in place, or a view of it, which outlives "
         "the step; change a copy (x = x.clone()), or write it out of place (x = x + y instead of x += y)"
     )
 
@@ -461,7 +532,7 @@ def _describe(node: fx.Node, classes: dict[str, str], autocast: tuple[Autocast, 
         outputs = tuple(_meta(v, flows) for v in values)
     if is_mutating(node):  # autocast leaves in-place ops alone; what functionalize makes of one isn't in place
         autocast = (*autocast, Autocast("", outputs[0].dtype, False))
-    set_info(node, Info(outputs, module=path, source=_source(node), random=is_random(node), autocast=autocast))
+    set_info(node, Info(outputs, module=path, source=source_of(node), random=is_random(node), autocast=autocast))
 
 
 def gradient_flows(node: fx.Node) -> bool:
@@ -485,18 +556,13 @@ def _pass_gradient_on(write: fx.Node, before: Sequence[fx.Node], memory: Memory)
 
 
 def _meta(value: Any, flows: bool) -> Meta:
+    if isinstance(value, torch.SymInt | torch.SymBool):  # the size of a tensor that depends on values
+        return Meta((), torch.int64)
     if not isinstance(value, torch.Tensor):
         raise CaptureError(f"a value of type {type(value).__name__} flows through the graph; only tensors may")
-    return Meta(tuple(int(s) for s in value.shape), value.dtype, flows and differentiable(value.dtype))
+    return Meta(tuple(map(largest, value.shape)), value.dtype, flows and differentiable(value.dtype))
 
 
-def _source(node: fx.Node) -> str:
-    """``file.py:line`` of the innermost frame outside of torch: the user's own line."""
-    lines = [ln for ln in (node.meta.get("stack_trace") or "").splitlines() if ln.lstrip().startswith("File ")]
-    if not lines:
-        return ""
-    torch_root = str(Path(torch.__file__).parent)
-    own = [line for line in lines if torch_root not in line]
-    parts = (own or lines)[-1].strip().split('"')
-    number = parts[2].split("line ")[1].split(",")[0] if "line " in parts[2] else "?"
-    return f"{Path(parts[1]).name}:{number}"
+def source_of(node: fx.Node) -> str:
+    """``file.py:line`` of the innermost frame that is the user's own, of a node as torch captured it."""
+    return line_of_trace(node.meta.get("stack_trace") or "")

@@ -175,6 +175,7 @@ class _Folder:
         flat = self.flat
         loss = self.values[flat.loss]
         model = Model(flat.name, self.made, self.calls, parameters, flat.inputs, loss, flat.batch_size)
+        model.remarks, model.packs = list(flat.remarks), flat.packs
         model.fingerprint = hashlib.sha256(str(model).encode()).hexdigest()[:16]
         return model
 

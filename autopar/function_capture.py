@@ -1,0 +1,116 @@
+"""Calls in a model's code that a trace would get wrong, done another way while it is captured.
+
+A ``torch.autograd.Function`` has a backward of its own, and a graph of operations has only theirs: captured as it is,
+its forward would be differentiated instead. So its result y is captured as ``y + (z - z.detach())`` with a z that has
+this gradient. A backward is linear in the gradient g that it is given: b(g) = Bg, and z = Bᵀx has the gradient Bg with
+regard to x. Autograd itself transposes b: z is the derivative of ``b(g)·x`` with regard to g.
+
+``module.to(dtype)`` that changes nothing returns the module, without writing to its parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from autopar.errors import CaptureError
+from autopar.source_lines import calling_line
+
+
+@contextlib.contextmanager
+def traceable_calls() -> Iterator[None]:
+    """Within it, functions with backwards of their own, and moves of modules that change nothing, can be traced."""
+    move, apply = nn.Module.to, Function.__dict__["apply"]
+
+    def moved(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        return module if _is_idle(module, args, kwargs) else move(module, *args, **kwargs)
+
+    def applied(kind: type[Function], *args: Any) -> Any:
+        takes_gradient = [isinstance(a, Tensor) and a.requires_grad for a in args]
+        is_torchs = kind.__module__.partition(".")[0] == "torch"  # operations of its own, and checkpoints
+        if is_torchs or not any(takes_gradient) or not torch.is_grad_enabled():
+            return apply.__get__(None, kind)(*args)
+        return _applied(kind, args, takes_gradient)
+
+    nn.Module.to = moved  # type: ignore[method-assign, assignment]
+    Function.apply = classmethod(applied)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.to = move  # type: ignore[method-assign]
+        Function.apply = apply  # type: ignore[method-assign]
+
+
+def _is_idle(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether all tensors of the module are what ``to`` would make of them."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        moved = torch.empty(0, dtype=tensor.dtype, device=tensor.device).to(*args, **kwargs)
+        dtype = moved.dtype if tensor.is_floating_point() else tensor.dtype
+        if (dtype, moved.device) != (tensor.dtype, tensor.device):
+            return False
+    return True
+
+
+class _Context:
+    """What ``forward`` and ``backward`` of a function keep things in."""
+
+    def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
+        self.needs_input_grad = needs_input_grad
+        self.saved_tensors: tuple[Any, ...] = ()
+        self.without_gradient: tuple[Tensor, ...] = ()
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.saved_tensors = tensors
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None:
+        self.without_gradient = tensors
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Gradients that nothing gives are zeros here in any case."""
+
+
+def _applied(kind: type[Any], args: tuple[Any, ...], takes_gradient: list[bool]) -> Any:
+    context = _Context(tuple(takes_gradient))
+    held = [a.detach() if isinstance(a, Tensor) else a for a in args]
+    if kind.setup_context is Function.setup_context:
+        made = kind.forward(context, *held)
+    else:
+        made = kind.forward(*held)
+        kind.setup_context(context, tuple(held), made)
+    outputs = made if isinstance(made, tuple) else (made,)
+    has = [
+        isinstance(y, Tensor) and y.is_floating_point() and all(y is not other for other in context.without_gradient)
+        for y in outputs
+    ]
+    gradients = [torch.zeros_like(y).requires_grad_(needed) for y, needed in zip(outputs, has, strict=True)]
+    found = kind.backward(context, *gradients)
+    found = found if isinstance(found, tuple) else (found,)
+    taken = [(b, x) for b, x, needed in zip(found, args, takes_gradient, strict=False) if needed and b is not None]
+    wanted = [g for g, needed in zip(gradients, has, strict=True) if needed]
+    moments = iter(_transposed(kind, taken, wanted))
+    results = tuple(y + _only_gradient(next(moments)) if h else y for y, h in zip(outputs, has, strict=True))
+    return results if isinstance(made, tuple) else results[0]
+
+
+def _transposed(kind: type[Any], taken: list[tuple[Tensor, Tensor]], gradients: list[Tensor]) -> list[Tensor | None]:
+    """Of a backward that made b of ``gradients`` for each x: the transposed map, of all x."""
+    if not taken:
+        return [None] * len(gradients)
+    if not all(b.requires_grad for b, _ in taken):
+        raise CaptureError(
+            f"the backward of {kind.__name__} computes in a way that autograd doesn't see (detach, no_grad, .data)\n"
+            f"  at {calling_line()}\nWrite it with differentiable torch operations, or leave it to autograd."
+        )
+    given = [x.reshape(b.shape) for b, x in taken]
+    made = torch.autograd.grad([b for b, _ in taken], gradients, given, create_graph=True, allow_unused=True)
+    return list(made)
+
+
+def _only_gradient(z: Tensor | None) -> Tensor | float:
+    """Zero, with the gradient of ``z``."""
+    return 0.0 if z is None else z - z.detach()

@@ -1,0 +1,129 @@
+"""Functions with a backward of their own, and moves of modules, in a capture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+import autopar
+from autopar.capture import capture
+from autopar.errors import CaptureError
+from autopar.function_capture import traceable_calls
+from tests.fast_cluster import FAST
+
+
+class Scaled(Function):
+    """x weighted by a gate; its backward is another than that of the product."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, power: float) -> Tensor:
+        ctx.save_for_backward(x, gate)
+        ctx.power = power
+        return x * gate**power
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, gate = ctx.saved_tensors
+        return grads[0] * gate, (grads[0] * x.sign()).sum(-1, keepdim=True) * ctx.power, None
+
+
+class TwoResults(Function):
+    """A value and where it is positive, with ``setup_context``."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Any:
+        return x.relu(), x > 0
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return torch.where(ctx.saved_tensors[0], grads[0], 0.1 * grads[0])
+
+
+class Through(Function):
+    """Its backward calls a function that has its own backward, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return Rounded.apply(grads[0])
+
+
+class Rounded(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward, self.gate, self.outward = nn.Linear(6, 8), nn.Linear(6, 1), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, where = TwoResults.apply(Scaled.apply(self.inward(x), self.gate(x).sigmoid(), 2.0))
+        self.outward = self.outward.to(h.dtype)
+        return self.outward(h * where + Through.apply(h)).pow(2).mean()
+
+
+def test_gradients_are_those_of_the_functions_own_backward() -> None:
+    torch.manual_seed(0)
+    model, x = Model().double(), torch.randn(8, 6, dtype=torch.float64)
+    job = autopar.compile(model, 2, sample=x, mesh={"dp": 2}, cluster=FAST)
+    result = job.verify(x, steps=2)
+    assert result.tolerance == 1e-9
+    assert result.ok, str(result)
+
+
+class Detached(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        with torch.no_grad():
+            return grads[0] * 2
+
+
+class Rounds(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return Detached.apply(self.inward(x)).pow(2).mean()
+
+
+def test_a_backward_that_autograd_cant_see_through_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"backward of Detached (.|\n)*test_function_capture\.py:\d+"):
+        capture(Rounds(), torch.randn(8, 6))
+
+
+class Casts(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        self.outward = self.outward.to(torch.bfloat16)
+        return super().forward(x)
+
+
+def test_a_move_that_changes_a_module_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"test_function_capture\.py:\d+"):
+        capture(Casts(), torch.randn(8, 6))
+
+
+def test_nothing_is_left_overridden() -> None:
+    before = (nn.Module.to, Function.__dict__["apply"])
+    with pytest.raises(ZeroDivisionError), traceable_calls():
+        raise ZeroDivisionError
+    assert (nn.Module.to, Function.__dict__["apply"]) == before
