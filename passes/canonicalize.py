@@ -6,12 +6,14 @@ Guarantees: equal values and gradients. In order, on every block:
 1. no-ops go (``to`` the same dtype, ``alias``, ``contiguous``, ``x + 0`` on integers, idle dropout);
 2. ``view`` is ``reshape``, with its shape spelled out; chains of reshapes are one;
 3. a matrix product on flattened rows is one on the unflattened tensor (``[b*s, k]`` -> ``[b, s, k]``);
-4. the bias of a product is an addition of its own, so that a pending sum can be reduced before it.
+4. the bias of a product is an addition of its own, so that a pending sum can be reduced before it;
+5. an index that counts all rows is none: ``x[arange(b)[:, None], i]`` is ``x[:, i]``, where rows can be split.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -189,9 +191,60 @@ def _split_addmm(graph: fx.Graph, node: fx.Node) -> None:
     _forward(graph, node, made)
 
 
+def _split_convolution(graph: fx.Graph, node: fx.Node) -> None:
+    """Along a sequence, where it lets channels be split: parameters are used whole, but not what is made of them."""
+    bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+    if not isinstance(bias, fx.Node) or node.kwargs:
+        return
+    data = info(bias).meta
+    with graph.inserting_before(node):
+        made = derive(graph.call_function(aten.conv1d.default, (*node.args[:2], None, *node.args[3:])), node)
+        column = graph.call_function(aten.unsqueeze.default, (bias, 1))
+        derive(column, node, outputs=(type(data)((*data.shape, 1), data.dtype, data.needs_grad),))
+        made = derive(graph.call_function(aten.add.Tensor, (made, column)), node)
+    _forward(graph, node, made)
+
+
+def _drop_row_indices(block: Block) -> None:
+    for node in block.ops:
+        if op_name(node) != "aten.index.Tensor":
+            continue
+        source: Any = node.args[0]
+        rows, *others = cast(list[Any], node.args[1])
+        if others and None not in others and _counts_rows(rows, info(source).meta.shape[0], others):
+            node.args = (source, [None, *(_without_rows(block.graph, node, index, rows) for index in others)])
+
+
+def _counts_rows(index: fx.Node | None, rows: int, others: list[fx.Node]) -> bool:
+    """Whether ``index`` is 0 … rows - 1 along the first dim of all indices, in which the others have no extent."""
+    if index is None or info(index).meta.shape != (rows, *[1] * (len(info(index).meta.shape) - 1)):
+        return False
+    rank, shapes = len(info(index).meta.shape), [info(other).meta.shape for other in others]
+    if any(len(shape) > rank or (len(shape) == rank and shape[0] != 1) for shape in shapes):
+        return False
+    while op_name(index) in _ONLY_SHAPES:
+        index = index.all_input_nodes[0]
+    return op_name(index) == "aten.arange.default" and bool(index.args[0] == rows)
+
+
+_ONLY_SHAPES = {"aten.reshape.default", "aten.unsqueeze.default"}
+
+
+def _without_rows(graph: fx.Graph, before: fx.Node, index: fx.Node, rows: fx.Node) -> fx.Node:
+    """``index`` with all the dims of all indices but the first, in which its extent is 1."""
+    meta, rank = info(index).meta, len(info(rows).meta.shape) - 1
+    shape = ((1,) * rank + meta.shape)[-rank:] if rank else ()
+    if shape == meta.shape:
+        return index
+    with graph.inserting_before(before):
+        made = graph.call_function(aten.reshape.default, (index, list(shape)))
+        return derive(made, before, outputs=(type(meta)(shape, meta.dtype),))
+
+
 _BIASED: dict[str, Callable[[fx.Graph, fx.Node], None]] = {
     "aten.linear.default": _split_linear,
     "aten.addmm.default": _split_addmm,
+    "aten.conv1d.default": _split_convolution,
 }
 
 _REWRITES: tuple[Callable[[Block], None], ...] = (
@@ -202,4 +255,5 @@ _REWRITES: tuple[Callable[[Block], None], ...] = (
     _unflatten_rows,
     _merge_reshapes,
     _split_bias,
+    _drop_row_indices,
 )
