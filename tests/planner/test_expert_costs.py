@@ -1,0 +1,154 @@
+"""What uneven loads of experts cost, and where hot experts are put."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import fx
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from autopar.api import prepare
+from autopar.cluster import Cluster
+from autopar.graph import Model, info, op_name
+from autopar.mesh import Mesh
+from autopar.options import Options
+from autopar.planner.block_costs import BlockCost, Machine, block_cost
+from autopar.planner.build import Built, Request, build
+from autopar.planner.expert_costs import Reckoning, reckon
+from autopar.planner.expert_places import place
+from autopar.planner.pipeline import Wanted
+from autopar.planner.saved import BlockSaved, saved_tensors
+
+LAYERS = ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")
+
+
+def mixtral() -> Model:
+    config = MixtralConfig(
+        vocab_size=64,
+        hidden_size=1024,
+        intermediate_size=2048,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        num_local_experts=8,
+    )
+    with torch.device("meta"):
+        model = MixtralForCausalLM(config).to(torch.bfloat16)
+    ids = torch.zeros(4, 512, dtype=torch.long)
+    return prepare(model, {"input_ids": ids, "labels": ids})[0]
+
+
+def planned(imbalance: float = 1.0, load: dict[str, Sequence[float]] | None = None) -> Built:
+    mesh, wanted = Mesh.of({"dp": 4, "ep": 4}, 4), Wanted("1f1b", "redistributed")
+    options = Options(expert_imbalance=imbalance)
+    return build(mixtral(), Request(mesh, 1, Cluster.load("h100"), wanted, options, load or {}))
+
+
+def costs(built: Built) -> tuple[BlockCost, BlockSaved, list[fx.Node]]:
+    """Of a layer, as its graph says it now: costs, what it keeps, and the ops about rows of experts."""
+    block = next(block for block in built.model.blocks if block.kind == "layer")
+    cost = block_cost(block, Machine.of(Cluster.load("h100"), built.plan.mesh))
+    routed = [
+        n for n in block.ops if any(k.is_ragged for c in info(n).choices.values() for k in (*c.operands, c.result))
+    ]
+    return cost, saved_tensors(block), routed
+
+
+@pytest.fixture(scope="module")
+def built() -> Built:
+    """With even loads."""
+    return planned()
+
+
+def test_what_is_done_for_experts_costs_as_on_the_fullest_rank(built: Built) -> None:
+    """Ops about rows of experts take so many times longer, and their results so many times more memory."""
+    assert {row.ranks for row in built.plan.experts} == {4}
+    even, kept, routed = costs(built)
+    reckon(built.model, built.plan.mesh, Reckoning(2.0))
+    uneven, more, _ = costs(built)
+    assert {"dispatch", "grouped_linear", "combine"} <= {op_name(node) for node in routed}
+    for node, seconds in even.op_seconds.items():
+        assert uneven.op_seconds[node] == pytest.approx(seconds * (2 if node in routed else 1)), node
+    assert uneven.backward_seconds > even.backward_seconds
+    for node, bytes_ in kept.owned_bytes.items():
+        rows = node in routed and op_name(node) != "combine"
+        assert more.owned_bytes[node] == bytes_ * (2 if rows else 1), node
+
+
+def test_a_plan_reckons_with_the_imbalance_that_is_asked_for(built: Built) -> None:
+    even, uneven = built.plan, planned(imbalance=2.0).plan
+    assert {row.imbalance for row in uneven.experts} == {2.0}
+    assert uneven.step_seconds > even.step_seconds
+    assert uneven.stage_plans[0].saved_bytes > even.stage_plans[0].saved_bytes
+
+
+def test_measured_loads_decide_for_each_layer() -> None:
+    """An order only where it helps; costs of layers that share code are their mean."""
+    built = planned(load={LAYERS[0]: [9, 9, 1, 1, 1, 1, 1, 1], LAYERS[1]: [5, 1, 5, 1, 5, 1, 5, 1]})
+    first, second = built.plan.experts
+    assert sorted(first.order) == list(range(8))
+    assert first.order != second.order == []
+    assert first.order.index(0) // 2 != first.order.index(1) // 2
+    assert (first.imbalance, first.bound) == pytest.approx((10 / 6, 10 / 6))
+    assert second.imbalance == 1.0
+    assert built.plan.explain_experts().splitlines() == [
+        f"experts of {LAYERS[0]}: 8, of which a token takes 2; 2 on each of 4 ranks of ep, S(0)",
+        "  a rank sends tokens of 1.5 MiB to experts of other ranks, and gets as much back",
+        "  the fullest rank is reckoned with 1.67 times its share of tokens (no placement is below 1.67); "
+        "hot ones are stored apart",
+        f"experts of {LAYERS[1]}: 8, of which a token takes 2; 2 on each of 4 ranks of ep, S(0)",
+        "  a rank sends tokens of 1.5 MiB to experts of other ranks, and gets as much back",
+    ]
+    block = next(block for block in built.model.blocks if block.kind == "layer")
+    product = next(node for node in block.ops if op_name(node) == "grouped_linear")
+    assert info(product).imbalance == pytest.approx((10 / 6 + 1) / 2)
+
+
+def smallest(load: Sequence[float], ranks: int) -> float:
+    """The load of the fullest rank, of all placements the best."""
+    each = len(load) // ranks
+
+    def after(rest: tuple[int, ...], fullest: float) -> float:
+        if not rest:
+            return fullest
+        first, *others = rest
+        found = []
+        for more in itertools.combinations(others, each - 1):
+            left = tuple(e for e in others if e not in more)
+            found.append(after(left, max(fullest, load[first] + sum(load[e] for e in more))))
+        return min(found)
+
+    return after(tuple(range(len(load))), 0.0)
+
+
+@pytest.mark.parametrize(("experts", "ranks"), [(4, 2), (8, 2), (8, 4), (9, 3)])
+def test_places_are_the_best(experts: int, ranks: int) -> None:
+    draw = random.Random(experts * ranks)
+    for _ in range(5):
+        load = [draw.paretovariate(1.2) for _ in range(experts)]
+        found = place(load, ranks)
+        each = experts // ranks
+        stored = [load[expert] for expert in found.order]
+        fullest = max(sum(stored[first : first + each]) for first in range(0, experts, each))
+        mean = sum(load) / ranks
+        assert sorted(found.order) == list(range(experts))
+        assert found.worst == pytest.approx(fullest / mean)
+        assert found.worst <= 1.006 * smallest(load, ranks) / mean
+        assert found.bound <= smallest(load, ranks) / mean * (1 + 1e-9)
+
+
+def test_many_experts_are_placed_near_the_bound() -> None:
+    draw = random.Random(0)
+    load = [draw.gammavariate(2, 1) for _ in range(256)]
+    found = place(load, 32)
+    assert found.bound <= found.worst <= 1.01 * found.bound
+
+
+def test_even_loads_leave_experts_where_they_are() -> None:
+    assert place([3.0] * 8, 4).order == tuple(range(8))
+    assert place([0.0, 2.0, 0.0, 2.0], 2) == replace(place([1.0] * 4, 2), order=(0, 1, 2, 3))
