@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -19,16 +19,22 @@ from autopar.batch import Structure, flatten
 from autopar.capture import Loss, capture
 from autopar.cluster import Cluster
 from autopar.codegen import EmittedStage, EmittedVocabulary, emit, emit_vocabulary
+from autopar.documents import check_documents, check_positions
 from autopar.errors import ArgumentError, PlanError
 from autopar.graph import Model, verify
 from autopar.mesh import Mesh
 from autopar.options import Given, Options
 from autopar.passes.canonicalize import canonicalize
+from autopar.passes.captured_loops import check_loops
+from autopar.passes.check_products import check_products
+from autopar.passes.expert_loops import expert_loops
+from autopar.passes.experts import experts
 from autopar.passes.fold import fold
 from autopar.passes.functionalize import functionalize
 from autopar.passes.mixed_precision import LOWER, has_autocast, mixed_precision
 from autopar.passes.normalize_losses import normalize_losses
 from autopar.passes.place_casts import place_casts
+from autopar.passes.shifted_losses import shifted_losses
 from autopar.passes.working_copies import working_copies
 from autopar.plan import Plan
 from autopar.planner.build import Built, Request, build, cut_head
@@ -46,6 +52,7 @@ from autopar.runtime.job import (
     start,
     text_of_rank_zero,
 )
+from autopar.runtime.loads import Load, read_load
 from autopar.runtime.modules import dtype_of
 from autopar.runtime.optimizers import GivenOptimizer, Maker, SchedulerMaker, adamw, maker
 from autopar.runtime.weights import RecipeSource, Source, StateSource
@@ -61,7 +68,8 @@ class SimulationResult:
     """What simulated ranks computed, gathered under the model's own names.
 
     ``losses`` per step; ``gradients`` of the last step, before clipping; ``parameters`` after it; ``peak_bytes`` per
-    rank; ``sent_bytes`` per rank and mesh axis.
+    rank; ``sent_bytes`` per rank and mesh axis. ``expert_load`` per step: by layer, the slots that each expert got of
+    the whole batch. ``buffers`` that steps change: selection biases of routers.
     """
 
     losses: list[float]
@@ -69,6 +77,8 @@ class SimulationResult:
     parameters: dict[str, torch.Tensor]
     peak_bytes: list[int]
     sent_bytes: list[dict[str, int]]
+    expert_load: list[Load] = field(default_factory=list)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def plan(model: nn.Module, gpus: int, *, sample: Any, **options: Any) -> Plan:
@@ -99,37 +109,37 @@ def compile(
     vocabulary: str = "redistributed",
     clip_norm: float | None = None,
     batch_dim: int = 0,
+    seq_dim: int = 1,
+    expert_load: str | Path | Mapping[str, Sequence[float]] | None = None,
     seed: int = 0,
     **options: Unpack[Given],
 ) -> ParallelModel:
     """Compile ``model`` for ``gpus`` ranks. The model is never modified.
 
     ``sample`` is what the one-device model is called with (a tensor, tuple or mapping; the global batch). The loss is
-    the model's own (a scalar, ``.loss``, ``["loss"]`` or the first output) or ``loss(output, batch)``. ``optimizer``
-    is a torch optimizer over the model's parameters, or a function that makes one from
+    the model's own (a scalar, ``.loss``, ``["loss"]`` or the first output) or ``loss(output, batch)``. ``optimizer`` is
+    a torch optimizer over the model's parameters, or a function that makes one from
     :class:`autopar.runtime.optimizers.Parameters`, or several of those; ``scheduler`` makes a learning rate scheduler
-    from it, stepped when it is. ``mesh`` pins degrees, ``{"pp": 2, "dp": 2, "tp": 2}`` (default: all ``dp``).
-    ``microbatches`` per step, or ``microbatch`` rows in each on a rank. ``schedule`` is the name of a pipeline schedule
+    from it, stepped when it is. ``mesh`` pins degrees, ``{"pp": 2, "dp": 2, "tp": 2}`` (default: all ``dp``); ``cp``
+    splits sequences, and ``ep`` says over how many of these ranks experts are split. ``microbatches`` per step, or
+    ``microbatch`` rows in each on a rank. ``schedule`` is the name of a pipeline schedule
     (:data:`autopar.schedules.SCHEDULES`; ``"synthesized"``: the best order for this model and cluster), ``chunks`` how
     many stages a pipeline rank holds, ``vocabulary`` how embedding and head are computed
-    (:data:`autopar.planner.modes.MODES`: on stages, or their rows split over the pipeline).
-    ``plan`` takes the decisions of an earlier plan. ``clip_norm`` clips the global gradient norm. ``batch_dim`` is the
-    dim of batch tensors that ``dp`` and microbatches split. ``options`` are the fields of :class:`autopar.Options`.
-    Under ``torchrun``, rank 0 plans and the others take its plan.
+    (:data:`autopar.planner.modes.MODES`). ``plan`` takes the decisions of an earlier plan. ``clip_norm`` clips the
+    global gradient norm. ``batch_dim`` is the dim of batch tensors that ``dp`` and microbatches split, ``seq_dim`` the
+    one that ``cp`` splits. ``expert_load`` is what experts had to do (:attr:`SimulationResult.expert_load`, or a file):
+    hot ones are stored apart. ``options`` are fields of :class:`autopar.Options`. Under ``torchrun``, rank 0 plans.
     Raises CaptureError, BatchError, ShardingError, StageError, PlanError, ArgumentError.
     """
     sizes = _mesh(mesh, plan, gpus)
     target, wanted = _cluster(cluster, plan), Wanted(schedule, vocabulary, chunks)
     chosen = _precise(_options(options, plan), model, target, fixed=plan is not None or "precision" in options)
-    captured, constants, structure = prepare(model, sample, loss, batch_dim, target.device.kind, chosen.precision)
-    _check_plan(captured, plan)
+    dims, split = (batch_dim, seq_dim), sizes.cp > 1
+    captured, constants, structure = prepare(model, sample, loss, dims, target.device.kind, chosen.precision, split)
     count = _microbatches(captured, sizes, microbatches, microbatch)
     given = (_source(model, constants, seed), maker(optimizer, model), scheduler, clip_norm, seed)
-
-    def job_of(built: Built) -> Job:
-        return Programs.of(built).job(built, *given)
-
-    built = _built(captured, _request(sizes, count, target, plan, wanted, chosen), plan, partial(_measured, job_of))
+    request = _request(sizes, count, target, plan, wanted, chosen, read_load(expert_load or {}))
+    built = _built(captured, request, plan, partial(_measured, partial(_job_of, given)))
     programs = Programs.of(built)
     return ParallelModel(
         model=model,
@@ -138,32 +148,40 @@ def compile(
         structure=structure,
         job=programs.job(built, *given),
         loss=loss,
-        batch_dim=batch_dim,
+        dims=dims,
         constants=constants,
     )
+
+
+def _job_of(given: tuple[Source, Maker, SchedulerMaker | None, float | None, int], built: Built) -> Job:
+    return Programs.of(built).job(built, *given)
 
 
 def prepare(
     model: nn.Module,
     sample: Any,
     loss: Loss | None = None,
-    batch_dim: int = 0,
+    dims: tuple[int, int] = (0, 1),
     device: str = "cpu",
     precision: str = "model",
+    splits_sequences: bool = False,
 ) -> tuple[Model, dict[str, torch.Tensor], Structure]:
     """Capture, fold and canonicalize: the model that planning starts from, lifted constants, the batch's structure.
 
+    ``dims`` of the batch's tensors are rows and positions of sequences, which ranks will share if ``splits_sequences``.
     Casts are those of an autocast in ``precision`` ("bf16", "fp16"; "model": of the model's own regions alone) on
     ``device`` ("cuda" or "cpu").
     """
-    flat = capture(model, sample, loss=loss, batch_dim=batch_dim, autocast=LOWER.get(precision))
+    flat = capture(model, sample, loss=loss, batch_dim=dims[0], seq_dim=dims[1], autocast=LOWER.get(precision))
     constants = flat.constants
-    flat = normalize_losses(functionalize(flat))
+    flat = normalize_losses(expert_loops(check_loops(check_products(functionalize(flat)))))
+    if splits_sequences:
+        flat = shifted_losses(flat)
     if has_autocast(flat, precision):
         folded = working_copies(canonicalize(place_casts(fold(mixed_precision(flat, device, precision)))))
     else:
         folded = canonicalize(fold(flat))
-    verify(folded, "canonicalize")
+    verify(experts(folded), "experts")
     return folded, constants, flatten(sample)[1]
 
 
@@ -178,10 +196,13 @@ class Programs:
     def of(cls, built: Built) -> Programs:
         plan, pipeline = built.plan, built.pipeline
         sizes: dict[str, Any] = {"microbatches": plan.microbatches, "digest": plan.digest, "options": plan.options}
-        split = bool(pipeline.schedule.split)
-        regions = regions_of_calls(built.model, pipeline)
+        further: dict[str, Any] = {
+            "split_backward": bool(pipeline.schedule.split),
+            "recompute": regions_of_calls(built.model, pipeline),
+            "experts": {row.layer: row for row in plan.experts},
+        }
         return cls(
-            emit(built.model, pipeline.stages, plan.mesh, split_backward=split, recompute=regions, **sizes),
+            emit(built.model, pipeline.stages, plan.mesh, **further, **sizes),
             emit_vocabulary(built.model, pipeline.stages, plan.mesh, **sizes),
         )
 
@@ -223,7 +244,7 @@ class ParallelModel:
         structure: Structure,
         job: Job,
         loss: Loss | None,
-        batch_dim: int,
+        dims: tuple[int, int],
         constants: Mapping[str, torch.Tensor],
     ) -> None:
         self._model = model
@@ -232,7 +253,7 @@ class ParallelModel:
         self._structure = structure
         self._job = job
         self._loss = loss
-        self._batch_dim = batch_dim
+        self._dims = dims
         self._constants = constants
         self._rank: Executor | None = None
 
@@ -273,6 +294,11 @@ class ParallelModel:
         return self.running.step(self._tensors(batch), accumulate=accumulate)
 
     @property
+    def expert_load(self) -> Load:
+        """By layer, the slots that each expert got of the last step's whole batch, equal on all ranks."""
+        return self.running.expert_load
+
+    @property
     def running(self) -> Executor:
         """This rank of the real job, started at first use; all ranks must start theirs."""
         if self._rank is None:
@@ -290,7 +316,13 @@ class ParallelModel:
         result = simulate.run(rank_program, self.plan.mesh.world)
         gradients, parameters = job.gather(result.results)
         return SimulationResult(
-            result.results[0].losses, gradients, parameters, list(result.peak_bytes), list(result.sent_bytes)
+            losses=result.results[0].losses,
+            gradients=gradients,
+            parameters=parameters,
+            peak_bytes=list(result.peak_bytes),
+            sent_bytes=list(result.sent_bytes),
+            expert_load=result.results[0].loads,
+            buffers={name: buffer for rank in result.results for name, buffer in rank.buffers.items()},
         )
 
     def memory(self, batch: Any = None, *, measure: str = "") -> MemoryReport:
@@ -317,7 +349,8 @@ class ParallelModel:
     def whole_graph(self, batch: Any) -> Model:
         """The captured graph of one device, before any axis was solved, cut into the calls of the ranks' graph."""
         kind, precision = Cluster.parse(self.plan.cluster_toml).device.kind, self.plan.options.precision
-        model = prepare(self._model, batch, self._loss, self._batch_dim, kind, precision)[0]
+        split = self.plan.mesh.cp > 1
+        model = prepare(self._model, batch, self._loss, self._dims, kind, precision, split)[0]
         return cut_head(model, self.plan.mesh, self.plan.vocabulary, self.plan.options)
 
     @property
@@ -351,6 +384,9 @@ class ParallelModel:
         tensors = flatten(batch)[0]
         items = self.plan.inputs
         batches.check(tensors, [Input(i.name, i.path, tuple(i.shape), i.dtype, i.batch_dim) for i in items])
+        check_documents(tensors)
+        if self._built.model.packs:
+            check_positions(tensors)
         return tensors
 
 
@@ -381,7 +417,7 @@ def _mesh(mesh: Mapping[str, int] | None, plan: Plan | None, gpus: int) -> Mesh:
     _check_gpus(gpus)
     if plan is None:
         return Mesh.of(mesh, gpus)
-    if mesh is not None and Mesh.of(mesh, gpus) != plan.mesh:
+    if mesh is not None and replace(Mesh.of(mesh, gpus), paired=plan.mesh.paired) != plan.mesh:
         raise PlanError(f"mesh={dict(mesh)} and the plan's mesh {plan.mesh} differ; leave one out")
     if plan.mesh.world != gpus:
         raise PlanError(f"the plan is for {plan.mesh.world} ranks ({plan.mesh}), but gpus={gpus}")
@@ -444,11 +480,17 @@ def _cluster(cluster: str | Path | Cluster | None, plan: Plan | None) -> Cluster
 
 
 def _request(
-    mesh: Mesh, microbatches: int, cluster: Cluster, plan: Plan | None, wanted: Wanted, options: Options
+    mesh: Mesh,
+    microbatches: int,
+    cluster: Cluster,
+    plan: Plan | None,
+    wanted: Wanted,
+    options: Options,
+    expert_load: Mapping[str, Sequence[float]] | None = None,
 ) -> Request:
     if plan is not None:
         wanted, microbatches = Wanted(plan.schedule, plan.vocabulary, plan.chunks), plan.microbatches
-    return Request(mesh, microbatches, cluster, wanted, options)
+    return Request(mesh, microbatches, cluster, wanted, options, expert_load or {})
 
 
 def _microbatches(model: Model, mesh: Mesh, microbatches: int | None, microbatch: int | None) -> int:
@@ -457,11 +499,11 @@ def _microbatches(model: Model, mesh: Mesh, microbatches: int | None, microbatch
         raise ArgumentError(f"microbatches={microbatches}; it must be at least 1")
     if microbatch is None:
         return microbatches or _default_microbatches(model, mesh)
-    rows = model.batch_size // mesh.dp
-    if microbatch < 1 or rows % microbatch or model.batch_size % mesh.dp:
+    rows = model.batch_size // mesh.replicas
+    if microbatch < 1 or rows % microbatch or model.batch_size % mesh.replicas:
         fits = [size for size in range(1, rows + 1) if rows % size == 0]
         raise ArgumentError(
-            f"microbatch={microbatch} rows, but each of dp {mesh.dp} ranks gets {rows} of a batch of "
+            f"microbatch={microbatch} rows, but each of dp {mesh.replicas} ranks gets {rows} of a batch of "
             f"{model.batch_size}; microbatch may be one of {fits}"
         )
     if microbatches not in (None, rows // microbatch):
@@ -474,9 +516,9 @@ def _microbatches(model: Model, mesh: Mesh, microbatches: int | None, microbatch
 
 def _default_microbatches(model: Model, mesh: Mesh) -> int:
     """As many as the batch allows up to four per stage: the bubble is then below a fifth of the step."""
-    if mesh.pp == 1 or model.batch_size % mesh.dp:
+    if mesh.pp == 1 or model.batch_size % mesh.replicas:
         return 1
-    per_replica = model.batch_size // mesh.dp
+    per_replica = model.batch_size // mesh.replicas
     return max(m for m in range(1, 4 * mesh.pp + 1) if per_replica % m == 0)
 
 
@@ -509,6 +551,7 @@ def _measured(job_of: Callable[[Built], Job], built: Built) -> Built:
 
 def _built(model: Model, request: Request, plan: Plan | None, measured: Callable[[Built], Built]) -> Built:
     """Under torchrun rank 0 plans; the others wait for its plan and take its decisions: all run the same program."""
+    _check_plan(model, plan)
     if plan is not None or not _launched():
         return build(model, request, plan, measured)
     rank, _, _ = join_world()

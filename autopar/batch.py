@@ -28,6 +28,10 @@ class Structure:
             return (), filled
         return (tuple(filled), {}) if isinstance(filled, list | tuple) else ((filled,), {})
 
+    def argument(self, name: str) -> Any:
+        """What is given for a keyword argument that is no tensor, or None."""
+        return self.tree.get(name) if isinstance(self.tree, dict) else None
+
     def batch(self, tensors: Mapping[str, Any]) -> Any:
         """The batch as the user would write it."""
         return _fill(self.tree, tensors)

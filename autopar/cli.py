@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from autopar.plan import Plan, bytes_text
 from autopar.report import (
     chrome_trace,
     compare,
+    load_table,
     memory_svg,
     merged_trace,
     read_steps,
@@ -30,6 +32,7 @@ from autopar.report import (
     timeline_html,
     timeline_svg,
 )
+from autopar.runtime.loads import Load, added, save_load
 from autopar.schedules import Costs, Timeline, generate, lower, render, simulate_timeline
 from autopar.schedules import Schedule as Actions
 from autopar.schedules.flow import COMPUTE, EXCHANGES, VOCABULARY_KINDS
@@ -42,6 +45,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help=_HELP)
 Gpus = Annotated[int, typer.Option(help="ranks of the job")]
 Steps = Annotated[int, typer.Option(help="optimizer steps")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON for machines")]
+Loads = Annotated[Path | None, typer.Option("--loads", help="write the slots of each expert, of all steps, here")]
 Html = Annotated[Path | None, typer.Option("--html", help="write the timeline as a page")]
 Svg = Annotated[Path | None, typer.Option("--svg", help="write the timeline as a picture")]
 Trace = Annotated[Path | None, typer.Option("--trace", help="write the timeline as a trace for ui.perfetto.dev")]
@@ -160,14 +164,17 @@ def simulate_command(
     options: JobOptions,
     gpus: Gpus,
     steps: Steps = 3,
+    loads: Loads = None,
     json_: Json = False,
 ) -> None:
-    """Train on simulated ranks in this process: losses, peak memory and bytes sent per rank."""
+    """Train on simulated ranks in this process: losses, peak memory, bytes sent per rank, loads of experts."""
     named = options.resolved()
     job = options.job(named, gpus)
     result = job.simulate(named.sample, steps)
+    load = _kept_load(result.expert_load, loads)
     if json_:
-        print(json.dumps({"losses": result.losses, "peak_bytes": result.peak_bytes, "sent_bytes": result.sent_bytes}))
+        fields = ("losses", "peak_bytes", "sent_bytes", "expert_load")
+        print(json.dumps({name: getattr(result, name) for name in fields}))
         return
     console = _console()
     console.print("loss per step: " + ", ".join(f"{loss:.6f}" for loss in result.losses), highlight=False)
@@ -177,6 +184,18 @@ def simulate_command(
         moved = ", ".join(f"{axis} {bytes_text(count)}" for axis, count in sorted(sent.items())) or "nothing"
         table.add_row(str(rank), bytes_text(memory.peak_bytes), bytes_text(peak), moved)
     console.print(table)
+    if load:
+        console.print(load_table(load, job.plan.experts))
+
+
+def _kept_load(steps: Sequence[Load], path: Path | None) -> Load:
+    """The loads of all steps as one, written where that was asked for. Raises ArgumentError where there are none."""
+    load = added(steps)
+    if path is not None:
+        if not load:
+            raise ArgumentError(f"--loads {path}, but the model has no layer that routes tokens to experts")
+        save_load(path, load)
+    return load
 
 
 @app.command("memory")
@@ -190,10 +209,16 @@ def memory_command(
 ) -> None:
     """What each rank holds at its peak, by kind: predicted, and beside it measured."""
     named = options.resolved(meta=measure != "simulate")
-    report = options.job(named, gpus).memory(named.sample if measure == "simulate" else None, measure=measure)
+    job = options.job(named, gpus)
+    report = job.memory(named.sample if measure == "simulate" else None, measure=measure)
     if svg is not None:
         _write_atomically(svg, memory_svg(report))
-    print(json.dumps(report.to_json())) if json_ else _console().print(report.table())
+    if json_:
+        print(json.dumps(report.to_json()))
+        return
+    _console().print(report.table())
+    if experts := job.plan.explain_experts():
+        print(experts)
 
 
 @app.command("verify")
@@ -222,16 +247,23 @@ def train_command(
     options: JobOptions,
     steps: Steps = 3,
     profile: Annotated[Path | None, typer.Option(help="write a torch.profiler trace per rank here")] = None,
+    loads: Loads = None,
     json_: Json = False,
 ) -> None:
     """Train under torchrun on the sample batch: ``torchrun --nproc-per-node 4 -m autopar train MODEL``."""
     named = options.resolved()
     job = options.job(named, int(os.environ.get("WORLD_SIZE", "1")))
+    losses, steps_loads = [], []
     with record(job.running.axes, profile) if profile is not None else nullcontext():
-        losses = [float(job.step(named.sample)) for _ in range(steps)]
+        for _ in range(steps):
+            losses.append(float(job.step(named.sample)))
+            steps_loads.append(job.expert_load)
     if int(os.environ.get("RANK", "0")) == 0:
+        load = _kept_load(steps_loads, loads)
         text = ", ".join(f"{loss:.6f}" for loss in losses)
-        print(json.dumps({"losses": losses}) if json_ else f"loss per step: {text}")
+        print(json.dumps({"losses": losses, "expert_load": steps_loads}) if json_ else f"loss per step: {text}")
+        if load and not json_:
+            _console().print(load_table(load, job.plan.experts))
 
 
 @app.command("timeline")

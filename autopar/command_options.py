@@ -48,6 +48,12 @@ class JobOptions:
     powersgd: Annotated[int | None, typer.Option(help="rank of compressed gradient sums (lossy)")] = None
     activations: Annotated[str | None, typer.Option(help="keep them exact, lossless (bits) or 8bit (lossy)")] = None
     head_chunks: Annotated[int | None, typer.Option(help="chunks of tokens in which logits are computed")] = None
+    expert_imbalance: Annotated[float | None, typer.Option(help="times its share that the fullest rank gets")] = None
+    expert_bias_rate: Annotated[float | None, typer.Option(help="step of selection biases (DeepSeek-V3)")] = None
+    expert_load: Annotated[Path | None, typer.Option(help="loads that --loads wrote: hot experts apart")] = None
+    attention: Annotated[str | None, typer.Option(help="over cp: all_gather, ring or heads (default: fastest)")] = None
+    cp_order: Annotated[str | None, typer.Option(help="contiguous or paired parts (default: cheaper)")] = None
+    statistics: Annotated[str | None, typer.Option(help="of auxiliary losses: of the batch or microbatch")] = None
     plan: Annotated[Path | None, typer.Option(help="take the decisions of this plan.json")] = None
 
     def resolved(self, *, meta: bool = False) -> Named:
@@ -70,6 +76,7 @@ class JobOptions:
             vocabulary=self.vocabulary,
             clip_norm=self.clip_norm,
             plan=Plan.load(self.plan) if self.plan is not None else None,
+            expert_load=self.expert_load,
             **self._given(),
         )
 

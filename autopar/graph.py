@@ -84,6 +84,8 @@ class Info:
     random: bool = False
     choices: dict[str, Choice] = field(default_factory=dict)  # axis -> choice
     autocast: tuple[Autocast, ...] = ()  # the regions it is in, outermost first; of the captured graph only
+    imbalance: float = 1.0  # how many times its share the rank with the most of a ragged value has
+    is_object: bool = False  # the value is no tensor: ``outputs`` only says how it can be split, and nothing changes it
 
     @property
     def meta(self) -> Meta:
@@ -112,9 +114,14 @@ def derive(node: fx.Node, like: fx.Node, **changes: Any) -> fx.Node:
 
 @dataclass(frozen=True)
 class AxisRef:
-    """A mesh axis as an argument of a node; the emitted text names the axis object there."""
+    """A mesh axis as an argument of a node; the emitted text names the axis object there.
+
+    Once a graph is local to the axis, with its ``size`` and whether shards are ``paired`` parts.
+    """
 
     name: str
+    size: int = 1
+    paired: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -299,7 +306,9 @@ class Call:
 class ParameterInfo:
     """A parameter or buffer of the model under its first name; ``aliases`` are its other names (tied weights).
 
-    ``meta.dtype`` is what is computed with, ``master`` what is trained and stored (None: the same).
+    ``meta.dtype`` is what is computed with, ``master`` what is trained and stored (None: the same). ``stacked``: the
+    model's own names of parameters that are one here, along dim 0; ``skips``: the model's code passes over those of
+    experts without tokens, which then have no gradient (else it is zero).
     """
 
     name: str
@@ -308,21 +317,29 @@ class ParameterInfo:
     trainable: bool = True
     is_buffer: bool = False
     master: torch.dtype | None = None
+    stacked: tuple[str, ...] = ()
+    skips: bool = False
 
 
 @dataclass(frozen=True)
 class InputInfo:
-    """A tensor of the batch: ``path`` in the call (``input_ids``, ``0``), global meta, batch dim or None."""
+    """A tensor of the batch: ``path`` in the call (``input_ids``, ``0``), global meta, batch dim or None, and the dim
+    along which a sequence lies or None."""
 
     name: str
     path: str
     meta: Meta
     batch_dim: int | None
+    seq_dim: int | None = None
 
 
 @dataclass
 class Model:
-    """A captured model: blocks, their calls in order, its parameters by name, the batch, and the loss."""
+    """A captured model: blocks, their calls in order, its parameters by name, the batch, and the loss.
+
+    ``remarks``: what a plan should say of how the model was read. ``packs``: it keeps documents in a row apart by the
+    positions that a batch gives its tokens.
+    """
 
     name: str
     blocks: list[Block]
@@ -332,6 +349,8 @@ class Model:
     loss: Value
     batch_size: int
     fingerprint: str = ""
+    remarks: list[str] = field(default_factory=list)
+    packs: bool = False
 
     def block_of(self, call: Call) -> Block:
         return self.blocks[call.block]

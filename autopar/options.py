@@ -13,6 +13,9 @@ OFFLOADABLE: Final = ("optimizer", "parameters", "activations")
 Precision = Literal["model", "bf16", "fp16"]
 Recompute = Literal["auto", "none", "selective", "full"]
 Activations = Literal["exact", "lossless", "8bit"]
+Order = Literal["auto", "contiguous", "paired"]
+Attention = Literal["auto", "all_gather", "ring", "heads"]
+Statistics = Literal["batch", "microbatch"]
 _FLOATS: Final = ("", "bfloat16", "float16", "float32", "float64")
 
 
@@ -31,6 +34,11 @@ class Given(TypedDict, total=False):
     powersgd: int
     activations: Activations
     head_chunks: int
+    cp_order: Order
+    attention: Attention
+    statistics: Statistics
+    expert_imbalance: float
+    expert_bias_rate: float
 
 
 class Options(BaseModel):
@@ -51,6 +59,18 @@ class Options(BaseModel):
     * ``activations``: what autograd keeps, ``"exact"``, as bits and seeds where those say the same (``"lossless"``),
       or in ``"8bit"`` (lossy).
     * ``head_chunks``: in how many chunks of tokens logits and their loss are computed.
+    * ``cp_order``: ranks of ``cp`` hold ``"contiguous"`` parts of a sequence, or ``"paired"`` ones, from either end, so
+      that causal attention is equal work; ``"auto"``: as is cheaper.
+    * ``statistics``: what a model computes of sums over its batch (losses of routers) is of the whole ``"batch"``,
+      which no microbatch has: it is refused where there are several. With ``"microbatch"`` each takes what it sees for
+      its share, as accumulating gradients on one device does; tokens are still counted over the batch.
+    * ``attention``: how a sequence split over ``cp`` attends: to gathered keys and values (``"all_gather"``), to blocks
+      of them that go round (``"ring"``), or to all of it for some heads (``"heads"``); ``"auto"``: each layer as is
+      fastest.
+    * ``expert_imbalance``: how many times its share of the slots of a layer's experts the fullest rank is reckoned to
+      get, where no load was measured. Costs and memory are those of that rank.
+    * ``expert_bias_rate``: by how much selection biases move after each step, up for experts that got less than their
+      share of the step's slots, down for others (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -67,6 +87,11 @@ class Options(BaseModel):
     powersgd: int = Field(default=0, ge=0)
     activations: Activations = "exact"
     head_chunks: int = Field(default=1, ge=1)
+    cp_order: Order = "auto"
+    attention: Attention = "auto"
+    statistics: Statistics = "batch"
+    expert_imbalance: float = Field(default=1.0, ge=1.0, allow_inf_nan=False)
+    expert_bias_rate: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
 
     @model_validator(mode="after")
     def _check(self) -> Options:

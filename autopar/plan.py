@@ -71,6 +71,28 @@ class BlockPlan(_Value):
     recompute: list[RecomputePlan] = []
 
 
+class ExpertsPlan(_Value):
+    """The experts of one layer (the module path of its router's choice), of which each token takes ``choices``.
+
+    Each of the ``ranks`` of ``axes`` holds its own ``experts / ranks`` (1: every rank holds all). ``imbalance``: how
+    many times its share of the slots the fullest of them is reckoned to get, which no order of experts makes less than
+    ``bound``; ``order[p]`` is the expert stored at place ``p`` (empty: p itself). On the axes ``whole`` all ranks have
+    the same tokens, and each takes those of its own experts; on the others tokens travel: a rank sends ``sent_bytes``
+    to others, of a microbatch and on the average, and gets as much back.
+    """
+
+    layer: str
+    experts: int
+    choices: int
+    axes: list[str]
+    ranks: int
+    imbalance: float
+    bound: float
+    order: list[int]
+    whole: list[str]
+    sent_bytes: int
+
+
 class StagePlan(_Value):
     """One pipeline stage: calls ``first .. last`` of the model, what they are, what they cost a microbatch.
 
@@ -127,7 +149,9 @@ class Plan(_Value):
     """See the module docstring. ``peak_bytes`` has one entry per rank.
 
     ``chunks`` is how many stages a pipeline rank holds; ``vocabulary`` how embedding and head are computed; ``options``
-    what was pinned of memory and precision; ``compression`` what is compressed, and what of that is lossy, as text;
+    what was pinned of memory and precision; ``attention`` how positions attend to those
+    of other ranks of ``cp``, by block, ``whole_sequences`` what isn't split on it;
+    ``compression`` what is compressed, and what of that is lossy, as text; ``remarks`` how the model was read;
     ``actions`` the list of a schedule that was made for this plan's costs,
     None for one that has a name.
     """
@@ -150,20 +174,24 @@ class Plan(_Value):
     options: Options
     actions: str | None
     replicated_ops: list[str]
+    attention: list[str] = []
+    whole_sequences: list[str] = []
     compression: list[str] = []
+    experts: list[ExpertsPlan] = []
+    remarks: list[str] = []
     cost: CostPlan
     digest: str = Field(default="")
 
     @model_validator(mode="after")
     def _check(self) -> Plan:
-        Mesh(**self.mesh_sizes)
+        Mesh.from_json(self.mesh_sizes)
         if self.digest and self.digest != _digest(self):
             raise ValueError(f"its digest is {self.digest}, its content's {_digest(self)}: it was changed or damaged")
         return self
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh(**self.mesh_sizes)
+        return Mesh.from_json(self.mesh_sizes)
 
     @property
     def stages(self) -> list[list[str]]:
@@ -225,6 +253,10 @@ class Plan(_Value):
         """Degrees, stages, layouts and costs, as text."""
         return "\n".join(_explain(self))
 
+    def explain_experts(self) -> str:
+        """How many experts layers have, where they are and what they are reckoned with; empty where there are none."""
+        return "\n".join(_explain_experts(self))
+
     def __str__(self) -> str:
         return self.explain()
 
@@ -261,16 +293,19 @@ def _short(value: Any) -> str:
 def _explain(plan: Plan) -> Iterator[str]:
     cost = plan.cost
     yield f"{plan.model_name} on {plan.mesh.world} x {plan.cluster}: {plan.mesh}   (plan {plan.digest})"
-    per_rank = plan.batch_size // plan.microbatches // plan.mesh.dp
-    batch = f"{plan.batch_size} = {plan.microbatches} microbatches x dp {plan.mesh.dp} x {per_rank}"
+    replicas = plan.mesh.replicas
+    per_rank = plan.batch_size // plan.microbatches // replicas
+    batch = f"{plan.batch_size} = {plan.microbatches} microbatches x dp {replicas} x {per_rank}"
     chunks = f" of {plan.chunks} chunks a rank" if plan.chunks > 1 else ""
     yield f"batch {batch}, schedule {plan.schedule}{chunks}, vocabulary {plan.vocabulary}"
     if options := str(plan.options):
         yield options
-    if plan.options.zero and (shards := plan.mesh.dp_shards(plan.options.zero_ranks)) > 1:
+    if plan.options.zero and (shards := plan.mesh.zero_shards(plan.options.zero_ranks)) > 1:
         kinds = ("optimizer state", "optimizer state and gradients", "optimizer state, gradients and parameters")
-        copies = f", {plan.mesh.dp // shards} copies" if shards < plan.mesh.dp else ""
-        yield f"{kinds[plan.options.zero - 1]} stored S(0)@dp over {shards} neighbouring ranks{copies}"
+        everyone = plan.mesh.zero_shards(0)
+        copies = f", {everyone // shards} copies" if shards < everyone else ""
+        axes = "_".join(plan.mesh.data_axes())
+        yield f"{kinds[plan.options.zero - 1]} stored S(0)@{axes} over {shards} neighbouring ranks{copies}"
     gap = 100 * (1 - cost.bound_seconds / cost.step_seconds) if cost.step_seconds else 0.0
     bound = f"nothing on this mesh is below {seconds_text(cost.bound_seconds)} ({gap:.1f} % gap)"
     yield f"step {seconds_text(cost.step_seconds)}; {bound}"
@@ -300,16 +335,32 @@ def _explain(plan: Plan) -> Iterator[str]:
             + rows
             + (f"; on the host {bytes_text(rank.host_bytes)}" if rank.host_bytes else "")
         )
+    yield from _explain_experts(plan)
     for block in plan.blocks:
         yield ""
         yield f"{block.name}: {_units_text(block.paths)}"
         yield from _explain_block(block)
+    yield from _explain_remarks(plan)
+
+
+def _explain_remarks(plan: Plan) -> Iterator[str]:
+    """What holds of the model as a whole, each after an empty line."""
+    if plan.attention:
+        yield ""
+        order = "in pairs of parts" if plan.mesh.paired else "in neighbouring parts"
+        yield f"attention over cp, {order}: " + ", ".join(plan.attention)
     if plan.compression:
         yield ""
         yield from plan.compression
     if plan.replicated_ops:
         yield ""
         yield "computed whole on every rank (autopar has no rule for them): " + ", ".join(plan.replicated_ops)
+    if plan.whole_sequences:
+        yield ""
+        yield "computed of whole sequences on every rank of cp: " + ", ".join(plan.whole_sequences)
+    if plan.remarks:
+        yield ""
+        yield from plan.remarks
 
 
 def _explain_recompute(plan: Plan, stage: StagePlan) -> Iterator[str]:
@@ -325,6 +376,34 @@ def _explain_recompute(plan: Plan, stage: StagePlan) -> Iterator[str]:
             f"  {_units_text(units)} {verb} {', '.join(spans)}: {bytes_text(point.saved_bytes)} kept instead of "
             f"{bytes_text(block.saved_bytes)} each, +{seconds_text(len(units) * point.seconds)}"
         )
+
+
+def _explain_experts(plan: Plan) -> Iterator[str]:
+    """``experts of layers.0.mlp … layers.3.mlp (4): 8, of which a token takes 2; 2 on each of ep 4 ranks …``."""
+
+    def alike(row: ExpertsPlan) -> tuple[object, ...]:
+        shape = row.experts, row.choices, row.axes, row.ranks, row.whole, row.sent_bytes
+        return *shape, round(row.imbalance, 2), bool(row.order)
+
+    for _, group in itertools.groupby(plan.experts, key=alike):
+        rows = list(group)
+        row = rows[0]
+        whole = "all on every rank that has the layer (the mesh has no ep)"
+        split = f"{row.experts // row.ranks} on each of {row.ranks} ranks of {' x '.join(row.axes)}, S(0)"
+        yield (
+            f"experts of {_units_text([r.layer for r in rows])}: {row.experts}, of which a token takes {row.choices}; "
+            f"{split if row.ranks > 1 else whole}"
+        )
+        if row.whole:
+            yield f"  ranks of {' x '.join(row.whole)} have the same tokens, and each takes those of its own experts"
+        if row.sent_bytes:
+            what = "a microbatch of a rank" if plan.microbatches > 1 else "a rank"
+            sent = bytes_text(row.sent_bytes)
+            yield f"  {what} sends tokens of {sent} to experts of other ranks, and gets as much back"
+        if row.imbalance > 1:
+            order = "; hot ones are stored apart" if row.order else ""
+            bound = f" (no placement is below {row.bound:.2f})" if row.bound > 1 else ""
+            yield f"  the fullest rank is reckoned with {row.imbalance:.2f} times its share of tokens{bound}{order}"
 
 
 def _explain_block(block: BlockPlan) -> Iterator[str]:

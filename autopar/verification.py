@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -17,7 +17,10 @@ from autopar.divergence import Compiled, first_divergence
 from autopar.graph import Model, info
 from autopar.options import Options
 from autopar.passes.mixed_precision import LOWER
+from autopar.runtime.job import Job
+from autopar.runtime.loads import Load, distinct, update_bias_
 from autopar.runtime.optimizers import Maker, SchedulerMaker, one_device
+from autopar.runtime.program import Router
 
 TOLERANCES: Final = {torch.float64: 1e-9, torch.float32: 2e-5}
 """Largest relative error that is rounding, by the narrowest dtype of the model; others: the root of their epsilon."""
@@ -25,6 +28,10 @@ TOLERANCES: Final = {torch.float64: 1e-9, torch.float32: 2e-5}
 _AMPLIFIED: Final = (
     "loss and gradients agree: the optimizer amplifies their rounding (AdamW turns a gradient that is zero but for "
     "rounding into a whole step; a larger eps, or float64, shows whether more than that differs)"
+)
+_ESTIMATED = (
+    "statistics='microbatch' is compared with gradients that one device accumulates over microbatches, each of which "
+    "counts the same there: that is another loss where they have different numbers of tokens, or where it is no mean"
 )
 _FLOOR = 1e-4  # a tensor's error counts relative to its own largest entry, or this part of the largest of all
 
@@ -91,26 +98,53 @@ def verify_job(job: Compiled, batch: Any, steps: int) -> Verification:
     reference = job.reference()
     dtype = narrowest_dtype(job.lowered)
     ranks = job.job
+    found = job.simulate(batch, steps)
+    biases = _Biases.of(reference, ranks)
+    microbatches = _microbatches(job, batch)
     expected = train_one_device(
         reference,
-        batch,
+        microbatches,
         steps,
         job.loss,
         ranks.optimizer,
         ranks.clip_norm,
         scheduler=ranks.scheduler,
         options=ranks.options,
+        updated=lambda step: biases.move(found.expert_load[step]),
     )
-    found = job.simulate(batch, steps)
     tolerance = TOLERANCES.get(dtype, torch.finfo(dtype).eps ** 0.5)
     loss_error = max(abs(a - b) / max(abs(b), 1e-30) for a, b in zip(found.losses, expected.losses, strict=True))
     gradients = relative_errors(found.gradients, expected.gradients)
-    parameters = relative_errors(found.parameters, expected.parameters)
+    parameters = relative_errors(found.parameters | found.buffers, expected.parameters | biases.by_name)
     worst = max([loss_error, *gradients.values(), *parameters.values()])
     ok = bool(worst <= tolerance)
     computed = max([loss_error, *gradients.values()])
-    divergence = "" if ok else first_divergence(job, batch, tolerance) if computed > tolerance else _AMPLIFIED
+    divergence = ""
+    if not ok:
+        exact = len(microbatches) == 1
+        reason = first_divergence(job, batch, tolerance) if exact else _ESTIMATED
+        divergence = reason if computed > tolerance else _AMPLIFIED
     return Verification(ok, tolerance, loss_error, gradients, parameters, found.losses, expected.losses, divergence)
+
+
+@dataclass(frozen=True)
+class _Biases:
+    """The selection biases of a one-device model: the one thing about a step that autopar adds to the model's own code.
+    They move by the loads that the ranks counted."""
+
+    routers: tuple[Router, ...]
+    by_name: dict[str, torch.Tensor]
+    rate: float
+
+    @classmethod
+    def of(cls, model: nn.Module, job: Job) -> _Biases:
+        routers = distinct([r for loaded in job.programs for r in loaded.program.routers if r.bias])
+        tensors = {name: p.detach() for name, p in model.named_parameters()} | dict(model.named_buffers())
+        return cls(routers, {r.bias: tensors[r.bias] for r in routers}, job.options.expert_bias_rate)
+
+    def move(self, load: Load) -> None:
+        for router in self.routers:
+            update_bias_(self.by_name[router.bias], torch.tensor(load[router.layer]), self.rate)
 
 
 def narrowest_dtype(model: Model) -> torch.dtype:
@@ -120,9 +154,24 @@ def narrowest_dtype(model: Model) -> torch.dtype:
     return max((m.dtype for m in metas if m.needs_grad), key=lambda dtype: torch.finfo(dtype).eps)
 
 
+def _microbatches(job: Compiled, batch: Any) -> list[Any]:
+    """What one device computes of ``batch`` at once: all of it, or a microbatch that has statistics of its own."""
+    plan = job.plan
+    if plan.options.statistics == "batch" or plan.microbatches == 1:
+        return [batch]
+    tensors, structure = flatten(batch)
+    dims = {item.path: item.batch_dim for item in plan.inputs}
+
+    def part(path: str, number: int) -> torch.Tensor:
+        dim = dims.get(path)
+        return tensors[path] if dim is None else tensors[path].chunk(plan.microbatches, dim)[number]
+
+    return [structure.batch({path: part(path, m) for path in tensors}) for m in range(plan.microbatches)]
+
+
 def train_one_device(
     model: nn.Module,
-    batch: Any,
+    microbatches: Sequence[Any],
     steps: int,
     loss: Callable[[Any, Any], torch.Tensor] | None,
     optimizer: Maker,
@@ -130,25 +179,29 @@ def train_one_device(
     *,
     scheduler: SchedulerMaker | None = None,
     options: Options | None = None,
+    updated: Callable[[int], None] | None = None,
 ) -> Trained:
     """What a user would write by hand for one device, under ``torch.autocast`` where ``options`` have a precision.
 
-    ``model`` is trained in place: give a copy.
+    ``model`` is trained in place: give a copy. The gradients of a step are the mean of those of its ``microbatches``
+    (one: the whole batch), each computed alone. ``updated`` is called with the number of each step that changed it.
     """
-    tensors, structure = flatten(batch)
-    args, kwargs = structure.call_arguments(tensors)
     trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
     update = one_device(optimizer, scheduler, model, options)
     losses: list[float] = []
     gradients: dict[str, torch.Tensor] = {}
     lower = LOWER.get(options.precision) if options else None
     scale = 2.0**16 if lower == torch.float16 else 1.0
-    for _ in range(steps):
+    for step in range(steps):
         update.zero_grad()
-        with torch.autocast(next(iter(trainable.values())).device.type, lower, enabled=lower is not None):
-            value = loss_of(model(*args, **kwargs), batch, loss)
-        (value * scale).backward()  # type: ignore[no-untyped-call]
-        losses.append(float(value.detach()))
+        losses.append(0.0)
+        for batch in microbatches:
+            tensors, structure = flatten(batch)
+            args, kwargs = structure.call_arguments(tensors)
+            with torch.autocast(next(iter(trainable.values())).device.type, lower, enabled=lower is not None):
+                value = loss_of(model(*args, **kwargs), batch, loss) / len(microbatches)
+            (value * scale).backward()  # type: ignore[no-untyped-call]
+            losses[-1] += float(value.detach())
         gradients = {
             n: torch.zeros_like(p) if p.grad is None else p.grad.div_(scale).clone() for n, p in trainable.items()
         }
@@ -158,6 +211,8 @@ def train_one_device(
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(list(trainable.values()), clip_norm)
         update.step()
+        if updated is not None:
+            updated(step)
     return Trained(losses, gradients, {n: p.detach().clone() for n, p in trainable.items()})
 
 

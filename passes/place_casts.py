@@ -1,9 +1,9 @@
 """place_casts: one cast for each value and dtype, where the tensor that moves is the narrow one.
 
 Guarantees: equal values; in each block a value is cast to a dtype once. A cast to fewer bytes stands right behind what
-makes the value, before views of it: whatever is exchanged, sent or kept behind it is narrow. A cast to more bytes
-stands before its first use, behind views. Casts of parameters stand before their first use, too. Gradients of several
-uses of a narrow value are added up in the narrow dtype. Example::
+makes the value, before views of it and the dispatch of its rows to experts: whatever is exchanged, sent or kept behind
+it is narrow. A cast to more bytes stands before its first use, behind views. Casts of parameters stand before their
+first use, too. Gradients of several uses of a narrow value are added up in the narrow dtype. Example::
 
     v = reshape(norm, …)                               narrow = to(norm, bf16)
     q = linear(to(v, bf16), …)                         v = reshape(narrow, …)
@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from autopar.graph import Block, Model, derive, info, is_getitem, is_view, op_name, operands
+from autopar.passes.experts import rearranges
 
 aten = torch.ops.aten
 
@@ -97,15 +98,12 @@ def _is_taken_in(value: fx.Node, dtype: torch.dtype) -> bool:
 
 
 def _moves_only(node: fx.Node) -> bool:
-    """Whether it has all elements of its one operand, in another shape or order, or more than once."""
+    """Whether it has all elements of its first operand, in another shape or order, or more than once."""
+    if node.op != "call_function":
+        return False
     given = operands(node)
-    if (
-        node.op != "call_function"
-        or not is_view(node)
-        or is_getitem(node)
-        or len(given) != 1
-        or len(info(node).outputs) != 1
-    ):
+    is_plain_view = is_view(node) and not is_getitem(node) and len(given) == 1 and len(info(node).outputs) == 1
+    if not (is_plain_view or rearranges(node)):
         return False
     before, after = info(given[0]).meta, info(node).meta
     return before.dtype == after.dtype and before.numel <= after.numel

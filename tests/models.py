@@ -214,7 +214,7 @@ class Float64(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is Tensor.float:
             func, args = Tensor.to, (*args, torch.float64)
-        if func is Tensor.to:
+        if func in (Tensor.to, Tensor.type):
             args = tuple(torch.float64 if a is torch.float32 else a for a in args)
         kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
         return func(*args, **kwargs)

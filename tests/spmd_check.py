@@ -33,6 +33,7 @@ from autopar.mesh import Mesh
 from autopar.runtime import Axes, Axis, I, Input, P, Parameter, Program, R, S
 from autopar.runtime.modules import dtype_of
 from autopar.spmd import Type, parse
+from tests import spmd_experts
 from tests.spmd_strides import OneOrder, Strides, cat, reshape, split
 
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "convert", "reduce_scatter")
@@ -48,7 +49,7 @@ def check(text: str) -> None:
     namespace: dict[str, Any] = {"__name__": "emitted"}
     exec(compile(text, "<emitted>", "exec"), namespace)
     program: Program = namespace["PROGRAM"]
-    mesh = Mesh(**program.mesh)
+    mesh = Mesh.from_json(program.mesh)
     with fake_pg(mesh.world):
         axes = Axes.build(mesh, 0, "cpu")
         strides = Strides(tuple(axis for axis in axes.values() if axis.size > 1))
@@ -63,7 +64,8 @@ def check(text: str) -> None:
             for parameter in program.parameters:
                 strides.declare(_tensor(stage, parameter), _parameter_types(parameter, strides))
             for tensor, item in zip(batch, program.inputs, strict=True):
-                strides.declare(tensor, {"dp": R if item.batch_dim is None else S(item.batch_dim)})
+                split = R if item.batch_dim is None else S(item.batch_dim)
+                strides.declare(tensor, {"dp": split, "ep": split})
             loss = strides.result(stage(*batch, *_totals(stage, batch, program, axes, strides)))
             loss.backward()
             strides.expect(loss, program.loss_axes)
@@ -89,7 +91,7 @@ def _parameter_types(parameter: Parameter, strides: Strides) -> dict[str, Type]:
 def _input(item: Input, program: Program, mesh: Mesh) -> Tensor:
     shape = list(item.shape)
     if item.batch_dim is not None:
-        shape[item.batch_dim] //= program.microbatches * mesh.dp
+        shape[item.batch_dim] //= program.microbatches * mesh.replicas
     return torch.zeros(shape, dtype=dtype_of(item.dtype))
 
 
@@ -113,6 +115,10 @@ def _replacements(strides: Strides, names: dict[str, Any]) -> dict[str, Any]:
     made["embedding_sharded"] = lambda *args: embedding_sharded(strides, *args)
     made["cross_entropy_sharded"] = lambda *args, **named: cross_entropy_sharded(strides, *args, **named)
     made["chunked_cross_entropy"] = lambda *args, **named: chunked_cross_entropy(strides, *args, **named)
+    made["attention_with_offset"] = lambda q, k, v, axis, **named: attention(q, k, v, **named)
+    made["ring_attention"] = lambda *args, **named: ring_attention(strides, *args, **named)
+    made["route"] = lambda *args, **named: spmd_experts.Routing.of(strides, *args, **named)
+    made |= {name: getattr(spmd_experts, name) for name in spmd_experts.FUNCTIONS}
     made["aten"] = Aten(strides)
     imported = {n for n, f in names.items() if isfunction(f) and f.__module__.startswith("autopar.runtime")}
     unknown = imported - made.keys() - LOCAL
@@ -178,6 +184,14 @@ def attention(
     if attn_mask is not None:
         scores = scores + attn_mask.unsqueeze(2)
     return (scores.softmax(-1).unsqueeze(-1) * v.unsqueeze(3)).sum(4).flatten(1, 2)
+
+
+def ring_attention(
+    strides: Strides, q: Tensor, k: Tensor, v: Tensor, axis: Axis, *, mask: Tensor | None = None, **named: Any
+) -> Tensor:
+    """As if keys and values were gathered."""
+    k, v = (strides.collective("all_gather", x, axis, src=S(x.dim() - 2), dst=R) for x in (k, v))
+    return attention(q, k, v, mask, scale=named.get("scale"))
 
 
 @dataclass

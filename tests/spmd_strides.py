@@ -122,8 +122,8 @@ class Strides:
             return x
         before, after = self.axis(name, kind.outer), self.axis(name, outer)
         spmd.assert_type(x, {before: spmd.V, after: spmd.R})
-        if _places(x)[before] != kind.dim:
-            raise spmd.SpmdTypeError(f"{name}: expected {kind}, but dim {_places(x)[before]} is split")
+        if places(x)[before] != kind.dim:
+            raise spmd.SpmdTypeError(f"{name}: expected {kind}, but dim {places(x)[before]} is split")
         entry = _entries(x)[kind.dim]
         return self.resplit(x, kind.dim, [after if a == before else a for a in entry])
 
@@ -191,7 +191,8 @@ def _entries(x: Tensor) -> list[tuple[spmd.MeshAxis, ...]]:
     return [entry if isinstance(entry, tuple) else (entry,) if entry else () for entry in spec]
 
 
-def _places(x: Tensor) -> dict[spmd.MeshAxis, int]:
+def places(x: Tensor) -> dict[spmd.MeshAxis, int]:
+    """The dim that each axis splits, where one does."""
     return {axis: dim for dim, entry in enumerate(_entries(x)) for axis in entry}
 
 
@@ -207,7 +208,7 @@ def _alias(x: Tensor) -> Tensor:
 def stamped(y: Tensor, x: Tensor, entries: Sequence[Sequence[spmd.MeshAxis]]) -> Tensor:
     """``y`` with the types of ``x``, but split as ``entries`` say."""
     split = {axis for entry in entries for axis in entry}
-    was = _places(x)
+    was = places(x)
     local = {a: spmd.V if a in split else spmd.R if a in was else k for a, k in spmd.get_local_type(x).items()}
     spmd.assert_type(y, local, _spec(entries))
     return y

@@ -62,7 +62,7 @@ def figures(table: dict[str, object], prefix: str = "") -> set[str]:
 
 
 def test_presets() -> None:
-    assert presets() == ("a100", "cpu", "h100")
+    assert presets() == ("a100", "cpu", "gb200", "h100", "h800")
 
 
 @pytest.mark.parametrize("name", presets())
@@ -92,6 +92,19 @@ def test_h100_is_the_data_sheet() -> None:
     assert cluster.intra_node.bytes_per_second == 450e9
     assert cluster.inter_node.bytes_per_second == 50e9
     assert cluster.devices_per_node == 8
+
+
+def test_h800_is_an_h100_with_a_narrower_nvlink() -> None:
+    h800, h100 = Cluster.load("h800"), Cluster.load("h100")
+    assert h800.device.rate("bfloat16") == h100.device.rate("bfloat16")
+    assert h800.intra_node.bytes_per_second == 200e9
+    assert h800.inter_node == h100.inter_node
+
+
+def test_a_rack_of_72_is_one_node() -> None:
+    rack = Cluster.load("gb200")
+    assert rack.link(8, 1, 256) == rack.intra_node
+    assert rack.link(32, 8, 256) == rack.inter_node
 
 
 def test_a_users_file(tmp_path: Path) -> None:
@@ -177,7 +190,9 @@ def test_values_built_in_code_are_checked_too() -> None:
 
 @pytest.mark.parametrize("name", ["h200", "", "no/such/file.toml"])
 def test_an_unknown_preset_lists_the_known_ones(name: str) -> None:
-    with pytest.raises(ClusterError, match=r"there is no cluster .* presets are a100, cpu, h100, .* TOML file"):
+    with pytest.raises(
+        ClusterError, match=r"there is no cluster .* presets are a100, cpu, gb200, h100, h800, .* TOML file"
+    ):
         Cluster.load(name)
 
 

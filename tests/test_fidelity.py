@@ -72,3 +72,53 @@ def test_methods_come_in_the_published_order_where_the_vocabulary_is_large(fidel
     assert baseline.seconds > redis.seconds > split.seconds
     assert fidelity.differ(baseline, redis)
     assert fidelity.same_order(baseline, redis)
+
+
+# --- mixtures of experts, as Megatron ran them ---------------------------------------------------------------
+
+
+def zoo_rows(fidelity: ModuleType) -> list[dict[str, str]]:
+    rows: list[dict[str, str]] = fidelity.read(MEASUREMENTS / "megatron_moe_modelzoo.csv")
+    return rows
+
+
+def test_seconds_and_tflops_of_the_zoo_say_the_same(fidelity: ModuleType) -> None:
+    """Where a row has both, the FLOPs that are counted make one the other: so they are counted as there."""
+    rows = zoo_rows(fidelity)
+    published = {int(row["line"]): float(row["Step time (sec)"]) for row in rows if row["Step time (sec)"]}
+    checked = [run for run in fidelity.moe_zoo.runs(rows) if run.line in published]
+    assert len(checked) == 5
+    for run in checked:
+        assert abs(run.seconds / published[run.line] - 1) < 0.01, run
+
+
+def test_every_row_of_the_zoo_is_a_run_or_left_out_for_a_reason(fidelity: ModuleType) -> None:
+    rows = zoo_rows(fidelity)
+    runs, left_out = list(fidelity.moe_zoo.runs(rows)), fidelity.moe_zoo.left_out(rows)
+    headings = {int(row["line"]) for row in rows if not (row["SEQ LEN"] or row["SEQ_LEN"])}
+    assert {run.line for run in runs} | set(left_out) | headings == {int(row["line"]) for row in rows}
+    assert all(run.mesh.world == run.gpus and run.mesh.experts == run.degrees["ep"] for run in runs)
+    assert all(run.batch % (run.degrees["dp"] * run.microbatch) == 0 for run in runs)
+
+
+def test_the_zoos_experts_lie_on_the_innermost_axes(fidelity: ModuleType) -> None:
+    axes = {run.line: run.mesh.expert_axes for run in fidelity.moe_zoo.runs(zoo_rows(fidelity))}
+    assert axes[14] == ("ep", "tp")
+    assert axes[36] == ("cp", "tp")
+    assert axes[62] == ("ep",)
+
+
+@pytest.mark.slow
+def test_a_run_of_the_zoo_is_planned(fidelity: ModuleType) -> None:
+    """Two layers of it, all the way: the plan has the row's degrees, and time for its tokens."""
+    zoo = fidelity.moe_zoo
+    (run,) = (run for run in zoo.runs(zoo_rows(fidelity)) if run.line == 17)
+    (found,) = zoo.predictions([run], layers=2)
+    assert found.plan.microbatches == 4
+    assert found.plan.mesh.replicas == 128
+    assert found.seconds > 0
+
+
+def test_rank_correlation(fidelity: ModuleType) -> None:
+    assert fidelity.moe_zoo.correlation([1.0, 2.0, 3.0], [10.0, 20.0, 15.0]) == pytest.approx(0.5)
+    assert fidelity.moe_zoo.correlation([1.0, 2.0, 2.0], [1.0, 3.0, 3.0]) == pytest.approx(1.0)

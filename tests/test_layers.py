@@ -18,7 +18,21 @@ ALL = (*SHIPPED, "tests", "examples", "benchmarks")
 VALUES = {"errors", "options", "compression", "spmd", "mesh", "cluster", "graph", "plan", "batch"}
 PLANNING = VALUES | {"rules", "cost_models", "passes", "schedules", "planner"}
 RUNNING = {"errors", "options", "compression", "spmd", "mesh", "plan", "batch", "schedules"}
-BELOW_API = PLANNING | {"storages", "capture", "codegen", "recipe", "runtime", "simulate", "report"}
+BELOW_API = PLANNING | {
+    "storages",
+    "documents",
+    "capture",
+    "expert_capture",
+    "function_capture",
+    "loop_capture",
+    "row_capture",
+    "source_lines",
+    "codegen",
+    "recipe",
+    "runtime",
+    "simulate",
+    "report",
+}
 
 # Each module or package directly under autopar, and what it may import of the others.
 ARROWS: dict[str, set[str]] = {
@@ -32,10 +46,35 @@ ARROWS: dict[str, set[str]] = {
     "graph": {"errors", "spmd"},
     "plan": {"errors", "options", "spmd", "mesh", "cluster"},
     "batch": {"errors"},
-    "capture": {"errors", "graph", "batch"},
+    "documents": {"errors"},
+    "source_lines": set(),
+    "expert_capture": {"errors", "source_lines"},
+    "loop_capture": {"errors"},
+    "row_capture": {"errors"},
+    "function_capture": {"errors", "source_lines"},
+    "capture": {
+        "errors",
+        "graph",
+        "batch",
+        "documents",
+        "expert_capture",
+        "function_capture",
+        "loop_capture",
+        "row_capture",
+        "source_lines",
+    },
     "rules": VALUES,
     "cost_models": VALUES,
-    "passes": VALUES | {"capture", "rules", "cost_models"},  # of capture, the graph that the first pass takes
+    "passes": VALUES
+    | {
+        "capture",
+        "expert_capture",
+        "function_capture",
+        "loop_capture",
+        "row_capture",
+        "rules",
+        "cost_models",
+    },  # of capture, the graph that the first pass takes
     "schedules": VALUES | {"cost_models"},
     "planner": (PLANNING - {"planner"}) | {"storages"},
     "codegen": PLANNING | {"runtime"},  # the values that an emitted program ends with
@@ -57,6 +96,7 @@ ARROWS: dict[str, set[str]] = {
 # The only files that may use names of torch that begin with an underscore, and which of them.
 PRIVATE_TORCH = {
     "autopar/planner/saved.py": "torch._subclasses.fake_tensor.FakeTensorMode",  # runs ops on shapes alone
+    "autopar/row_capture.py": "torch._check",  # the documented way to say what is known of a size in an export
     "autopar/graph.py": "torch._ops.OpOverload",  # the type of an ATen op has no public name
     "autopar/simulate/torch_private.py": "torch.",
     "autopar/storages.py": "torch.",  # sees what operations make, fake tensors among it

@@ -38,6 +38,7 @@ def test_json_both_ways():
         ({"offload": ("gradients",)}, r"offload names \['gradients'\]; it may name optimizer, parameters, activations"),
         ({"zero_ranks": 2}, "zero_ranks=2 without ZeRO; say zero=1, 2 or 3"),
         ({"powersgd": 4, "zero": 3}, "powersgd=4 sums whole gradients.*use zero=0 or 1"),
+        ({"statistics": "step"}, "statistics='step': .*'batch' or 'microbatch'"),
         ({"head_chunks": 0}, "head_chunks=0: .*greater than or equal to 1"),
         ({"budget_bytes": -1}, "budget_bytes=-1: .*greater than 0"),
     ],

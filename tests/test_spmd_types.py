@@ -8,12 +8,16 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
+import torch
 from spmd_types import SpmdTypeError
 
 import autopar
 from tests import models
+from tests.fast_cluster import FAST
+from tests.moe_models import family
 from tests.spmd_check import check
 
 pytestmark = [  # both are spmd_types' own
@@ -181,6 +185,38 @@ def test_emitted_programs_are_well_typed(name: str) -> None:
     text = emitted(name)
     assert "reduce_scatter(" in text or "all_reduce(" in text
     check(text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["all_gather", "ring", "heads"])
+def test_programs_over_a_split_sequence_are_well_typed(way: Any) -> None:
+    case = models.llama(4, layers=1)
+    job = autopar.compile(case.model, 4, sample=case.batch, mesh={"cp": 2, "tp": 2}, attention=way)
+    check(job.source(0))
+
+
+EXPERTS: list[tuple[str, dict[str, int], str]] = [
+    ("mixtral", {"dp": 2, "tp": 2, "ep": 2}, "exchange=[ep, tp]"),
+    ("qwen2_moe", {"dp": 4, "ep": 4}, "dispatch_start("),
+    ("mixtral", {"dp": 2, "ep": 2}, "filter=[ep]"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "mesh", "way"), EXPERTS, ids=str)
+def test_programs_with_experts_are_well_typed(name: str, mesh: dict[str, int], way: str) -> None:
+    config = {"layers": 1, "output_router_logits": False, "sliding_window": None}
+    case = models.prepared(lambda: family(name, 16, **config), torch.float32)
+    gpus = mesh["dp"] * mesh.get("tp", 1)
+    cluster = autopar.Cluster.load("cpu") if "filter" in way else FAST
+    text = autopar.compile(case.model, gpus, sample=case.batch, mesh=mesh, cluster=cluster).source(0)
+    assert way in text
+    check(text)
+    if "filter" in way:  # each rank would add the terms of its own experts alone
+        wrong = re.sub(r"reduce_scatter\((\w+), ep, src=P, dst=S\(0\)\)", r"convert(\1, ep, src=R, dst=S(0))", text)
+        assert wrong != text
+        with pytest.raises(SpmdTypeError):
+            check(wrong.replace("import torch\n", "import torch\nfrom autopar.runtime import convert\n", 1))
 
 
 def mistake(function: str, x: str, axis: str, src: str, dst: str) -> str:

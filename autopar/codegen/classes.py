@@ -16,11 +16,12 @@ from autopar.codegen.job import Job
 from autopar.codegen.names import bases
 from autopar.codegen.regions import named, region_code
 from autopar.codegen.runs import Run, number, runs
-from autopar.codegen.text import Line, attribute, human_bytes, is_index, literal, spans
+from autopar.codegen.text import STACKED, Line, attribute, human_bytes, is_index, literal, spans
 from autopar.graph import INPUT_CALL, Call, Meta, RuntimeOp, Value, info
 
 RUNTIME_NAMES = (
-    *("Axes", "Container", "I", "Input", "P", "Parameter", "Program", "R", "S", "Tensor", "Total", "VocabularyProgram"),
+    *("Axes", "Container", "I", "Input", "P", "Parameter", "Program", "R", "Router", "S", "Tensor", "Total"),
+    "VocabularyProgram",
     *("all_gather", "all_reduce", "all_to_all", "convert", "declare", "kept_in_8_bits", "recompute"),
     *("reduce_scatter", "rng"),
 )
@@ -88,8 +89,8 @@ def _stored(job: Job, call: Call, own: Sequence[int]) -> str:
     """What a comment says of weights that are there only while they are used."""
     nodes = [job.parameter(call, k) for k in own if not job.model.parameters[call.parameters[k]].is_buffer]
     size = human_bytes(sum(info(node).meta.bytes for node in nodes))
-    if nodes and job.options.zero == 3 and (shards := job.mesh.dp_shards(job.options.zero_ranks)) > 1:
-        return f" · weights S(0)@dp on {shards} ranks, gathered ahead: {size}"
+    if nodes and job.options.zero == 3 and (shards := job.mesh.zero_shards(job.options.zero_ranks)) > 1:
+        return f" · weights S(0)@{'_'.join(job.mesh.data_axes())} on {shards} ranks, gathered ahead: {size}"
     if nodes and "parameters" in job.options.offload:
         return f" · weights on the host, copied ahead: {size}"
     return ""
@@ -145,7 +146,7 @@ def vocabulary_class(job: Job, part: Part, methods: list[Line]) -> list[Line]:
 def _class(
     name: str, comment: str, declared: Iterable[Declaration], declarations: list[Line], methods: list[Line]
 ) -> list[Line]:
-    numbered = any(is_index(d.path.split(".")[0]) for d in declared)
+    numbered = any(is_index(first) or first == STACKED for first in (d.path.split(".")[0] for d in declared))
     keeps_axes = any("self.axes" in line.code for line in methods)
     head = [
         Line(0, f"class {name}({'Container' if numbered else 'nn.Module'}):", comment),

@@ -10,6 +10,8 @@ from autopar.codegen.aten import is_pointwise
 from autopar.codegen.names import source
 from autopar.codegen.text import human_bytes
 from autopar.graph import AxisRef, Meta, RuntimeOp, info, is_view, operands
+from autopar.rules import lookup
+from autopar.rules.base import Op
 from autopar.rules.chunked import whole_logits
 from autopar.spmd import Type, transition
 
@@ -28,10 +30,12 @@ def of_node(node: fx.Node) -> str:
     move = _collective(node)
     if move is not None:
         return of_change(info(operands(node)[0]).meta, data.meta, *move)
+    if data.is_object:
+        return "   ".join(part for part in (_inside(node), data.source) if part)
     if not _informs(node):
         return ""
     never = whole_logits(node)
-    parts = (typed(data.meta, data.types()), f"{never} never exists" if never else "", data.source)
+    parts = (typed(data.meta, data.types()), f"{never} never exists" if never else "", _inside(node), data.source)
     return "   ".join(part for part in parts if part)
 
 
@@ -43,6 +47,18 @@ def of_change(before: Meta, after: Meta, src: Type, dst: Type) -> str:
         parts.append(human_bytes(max(before.bytes, after.bytes)))
     if way is not None and way.backward and before.needs_grad:
         parts.append(f"backward: {way.backward.replace('_', '-')}")
+    return " · ".join(parts)
+
+
+def _inside(node: fx.Node) -> str:
+    """What a form communicates: ``all-to-all of 28.0 MiB · backward: all-to-all``, several axes as one."""
+    op, forms = Op.of(node), [choice for choice in info(node).choices.values() if choice.form]
+    rule = lookup(op.name)
+    there = {kind: bytes_ for choice in forms for kind, bytes_ in rule.communication(op, choice, 1)}
+    back = {kind: None for choice in forms for kind, _ in rule.communication_back(op, choice, 1)}
+    parts = [f"{kind.replace('_', '-')} of {human_bytes(bytes_)}" for kind, bytes_ in there.items()]
+    if back and info(node).meta.needs_grad:
+        parts.append(f"backward: {', '.join(kind.replace('_', '-') for kind in back)}")
     return " · ".join(parts)
 
 
@@ -59,5 +75,5 @@ def _informs(node: fx.Node) -> bool:
     if any(info(source(o)).role in ("parameter", "buffer") for o in found):
         return True
     if isinstance(node.target, RuntimeOp):
-        return any(isinstance(a, AxisRef) for a in node.args)
+        return any(isinstance(a, AxisRef) for a in node.args) or any(info(o).is_object for o in found)
     return len(set(found)) > 1 and not is_pointwise(node)

@@ -19,7 +19,10 @@ from autopar.options import Options
 from autopar.passes.defer_weights import defer_weights
 from autopar.passes.float8 import float8
 from autopar.passes.hoist import hoist_parameter_sums
+from autopar.passes.overlap_dispatch import start_dispatches
 from autopar.passes.recompute import Regions, split_blocks
+from autopar.passes.routers import name_routers
+from autopar.plan import ExpertsPlan
 from autopar.runtime.program import Program
 
 
@@ -46,13 +49,15 @@ def emit(
     split_backward: bool = False,
     options: Options | None = None,
     recompute: Mapping[int, Regions] | None = None,
+    experts: Mapping[str, ExpertsPlan] | None = None,
 ) -> tuple[EmittedStage, ...]:
     """Write the program of every stage.
 
     ``model`` is solved and local on every axis, and stays as it is; ``stages`` are the call indices of each
     stage (calls of tables are left out: every stage computes for itself what it needs of them).
     ``split_backward``: for a schedule with passes I and W, gradients of weights can be put off. ``recompute`` gives
-    calls the regions that their backward computes again. Raises StageError where stages, calls and mesh don't fit,
+    calls the regions that their backward computes again; ``experts``, by layer, how they are stored and reckoned with.
+    Raises StageError where stages, calls and mesh don't fit,
     GraphError where a value can't become what is taken.
     """
     varied, regions = split_blocks(model, recompute or {})
@@ -62,7 +67,7 @@ def emit(
     if split_backward:
         hoisted = defer_weights(hoisted)
     job = make_job(
-        hoisted,
+        name_routers(start_dispatches(hoisted, regions)),
         stages,
         mesh,
         microbatches=microbatches,
@@ -70,6 +75,7 @@ def emit(
         reduce=reduce,
         options=options,
         regions=regions,
+        experts=experts,
     )
     return tuple(_emit_stage(job, part) for part in parts(job))
 

@@ -46,7 +46,7 @@ _BINARY: Final = {
 _UNARY: Final = {"aten.neg.default": "-", "aten.bitwise_not.default": "~"}
 _MEANINGLESS: Final = {"pin_memory": False, "cudnn_enable": False, "layout": torch.strided}
 """Arguments that capture writes down, and that change nothing at these values."""
-_TAKES_AXES: Final = {"dropout_replayed", "linear", "matmul", "embedding_rows"}
+_TAKES_AXES: Final = {"dropout_replayed", "linear", "matmul", "embedding_rows", "route"}
 """Functions of the runtime that are given all that the rank knows of itself, last."""
 
 
@@ -55,7 +55,8 @@ def expression(node: fx.Node, atoms: Atoms) -> Code:
     name, arguments = op_name(node), node.args
     if isinstance(node.target, RuntimeOp):
         given = [*(("", a) for a in arguments), *node.kwargs.items()]
-        return _call(str(node.target), given, atoms, [("self.axes",)] if name in _TAKES_AXES else [])
+        axes: Code = ("axes=self.axes",) if node.kwargs else ("self.axes",)
+        return _call(str(node.target), given, atoms, [axes] if name in _TAKES_AXES else [])
     if overload(node) is None:
         raise GraphError(f"{where(node)} is no op that can be written as source")
     plain = not node.kwargs and all(isinstance(a, fx.Node | int | float) for a in arguments)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, replace
 from typing import Any
 
@@ -13,9 +13,11 @@ from autopar.codegen.function import Function, Var
 from autopar.codegen.job import Job
 from autopar.codegen.runs import number, runs
 from autopar.codegen.text import INDENT, literal, wrap
-from autopar.graph import Call, ParameterInfo, arguments, info, is_aten
+from autopar.graph import Call, Info, ParameterInfo, arguments, info, is_aten
+from autopar.passes.routers import router_calls, weights_of
+from autopar.passes.selection_bias import bias_of
 from autopar.passes.vocabulary import VOCABULARY, Head, vocabulary_dims
-from autopar.runtime.program import Input, Parameter, Program, Tensor, Total, VocabularyProgram
+from autopar.runtime.program import Input, Parameter, Program, Router, Tensor, Total, VocabularyProgram
 from autopar.spmd import P, S
 
 
@@ -40,7 +42,23 @@ def program_of(job: Job, part: Part, forward: Function) -> Program:
         plan_digest=job.digest,
         returns_loss=job.vocabulary is None or part.index < len(job.stages) - 1,
         spanning=_spanning(job, part) if job.options.zero == 3 or "parameters" in job.options.offload else (),
+        routers=tuple(_routers(job, part)),
     )
+
+
+def _routers(job: Job, part: Part) -> Iterator[Router]:
+    """Of the stage's calls, each layer once."""
+    known: set[str] = set()
+    for found in router_calls(job.model):
+        if found.call in part.calls and found.layer not in known:
+            known.add(found.layer)
+            choices = info(found.node).choices
+            split = tuple(axis for axis in job.axes if axis in choices and choices[axis].operands[0].is_shard)
+            bias = bias_of(job.model, found) if job.options.expert_bias_rate else ""
+            known_of = job.experts.get(found.layer)
+            order, imbalance = (tuple(known_of.order), known_of.imbalance) if known_of is not None else ((), 1.0)
+            skips = tuple(n for n in weights_of(job.model, found) if job.model.parameters[n].skips)
+            yield Router(found.layer, found.experts, split, bias, order, imbalance, skips)
 
 
 def _spanning(job: Job, part: Part) -> tuple[str, ...]:
@@ -153,16 +171,19 @@ def _parameter(job: Job, call: Call, position: int, holders: tuple[int, ...]) ->
         aliases=known.aliases,
         padding=_padding(job, call, position),
         master=str(known.master).removeprefix("torch.") if trains and known.master is not None else "",
-        zero=_zero(job, known, len(data.meta.shape)),
+        zero=_zero(job, known, data),
+        stacked=bool(known.stacked),
+        order=job.order_of.get(known.name, ()),
     )
 
 
-def _zero(job: Job, known: ParameterInfo, dims: int) -> int:
+def _zero(job: Job, known: ParameterInfo, data: Info) -> int:
     """Over how many ranks the rows are stored: of what is trained, under ZeRO 3 of all. Scalars have none."""
     stage = job.options.zero
-    if not stage or known.is_buffer or not dims or not (known.trainable or stage == 3):
+    if not stage or known.is_buffer or not data.meta.shape or not (known.trainable or stage == 3):
         return 1
-    return job.mesh.dp_shards(job.options.zero_ranks)
+    axes = job.mesh.data_axes([axis for axis, kind in data.types().items() if kind.is_shard])
+    return job.mesh.zero_shards(job.options.zero_ranks, axes) if axes else 1
 
 
 def _padding(job: Job, call: Call, position: int) -> tuple[int, int] | None:
@@ -181,7 +202,7 @@ def program_lines(job: Job, part: Part, program: Program | VocabularyProgram) ->
     lines = [f"PROGRAM = {type(program).__name__}("]
     for entry in fields(program):
         value = getattr(program, entry.name)
-        if (entry.name, value) in (("returns_loss", True), ("chunks", 1), ("spanning", ())):
+        if (entry.name, value) in (("returns_loss", True), ("chunks", 1), ("spanning", ()), ("routers", ())):
             continue
         if entry.name == "parameters":
             lines += [f"{INDENT}parameters=(", *_folded(job, part, program.parameters), f"{INDENT}),"]

@@ -14,13 +14,15 @@ from autopar.graph import INPUT_CALL, Call, Meta, Model, Value, info
 from autopar.mesh import AXES, Mesh
 from autopar.options import Options
 from autopar.passes.recompute import Regions, own_modules
+from autopar.passes.routers import router_calls, weights_of
 from autopar.passes.vocabulary import STAGELESS, VocabularyCalls, vocabulary_calls
+from autopar.plan import ExpertsPlan
 
 
 @dataclass(frozen=True)
 class Job:
     """``stages`` are the calls of each pipeline stage, those that belong to none left out; ``reduce`` is what hoisting
-    found; ``regions`` are what calls of a block recompute."""
+    found; ``regions`` are what calls of a block recompute; ``experts``, by layer, how they are stored."""
 
     model: Model
     stages: tuple[tuple[int, ...], ...]
@@ -30,6 +32,7 @@ class Job:
     reduce: Mapping[str, tuple[str, ...]]
     options: Options
     regions: Mapping[int, Regions]
+    experts: Mapping[str, ExpertsPlan]
 
     @cached_property
     def names(self) -> dict[Value, str]:
@@ -79,6 +82,15 @@ class Job:
         return {block: frozenset(positions) for block, positions in found.items()}
 
     @cached_property
+    def order_of(self) -> dict[str, tuple[int, ...]]:
+        """Parameter -> the order of its rows, where that isn't the model's."""
+        found: dict[str, tuple[int, ...]] = {}
+        for router in router_calls(self.model) if self.experts else ():
+            if router.layer in self.experts:
+                found |= dict.fromkeys(weights_of(self.model, router), tuple(self.experts[router.layer].order))
+        return found
+
+    @cached_property
     def readers(self) -> dict[Value, list[tuple[int, int]]]:
         """Value -> the (call, input position) that read it."""
         found: dict[Value, list[tuple[int, int]]] = {}
@@ -117,7 +129,7 @@ class Job:
         if item.batch_dim is None:
             return item.meta
         shape = list(item.meta.shape)
-        shape[item.batch_dim] //= self.microbatches * self.mesh.dp
+        shape[item.batch_dim] //= self.microbatches * self.mesh.replicas
         return replace(item.meta, shape=tuple(shape))
 
     def parameter(self, call: Call, position: int) -> fx.Node:
@@ -134,6 +146,7 @@ def make_job(
     reduce: Mapping[str, tuple[str, ...]],
     options: Options | None = None,
     regions: Mapping[int, Regions] | None = None,
+    experts: Mapping[str, ExpertsPlan] | None = None,
 ) -> Job:
     """Raises StageError where the cut is not the model's calls in order, or doesn't fit the mesh."""
     left_out = {i for i, call in enumerate(model.calls) if model.block_of(call).kind in STAGELESS}
@@ -144,4 +157,4 @@ def make_job(
         raise StageError(f"stages {cut} are not the calls {expected} in order, cut into parts that are not empty")
     if len(cut) % mesh.pp:
         raise StageError(f"{len(cut)} stages can't run on {mesh.pp} pipeline ranks; give as many for each")
-    return Job(model, cut, mesh, microbatches, digest, reduce, options or Options(), regions or {})
+    return Job(model, cut, mesh, microbatches, digest, reduce, options or Options(), regions or {}, experts or {})

@@ -22,6 +22,8 @@ STREAM: Final = "h"
 
 _ROLES: Final[dict[str, tuple[str, ...]]] = {
     "scaled_dot_product_attention": ("q", "k", "v", "mask"),
+    "attention_with_offset": ("q", "k", "v"),
+    "ring_attention": ("q", "k", "v", "mask"),
     "cross_entropy_loss": ("logits", "target"),
     "cross_entropy_sharded": ("logits", "target"),
     "chunked_cross_entropy": ("h", "weight", "target"),
@@ -30,6 +32,8 @@ _ROLES: Final[dict[str, tuple[str, ...]]] = {
 
 _SHORT: Final = {
     "scaled_dot_product_attention": "attn",
+    "attention_with_offset": "attn",
+    "ring_attention": "attn",
     "layer_norm": "norm",
     "rms_norm": "norm",
     "linear": "y",
@@ -54,6 +58,11 @@ _SHORT: Final = {
     "embedding_rows": "embed",
     "mean_of_whole": "mean",
     "arange": "position",
+    "dispatch": "rows",
+    "dispatch_start": "flight",
+    "grouped_linear": "rows",
+    "grouped_bias": "rows",
+    "combine": "y",
 }
 """Names for results of ops that are long, or taken by Python."""
 
@@ -64,6 +73,8 @@ _NEW_VALUES: Final = {
     "hardtanh_kept_as_bits": "hardtanh",
     "threshold_kept_as_bits": "threshold",
     "max_pool2d_kept_as_places": "max_pool2d",
+    "route": "routing",
+    "dispatch_end": "rows",
 }
 """Runtime functions of one tensor that do more than change it, and the names of their results."""
 

@@ -22,6 +22,10 @@ _MARK = "  # "
 _STRING = re.compile(r'"(?:\\.|[^"\\])*"')  # literals are written with double quotes only
 
 
+STACKED = "*"
+"""In the path of a parameter, for the numbers of those that it is made of."""
+
+
 def literal(value: Any) -> str:
     """The Python source of a constant argument. Raises GraphError for one that has no source form."""
     if isinstance(value, str):
@@ -46,11 +50,14 @@ def literal(value: Any) -> str:
 
 
 def attribute(path: str) -> str:
-    """``self.model.layers[3].weight`` for ``model.layers.3.weight``, ``self`` for ""."""
+    """``self.model.layers[3].weight`` for ``model.layers.3.weight``, ``self`` for ""; ``experts["*"]`` for what is
+    stacked of all experts."""
     text = "self"
     for part in filter(None, path.split(".")):
         if is_index(part):
             text += f"[{part}]"
+        elif part == STACKED:
+            text += f"[{literal(part)}]"
         elif part.isidentifier() and not keyword.iskeyword(part):
             text += f".{part}"
         else:

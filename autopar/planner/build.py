@@ -12,19 +12,24 @@ from dataclasses import dataclass, field, replace
 from autopar.cluster import Cluster
 from autopar.errors import ShardingError
 from autopar.graph import Model, info, op_name, verify, where
-from autopar.mesh import Mesh
+from autopar.mesh import DATA, Mesh
 from autopar.options import Options
 from autopar.passes.chunk_head import chunk_head
 from autopar.passes.compress_activations import compress_activations
+from autopar.passes.estimate_statistics import estimate_statistics
+from autopar.passes.expert_roads import expert_roads
 from autopar.passes.float8 import check_float8
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.localize import localize
+from autopar.passes.overlap_dispatch import overlap_dispatch
+from autopar.passes.selection_bias import selection_bias
 from autopar.passes.split_vocabulary import split_vocabulary
-from autopar.plan import BlockPlan, CostPlan, InputPlan, NodePlan, Plan, RankPlan, StagePlan
+from autopar.plan import BlockPlan, CostPlan, ExpertsPlan, InputPlan, NodePlan, Plan, RankPlan, StagePlan
 from autopar.planner.activations import Activations
 from autopar.planner.block_costs import BlockCost, Machine, block_cost
 from autopar.planner.budget import within_budget
 from autopar.planner.compression import KeptBytes, check_compression, describe
+from autopar.planner.expert_costs import Load, Reckoning, experts_plans, reckon
 from autopar.planner.modes import mode_of
 from autopar.planner.offload import host_peak_bytes, require_host
 from autopar.planner.onehot import Solution
@@ -32,8 +37,8 @@ from autopar.planner.pipeline import SYNTHESIZED, Pipeline, Wanted, compute_only
 from autopar.planner.plan_recompute import pins_of, points_of_call, recompute_plan, used_alternatives
 from autopar.planner.prices import STATE_COPIES, MicrobatchPrices, RankPrices
 from autopar.planner.rank_memory import Storage, rank_state, vocabulary_state
+from autopar.planner.sequence import orders, ways_of_attention, whole_sequences
 from autopar.planner.sharding import AxisProblem, apply_choices, solve_axis
-from autopar.planner.zero import REPLICATE, SHARD
 from autopar.rules import has_rule
 from autopar.rules.attention import heads
 from autopar.rules.base import Op
@@ -49,6 +54,7 @@ class Request:
     cluster: Cluster
     wanted: Wanted
     options: Options = field(default_factory=Options)
+    expert_load: Load = field(default_factory=dict)
 
 
 @dataclass
@@ -62,10 +68,14 @@ class Built:
 
 @dataclass(frozen=True)
 class _Remarks:
-    """What the plan says of the graph: ops that every rank computes whole, and what is compressed."""
+    """What the plan says of the graph: of attention over cp, ops that ranks compute whole, or of whole sequences, what
+    is compressed, and of experts."""
 
+    attention: list[str]
     replicated: list[str]
+    whole_sequences: list[str]
     compression: list[str]
+    experts: list[ExpertsPlan]
 
 
 def build(
@@ -81,9 +91,16 @@ def build(
     check_compression(request.options)
     require_host(request.options, request.cluster.device)
     model = cut_head(model, request.mesh, request.wanted.vocabulary, request.options)
-    solutions = [_place(model, problem, pinned) for problem in _axes(request)]
+    if request.options.expert_bias_rate:
+        model = selection_bias(model)
+    rows = tuple(pinned.experts) if pinned is not None else ()
+    reckoning = Reckoning(request.options.expert_imbalance, request.expert_load, rows)
+    reckon(model, request.mesh, reckoning)
+    request, solutions = _place_all(model, request, pinned)
     _check_heads(model, request)
-    machine = _machine(request)
+    overlap_dispatch(expert_roads(model, request.cluster, request.mesh))
+    experts = experts_plans(model, request.mesh, reckoning)
+    machine = Machine.of(request.cluster, request.mesh, request.options.zero_ranks)
     replicated = _replicated(model)
     exact = request.options.activations == "exact"
     replaced = [] if exact else compress_activations(model, KeptBytes(model, machine.device.kind))
@@ -91,7 +108,8 @@ def build(
     activations = activations_of(model, costs, machine, request.options)
     wanted = replace(request.wanted, head_chunks=request.options.head_chunks)
     pins = pins_of(pinned, model) if pinned else None
-    remarks = _Remarks(replicated, list(describe(model, request.options, replaced)))
+    compression = list(describe(model, request.options, replaced))
+    remarks = _Remarks(ways_of_attention(model), replicated, whole_sequences(model), compression, experts)
 
     def laid_out(spared_bytes: int) -> Built:
         spared = replace(wanted, spared_bytes=spared_bytes)
@@ -122,44 +140,62 @@ def cut_head(model: Model, mesh: Mesh, vocabulary: str, options: Options) -> Mod
 
 
 def _check_batch(model: Model, request: Request) -> None:
-    parts = request.microbatches * request.mesh.dp
-    if model.batch_size % parts:
-        fits = [m for m in range(1, model.batch_size + 1) if model.batch_size % (m * request.mesh.dp) == 0]
-        hint = f"microbatches may be one of {fits}" if fits else f"make the batch a multiple of {request.mesh.dp}"
+    replicas = request.mesh.replicas
+    if model.batch_size % (request.microbatches * replicas):
+        fits = [m for m in range(1, model.batch_size + 1) if model.batch_size % (m * replicas) == 0]
+        hint = f"microbatches may be one of {fits}" if fits else f"make the batch a multiple of {replicas}"
         raise ShardingError(
             f"the batch of {model.batch_size} doesn't divide into {request.microbatches} microbatches x dp "
-            f"{request.mesh.dp}; {hint}"
+            f"{replicas}; {hint}"
         )
 
 
-def _axes(request: Request) -> list[AxisProblem]:
-    """The axes to solve, outermost first: each sees the graph local to those before it."""
-    mesh, device = request.mesh, request.cluster.device
-    problems: list[AxisProblem] = []
+def _place_all(model: Model, request: Request, pinned: Plan | None) -> tuple[Request, list[Solution]]:
+    """Solve the axes, outermost first: each sees the graph local to those before it. With the order of cp chosen."""
+    solutions = []
     if request.microbatches > 1:
-        problems.append(AxisProblem("mb", request.microbatches, MicrobatchPrices(), True))
-    for axis in ("dp", "tp"):
-        size = mesh.size(axis)
-        if size > 1:
-            link = request.cluster.link(size, mesh.stride(axis), mesh.world)
-            prices = RankPrices(size, device, link, request.microbatches)
-            budget = _state_budget(request) if axis == "tp" else None
-            problems.append(AxisProblem(axis, size, prices, axis == "dp", budget))
-    return problems
+        prices = MicrobatchPrices(estimates=request.options.statistics == "microbatch")
+        solutions.append(_place(model, AxisProblem("mb", request.microbatches, prices, "batch"), pinned))
+    for axis in (*DATA, "tp"):
+        if request.mesh.size(axis) > 1:
+            if axis == "cp" and pinned is None:
+                request = _ordered(model, request)
+            solutions.append(_place(model, _problem(request, axis), pinned))
+    return request, solutions
+
+
+def _ordered(model: Model, request: Request) -> Request:
+    """In which order of the sequence cp costs less."""
+    tries = [replace(request, mesh=mesh) for mesh in orders(model, request.mesh, request.options)]
+    if len(tries) == 1:
+        return tries[0]
+    return min(tries, key=lambda tried: solve_axis(model, _problem(tried, "cp")).seconds)
+
+
+def _problem(request: Request, axis: str) -> AxisProblem:
+    mesh, size = request.mesh, request.mesh.size(axis)
+    link = request.cluster.link(size, mesh.stride(axis), mesh.world)
+    paired = axis == "cp" and mesh.paired
+    prices = RankPrices(size, request.cluster.device, link, request.microbatches, paired)
+    kind = {"cp": "sequence", "tp": "model"}.get(axis, "batch")
+    budget = _state_budget(request) if axis == "tp" else None
+    return AxisProblem(axis, size, prices, kind, budget, axis in mesh.expert_axes, paired, request.options.attention)
 
 
 def _state_budget(request: Request) -> int:
     """Bytes of one pipeline for parameters, gradients and optimizer, each of which counts whole."""
     bytes_ = (request.options.budget_bytes or request.cluster.device.memory_bytes) * request.mesh.pp
-    return round(bytes_ * STATE_COPIES / max(Storage.of(request.options, request.mesh.dp).copies, 0.01))
+    return round(bytes_ * STATE_COPIES / max(Storage(request.options, request.mesh).copies, 0.01))
 
 
 def _place(model: Model, problem: AxisProblem, pinned: Plan | None) -> Solution:
     """Solve one axis (or take it from a plan) and make the model local to it."""
     solution = apply_choices(model, problem, _pins(pinned, problem.axis)) if pinned else solve_axis(model, problem)
     insert_collectives(model, problem.axis)
+    if problem.axis == "mb":
+        estimate_statistics(model, problem.size)
     verify(model, f"insert_collectives on {problem.axis}")
-    localize(model, problem.axis, problem.size)
+    localize(model, problem.axis, problem.size, problem.paired)
     return solution
 
 
@@ -178,17 +214,6 @@ def _check_heads(model: Model, request: Request) -> None:
                 f"{where(node)} has {' and '.join(map(str, dict.fromkeys(counts)))} heads, which tp={tp} doesn't "
                 f"divide; tp may be one of {fits}"
             )
-
-
-def _machine(request: Request) -> Machine:
-    mesh = request.mesh
-    sizes = {axis: mesh.size(axis) for axis in ("pp", "dp", "tp")}
-    strides = {axis: mesh.stride(axis) for axis in sizes}
-    sizes[SHARD] = mesh.dp_shards(request.options.zero_ranks)
-    sizes[REPLICATE] = mesh.dp // sizes[SHARD]
-    strides |= {SHARD: mesh.stride("dp"), REPLICATE: mesh.stride("dp") * sizes[SHARD]}
-    links = {axis: request.cluster.link(size, strides[axis], mesh.world) for axis, size in sizes.items()}
-    return Machine(request.cluster.device, links, sizes)
 
 
 def _plan(
@@ -218,7 +243,11 @@ def _plan(
         options=request.options,
         actions=compute_only(schedule) if request.wanted.schedule == SYNTHESIZED else None,
         replicated_ops=remarks.replicated,
+        attention=remarks.attention,
+        whole_sequences=remarks.whole_sequences,
         compression=remarks.compression,
+        experts=remarks.experts,
+        remarks=model.remarks,
         cost=_cost_plan(request, solutions, model, costs, pipeline),
     ).sealed()
 
@@ -265,7 +294,7 @@ def _stage_plan(model: Model, number: int, pipeline: Pipeline, costs: list[Block
 
 
 def _rank_plan(model: Model, rank: int, pipeline: Pipeline, request: Request) -> RankPlan:
-    storage = Storage.of(request.options, request.mesh.dp)
+    storage = Storage(request.options, request.mesh)
     stages = [k for k, home in enumerate(pipeline.schedule.placement) if home == rank]
     state = rank_state(model, [i for k in stages for i in pipeline.stages[k]], storage)
     state += vocabulary_state(model, storage, request.mesh.pp)

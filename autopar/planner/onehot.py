@@ -185,14 +185,18 @@ def _objective(
     terms = []
     for vertex, row in zip(problem.vertices, x, strict=True):
         terms += [s / _MICROSECOND * v for s, v in zip(vertex.seconds, row, strict=True) if s]
-    paid: set[tuple[int, Hashable]] = set()
     for edge, flow in zip(problem.edges, e, strict=True):
-        key = (edge.source, edge.share)
-        if edge.share is not None and key in z:
-            if key in paid:
-                continue
-            paid.add(key)
-            terms += [edge.prices[pair] / _MICROSECOND * v for pair, v in z[key].items() if pair in edge.prices]
-        else:
+        if edge.share is None or (edge.source, edge.share) not in z:
             terms += [edge.prices[pair] / _MICROSECOND * v for pair, v in flow.items() if edge.prices[pair]]
+    prices = _share_prices(problem)
+    for key, copies in z.items():
+        terms += [prices[key][pair] / _MICROSECOND * v for pair, v in copies.items()]
     model.minimize(milp.LinearExpr.sum(terms) if terms else 0)
+
+
+def _share_prices(problem: Problem) -> dict[tuple[int, Hashable], dict[tuple[Type, Type], float]]:
+    """By share: the price of every change that any of its edges may take."""
+    found: dict[tuple[int, Hashable], dict[tuple[Type, Type], float]] = defaultdict(dict)
+    for edge in problem.edges:
+        found[edge.source, edge.share] |= edge.prices
+    return found

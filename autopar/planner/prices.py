@@ -10,15 +10,27 @@ from torch import fx
 
 from autopar.cluster import Device, Link
 from autopar.cost_models import collective, compute, step
-from autopar.graph import Choice, Meta, is_view
+from autopar.graph import Choice, Meta, info, is_view
 from autopar.rules.base import Op, Rule
 from autopar.spmd import P, R, Type, transition
 
 STATE_COPIES = 4
 """A trained parameter is kept with its gradient and the two moments of AdamW."""
 
+_SUM_COPIES = 5
+"""Adding a piece of a result to those before reads it, and reads and writes their sum, which is twice as wide."""
+
 FORBIDDEN_SECONDS = 1e4
 """Price of a change that can't be executed: a solution that pays it is a refusal, and names the op."""
+
+
+ESTIMATE_SECONDS = 1e-3
+"""Price of an estimate from a microbatch: none where the exact value is to be had."""
+
+
+def may_be_term(meta: Meta) -> bool:
+    """Whether a whole value may become a pending sum, a share of it on each rank: a loss that is added to others."""
+    return meta.numel == 1 and meta.dtype.is_floating_point
 
 
 class Prices(Protocol):
@@ -39,11 +51,18 @@ class RankPrices:
     device: Device
     link: Link
     microbatches: int
+    paired: bool = False
 
     def op(self, node: fx.Node, op: Op, rule: Rule, choice: Choice) -> float:
         """Forward and backward seconds of one rank, the communication inside the op's form included."""
-        inside = sum(self._collective(kind, bytes_) for kind, bytes_ in rule.communication(op, choice, self.size))
-        return inside + op_seconds(node, op, rule, choice, self.size, self.device)
+        there, back = rule.communication(op, choice, self.size), rule.communication_back(op, choice, self.size)
+        messages = (there, back if op.result.needs_grad else [])
+        inside = [sum(self._collective(kind, bytes_) for kind, bytes_ in some) for some in messages]
+        unequal = 1.0 if self.paired else rule.imbalance(op, choice, self.size)
+        passes = pass_seconds(node, op, rule, choice, self.size, self.device, unequal)
+        overlaps = rule.overlaps(op, choice)
+        each = sum(max(own, sent) if overlaps else own + sent for own, sent in zip(passes, inside, strict=True))
+        return each * expert_imbalance(node, choice)
 
     def change(self, meta: Meta, src: Type, dst: Type, *, per_step: bool, from_tables: bool) -> float | None:
         """Seconds of a transition both ways; ``per_step``: its backward runs once per step (gradients of
@@ -51,7 +70,7 @@ class RankPrices:
         if src == dst:
             return 0.0
         way = transition(src, dst)
-        if way is None:
+        if way is None or (dst == P and not may_be_term(meta)):
             return None
         forward = self._one_way(way.forward, meta)
         backward = self._one_way(way.backward, meta) if meta.needs_grad else 0.0
@@ -78,43 +97,59 @@ class RankPrices:
 class MicrobatchPrices:
     """Prices on the axis of microbatches: they run one after another, so nothing can be exchanged between them.
 
-    Only what the batch alone determines can be summed over them, before the step (the number of tokens, say).
+    Only what the batch alone determines can be summed over them, before the step (the number of tokens, say). With
+    ``estimates``, a microbatch may take ``microbatches`` times its own part for a sum over all of them.
     """
 
+    estimates: bool = False
+
     def op(self, node: fx.Node, op: Op, rule: Rule, choice: Choice) -> float:
-        return 0.0
+        return FORBIDDEN_SECONDS if rule.communication(op, choice, 2) else 0.0
 
     def change(self, meta: Meta, src: Type, dst: Type, *, per_step: bool, from_tables: bool) -> float | None:
         if src == dst:
             return 0.0
         if (src, dst) == (P, R) and from_tables and not meta.shape:
             return 0.0
+        if self.estimates and ((src, dst) == (P, R) or (src == R and dst == P and may_be_term(meta))):
+            return ESTIMATE_SECONDS
         return FORBIDDEN_SECONDS if transition(src, dst) is not None else None
 
     def update(self, elements: int) -> float:
         return 0.0
 
 
-def op_seconds(node: fx.Node, op: Op, rule: Rule, choice: Choice, size: int, device: Device) -> float:
-    """Roofline seconds of forward plus backward of the part one rank computes."""
-    return sum(pass_seconds(node, op, rule, choice, size, device))
+def pass_seconds(
+    node: fx.Node, op: Op, rule: Rule, choice: Choice, size: int, device: Device, unequal: float = 1.0
+) -> tuple[float, float]:
+    """Roofline seconds of forward and backward of the part one rank computes, ``unequal`` times the average one.
 
-
-def pass_seconds(node: fx.Node, op: Op, rule: Rule, choice: Choice, size: int, device: Device) -> tuple[float, float]:
-    """The same, forward and backward apart: a product has one more in the backward for each factor with a gradient."""
+    A product has one more in the backward for each factor with a gradient.
+    """
     if is_view(node):
         return 0.0, 0.0
     split = choice.result.is_shard or any(kind.is_shard for kind in choice.operands)
-    flops = rule.flops(op) / (size if split else 1)
+    flops = unequal * rule.flops(op) / (size if split else 1)
     moved = sum(_local_bytes(m, k, size) for m, k in zip(op.operands, choice.operands, strict=True))
     moved += sum(_local_bytes(m, choice.result, size) for m in op.outputs)
     moved += rule.inner_bytes(op) // (size if split else 1)
     factor = op.operands[0] if flops else op.result  # a loss of bf16 products is float32
-    forward = compute.seconds(flops, moved, dtype_name(factor.dtype), device)
+    pieces = rule.pieces(op, choice, size)
+    forward = pieces * compute.seconds(flops / pieces, moved / pieces, dtype_name(factor.dtype), device)
+    if pieces > 1:
+        added = _SUM_COPIES * sum(_local_bytes(m, choice.result, size) for m in op.outputs)
+        forward += (pieces - 1) * compute.seconds(0, added, dtype_name(factor.dtype), device)
     if not op.result.needs_grad:
         return forward, 0.0
     factors = max(1, sum(m.needs_grad for m in op.operands)) if flops else 1
     return forward, (factors + rule.repeats) * forward
+
+
+def expert_imbalance(node: fx.Node, *further: Choice) -> float:
+    """How many times the mean the rank with the most rows of experts has to do, where ``node`` is about such rows on an
+    axis that is solved, or by a ``further`` choice."""
+    kinds = [kind for c in (*info(node).choices.values(), *further) for kind in (*c.operands, c.result)]
+    return info(node).imbalance if any(kind.is_ragged for kind in kinds) else 1.0
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -12,6 +12,7 @@ where it is first kept, a value of the batch never (the step holds the batch any
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autopar.graph import (
     INPUT_CALL,
+    AxisRef,
     Block,
     Meta,
     Model,
@@ -127,22 +129,22 @@ class _Run:
         if isinstance(node.kwargs.get("src"), Type):
             return _transition(node, given[0], meta)
         state = FORMS.get(str(target))
-        op = Op.of(node)
+        op, made = Op.of(node), _empty(meta)
         kept = state(op) if state is not None else None
         if kept is None:
             found += [value for value in given if isinstance(value, Tensor)]
         elif _trains(node):
-            found += [given[k] for k in kept.operands]
+            found += [given[k] for k in kept.operands] + ([made] if kept.result else [])
             if kept.extra_bytes:
                 found.append(torch.empty(kept.extra_bytes, dtype=torch.uint8))
-        return _empty(meta)
+        return made
 
     def _own(self, node: fx.Node, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         known = self.storages.setdefault(id(storage), (storage, node))[1]
         self.owner[node] = known
         if known is node:
-            self.owned_bytes[node] = storage.nbytes()
+            self.owned_bytes[node] = _of_fullest_rank(node, storage.nbytes())
 
     def _own_elements(self, node: fx.Node, value: Sequence[Any]) -> None:
         """New memory in a tuple is that of the node that takes the element."""
@@ -172,6 +174,12 @@ def _trains(node: fx.Node) -> bool:
     return any(meta.needs_grad for meta in info(node).outputs)
 
 
+def _of_fullest_rank(node: fx.Node, bytes_: int) -> int:
+    """Rows of experts are as many times the mean as the rank with the most of them is reckoned to have."""
+    is_ragged = any(choice.result.is_ragged for choice in info(node).choices.values())
+    return math.ceil(bytes_ * info(node).imbalance) if is_ragged else bytes_
+
+
 def _empty(meta: Meta) -> Tensor:
     return torch.empty(meta.shape, dtype=meta.dtype).requires_grad_(meta.needs_grad)
 
@@ -195,10 +203,11 @@ def _on_cpu(item: Any) -> Any:
 
 
 def _transition(node: fx.Node, x: Tensor, meta: Meta) -> Tensor:
-    """A collective makes a tensor; ``convert`` gives the same one another name, or one of its parts."""
+    """A collective makes a tensor, and a pair of parts is one; else ``convert`` names the same, or a part of it."""
     dst = node.kwargs["dst"]
     assert isinstance(dst, Type)
-    if str(node.target) != "convert":
+    ref = node.args[1]
+    if str(node.target) != "convert" or (dst.is_shard and isinstance(ref, AxisRef) and ref.paired):
         return _empty(meta)
     if not dst.is_shard:
         return x.detach()

@@ -1,6 +1,7 @@
 """Timelines and memory to look at, and what a real or simulated run measured beside the prediction."""
 
 from autopar.report.chrome_trace import chrome_trace
+from autopar.report.experts import load_table
 from autopar.report.measured import Comparison, MeasuredRank, compare, merged_trace, read_steps, record
 from autopar.report.memory import MemoryReport, memory_report, memory_svg
 from autopar.report.timeline_html import timeline_html
@@ -12,6 +13,7 @@ __all__ = [
     "MemoryReport",
     "chrome_trace",
     "compare",
+    "load_table",
     "memory_report",
     "memory_svg",
     "merged_trace",

@@ -28,6 +28,7 @@ class Policy(Enum):
 _LOWER: Final = """
     _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
     conv_transpose3d.input prelu addmm matmul mm linalg_vecdot linear addbmm baddbmm bmm scaled_dot_product_attention
+    autopar.grouped_linear autopar.grouped_bias
 """
 _FLOAT32: Final = """
     cdist cosine_embedding_loss hinge_embedding_loss huber_loss kl_div l1_loss margin_ranking_loss mse_loss
@@ -99,7 +100,7 @@ def policy(name: str, device: str, given: Mapping[str, Any]) -> Policy:
     ``given`` are its arguments by name: a few composite ops do one thing or another.
     """
     short = name.removeprefix("aten.").removesuffix(".default")
-    if not name.startswith("aten.") or (device == "cpu" and not _ON_CPU.get(short, _always)(given)):
+    if not name.startswith(("aten.", "autopar.")) or (device == "cpu" and not _ON_CPU.get(short, _always)(given)):
         return Policy.AS_GIVEN
     return POLICIES[device].get(short, Policy.AS_GIVEN)
 

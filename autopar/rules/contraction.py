@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from autopar.graph import Choice
 from autopar.rules.base import Local, Op, Rule
@@ -11,8 +12,25 @@ from autopar.rules.lines import names
 from autopar.rules.spec import Letters, Line, Spec, each, product_flops
 
 
+@dataclass(frozen=True)
+class Product(Spec):
+    """A product that may be many at once, along letters that all have: of a weight for each expert, say."""
+
+    def expert_operands(self, op: Op) -> tuple[int, ...]:
+        letters = self.match(op)
+        if letters is None:
+            return ()
+        return tuple(i for i, dims in enumerate(letters.operands) if dims and _is_shared(dims[0], i, letters))
+
+
+def _is_shared(letter: str, operand: int, letters: Letters) -> bool:
+    """Whether another operand and the result have the letter too."""
+    others = (dims for i, dims in enumerate(letters.operands) if i != operand)
+    return bool(letter) and letter in letters.result and any(letter in dims for dims in others)
+
+
 def _contraction(line: Line) -> Spec:
-    return Spec(line, linear=each, sums=True, flop_count=product_flops)
+    return Product(line, linear=each, sums=True, flop_count=product_flops)
 
 
 def _matmul(op: Op) -> str:
@@ -49,7 +67,7 @@ def _added(batch: str) -> Spec:
         added = " ".join(dims[len(dims) - rank :])
         return f"{added}, {batch} m k!, {batch} k! n -> {batch} m n"
 
-    return Spec(line, flop_count=product_flops)
+    return (Product if batch else Spec)(line, flop_count=product_flops)
 
 
 _SUBSCRIPTS = re.compile(r"\.\.\.|[a-zA-Z]")

@@ -1,6 +1,7 @@
 """Lookups and writes by index: the indexed dim is whole, all others and those of the index may be split.
 
-An embedding may also be split by rows: each rank looks up its own, and the result is a pending sum.
+An embedding may also be split by rows: each rank looks up its own, and the result is a pending sum. What is added by
+index may be split along the index: each rank adds its own.
 """
 
 from __future__ import annotations
@@ -136,6 +137,31 @@ def _index_add(op: Op) -> str:
     return line([_whole_at(letters, d), [source[d]], source], _whole_at(letters, d))
 
 
+def _added_in_parts(op: Op) -> Iterable[Choice]:
+    """What is added along ``dim`` may come in parts: each rank adds its own to a term of the sum."""
+    d = dim(op.arg(1, "dim"), len(op.operands[0].shape))
+    if op.operands[1].shape:
+        yield Choice((P, S(0), S(d)), P)
+
+
+def _scattered_in_parts(op: Op) -> Iterable[Choice]:
+    """The same by an index that is as large as what is added; along other dims both stand where they add."""
+    d = dim(op.arg(1, "dim"), len(op.operands[0].shape))
+    index, source = op.operands[1:]
+    if index.shape[d : d + 1] == source.shape[d : d + 1] != ():
+        yield Choice((P, S(d), S(d)), P)
+
+
+def _put_in_parts(op: Op) -> Iterable[Choice]:
+    """The same by several indices, where values are added and not written."""
+    found = _indexed(op)
+    if found is None or not op.arg(3, "accumulate", False) or len(op.operands[-1].shape) != len(found.result):
+        return
+    for letter in {letter: None for row in found.indices for letter in row}:
+        indices = (S(row.index(letter)) if letter in row else R for row in found.indices)
+        yield Choice((P, *indices, S(found.result.index(letter))), P)
+
+
 def _one_hot(op: Op) -> str | None:
     """The number of classes must be given: it is read off the values otherwise."""
     return "... -> ... v!" if op.arg(1, "num_classes", -1) >= 0 else None
@@ -151,13 +177,13 @@ RULES: dict[str, Rule] = {
     "aten.index_select.default": Spec(_index_select, linear=through(0)),
     "aten.gather.default": Spec(_gather, linear=through(0)),
     "aten.index.Tensor": Spec(_index, linear=through(0)),
-    "aten.index_put.default": Spec(_index_put),
-    "aten.index_add.default": Spec(_index_add, linear=through(0, 2)),
+    "aten.index_put.default": Spec(_index_put, forms=_put_in_parts),
+    "aten.index_add.default": Spec(_index_add, linear=through(0, 2), forms=_added_in_parts),
     "aten.index_copy.default": Spec(_index_add, linear=through(0, 2)),
     "aten.index_fill.int_Scalar": Spec(_index_fill),
     "aten.index_fill.int_Tensor": Spec(_index_fill, linear=through(0, 2)),
     "aten.scatter.value": Spec(_scatter, linear=_value_is_zero),
     "aten.scatter.src": Spec(_scatter, linear=through(0, 2)),
-    "aten.scatter_add.default": Spec(_scatter, linear=through(0, 2)),
+    "aten.scatter_add.default": Spec(_scatter, linear=through(0, 2), forms=_scattered_in_parts),
     "aten.one_hot.default": Spec(_one_hot),
 }

@@ -133,7 +133,7 @@ def _cat_forward(op: Op, position: int, shard: Type) -> Type | None:
         return shard
     extent, total = op.operands[position].shape[shard.dim], op.result.shape[shard.dim]
     chunk, rest = divmod(extent, shard.outer)
-    return None if rest or total % chunk else S(shard.dim, total // chunk)
+    return None if rest or not chunk or total % chunk else S(shard.dim, total // chunk)
 
 
 def _cat_backward(op: Op, shard: Type) -> tuple[Type, ...] | None:
@@ -176,11 +176,16 @@ def _repeat_forward(op: Op, position: int, shard: Type) -> Type | None:
 
 
 def _repeat_backward(op: Op, shard: Type) -> tuple[Type, ...] | None:
-    """The operand is split in each copy; or, where it is one element, each rank makes its share of copies."""
+    """The operand is split in each copy; or, where whole copies follow one another, each rank makes some of them."""
     times, source, extent = _repeats(op, shard.dim)
-    if extent == 1:
+    if extent == 1 or (shard.outer == 1 and times > 1):
         return (R,)
     return (S(source, shard.outer // times),) if shard.outer % times == 0 else None
+
+
+def _copies_divide(op: Op, choice: Choice, size: int) -> bool:
+    kind = choice.result
+    return choice.operands[0].is_shard or not kind.is_shard or _repeats(op, kind.dim)[0] % size == 0
 
 
 def _local_repeat(op: Op, choice: Choice, size: int, axis: str) -> Local:
@@ -257,6 +262,6 @@ RULES: dict[str, Rule] = {
     "aten.slice_scatter.default": _scattered(_slice_scatter),
     "aten.select_scatter.default": _scattered(_select_scatter),
     "aten.diagonal_scatter.default": _scattered(_diagonal_scatter),
-    "aten.repeat.default": Moves(_repeat_forward, _repeat_backward, _local_repeat),
+    "aten.repeat.default": Moves(_repeat_forward, _repeat_backward, _local_repeat, allows=_copies_divide),
     "aten.repeat_interleave.self_int": Moves(_interleave_forward, _interleave_backward, _local_interleave),
 }

@@ -44,6 +44,17 @@ def _filled(op: Op) -> Iterable[tuple[int, ...]]:
     return ((0, 2),) if isinstance(op.args[2], Meta) else ()
 
 
+def _element(op: Op) -> str | None:
+    """One of several results, of which the first is the operand here: pieces of a tensor differ where it was cut."""
+    first, taken = op.operands[0].shape, op.result.shape
+    if len(first) != len(taken):
+        return None
+    cut = ["" if a == b else "!" for a, b in zip(first, taken, strict=True)]
+    left = [f"d{i}{mark}" for i, mark in enumerate(cut)]
+    right = [f"e{i}!" if mark else f"d{i}" for i, mark in enumerate(cut)]
+    return f"{' '.join(left)} -> {' '.join(right)}"
+
+
 UNARY = (
     *("abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "ceil", "cos", "cosh", "erf", "erfc", "exp"),
     *("exp2", "expm1", "floor", "frac", "lgamma", "log", "log10", "log1p", "log2", "logit", "reciprocal"),
@@ -98,5 +109,5 @@ RULES: dict[str, Rule] = {
     "aten.lift_fresh_copy.default": _pointwise(each),
     "aten.view_as_complex.default": Spec("... c! ->  ..."),
     "aten.view_as_real.default": Spec("... -> ... c!"),
-    "getitem": _pointwise(together),
+    "getitem": Spec(_element, linear=together),
 }

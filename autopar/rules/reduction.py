@@ -5,7 +5,7 @@ from __future__ import annotations
 from autopar.graph import Choice
 from autopar.rules.base import Local, Op, Rule
 from autopar.rules.lines import along, dim, line, names, reduced, whole
-from autopar.rules.spec import Line, Spec, nothing, together
+from autopar.rules.spec import Line, Spec, together
 
 
 def _sum(text: Line) -> Spec:
@@ -30,6 +30,14 @@ def _topk(op: Op) -> str:
     return line([whole(letters, [d])], ["k!" if i == d else letter for i, letter in enumerate(letters)])
 
 
+def _differences(op: Op) -> str:
+    """``self``, and what it is taken to be before and after; all shrink or grow along one dim, and are whole there."""
+    rank = len(op.operands[0].shape)
+    d = dim(op.arg(2, "dim", -1), rank)
+    rows = [[f"{letter}{i}!" if k == d else letter for k, letter in enumerate(names(rank))] for i in range(4)]
+    return line(rows[: len(op.operands)], rows[-1])
+
+
 def _trailing(op: Op) -> str:
     """layer_norm and rms_norm: the dims of ``normalized_shape`` are whole, in weight and bias too."""
     own = " ".join(f"h{i}!" for i, _ in enumerate(op.arg(1, "normalized_shape")))
@@ -41,8 +49,8 @@ def _grouped(op: Op) -> str:
     return f"n z! {spatial}, z!, z! -> n z! {spatial}"
 
 
-def _along(position: int, name: str = "dim", default: int = -1, *, linear: bool = False) -> Spec:
-    return Spec(along(position, name, default), linear=together if linear else nothing)
+def _along(position: int, name: str = "dim", default: int = -1) -> Spec:
+    return Spec(along(position, name, default))
 
 
 def _kept(dim_position: int, keep_position: int | None) -> Spec:
@@ -78,8 +86,8 @@ RULES: dict[str, Rule] = {
     "aten.linalg_vector_norm.default": _kept(2, 3),
     "aten.softmax.int": _along(1),
     "aten.log_softmax.int": _along(1),
-    "aten.cumsum.default": _along(1, linear=True),
     "aten.cumprod.default": _along(1),
+    "aten.diff.default": Spec(_differences, linear=together),
     "aten.sort.default": _along(1),
     "aten.sort.stable": _along(2),
     "aten.argsort.default": _along(1),

@@ -23,6 +23,7 @@ from autopar.runtime.collectives import broadcast_object
 from autopar.runtime.executor import Executor
 from autopar.runtime.host import to_host
 from autopar.runtime.load import Loaded, LoadedVocabulary, load_program, load_vocabulary
+from autopar.runtime.loads import Load
 from autopar.runtime.optimizers import (
     Maker,
     SchedulerMaker,
@@ -37,7 +38,7 @@ from autopar.runtime.program import Parameter, Program, VocabularyProgram
 from autopar.runtime.scaling import LossScaler
 from autopar.runtime.store import Store
 from autopar.runtime.vocabulary import VOCABULARY
-from autopar.runtime.weights import Source, materialize, unshard, whole
+from autopar.runtime.weights import Source, materialize, unshard, unstacked, whole
 from autopar.schedules import Schedule
 from autopar.schedules.weight_moves import moves_of
 
@@ -117,15 +118,17 @@ class Job:
         return build_modules(self, Axes.alone(self.mesh, rank, "cpu", self.seed)).all
 
     def gather(self, results: Sequence[RankResult]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Full gradients and parameters by the model's names, from those of all ranks."""
+        """Full gradients and parameters by the model's own names, from those of all ranks."""
         return self._gather([r.gradients for r in results]), self._gather([r.parameters for r in results])
 
     def _gather(self, by_rank: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         full: dict[str, Tensor] = {}
+        found: set[str] = set()
         for program, ranks in self._holders():
             for parameter in program.parameters:
-                if parameter.trainable and parameter.name in by_rank[ranks[0]] and parameter.name not in full:
-                    full[parameter.name] = self._whole(parameter, by_rank, ranks)
+                if parameter.trainable and parameter.name in by_rank[ranks[0]] and parameter.name not in found:
+                    found.add(parameter.name)
+                    full |= unstacked(parameter, self._whole(parameter, by_rank, ranks))
         return full
 
     def _holders(self) -> Iterator[tuple[Program | VocabularyProgram, list[int]]]:
@@ -141,12 +144,14 @@ class Job:
 
 @dataclass
 class RankResult:
-    """What one rank leaves behind: losses per step, and in the part that it stores, the last step's gradients and
-    parameters."""
+    """What one rank leaves behind: losses and loads of experts per step, in the part that it stores the last step's
+    gradients and parameters, and the selection biases of its routers, which steps change."""
 
     losses: list[float] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     parameters: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -198,7 +203,8 @@ def start(job: Job, axes: Axes, *, on_gradients: Callable[[dict[str, Tensor]], N
     """Build this rank's stages and optimizer; all ranks of the world must call it."""
     stores = build_stores(job, axes)
     masters = {name: master for store in stores.values() for name, master in store.masters.items()}
-    optimizer = make_optimizer(job.optimizer, job.trainable, masters, axes, job.options)
+    routers = [router for program in job.programs for router in program.program.routers]
+    optimizer = make_optimizer(job.optimizer, job.trainable, masters, axes, job.options, routers)
     if optimizer is not None and job.scheduler is not None:
         follow(optimizer, job.scheduler)
     loaded, stages = job.vocabulary_program, job.stages(axes.rank)
@@ -214,6 +220,7 @@ def start(job: Job, axes: Axes, *, on_gradients: Callable[[dict[str, Tensor]], N
         options=job.options,
         scaler=LossScaler() if job.options.precision == "fp16" else None,
         on_gradients=on_gradients,
+        routers=routers,
     )
 
 
@@ -227,7 +234,9 @@ def run_rank(job: Job, rank: int, batch: Mapping[str, Tensor], steps: int) -> Ra
     executor = start(job, job.axes(rank, "cpu"), on_gradients=keep)
     for _ in range(steps):
         result.losses.append(float(executor.step(batch)))
+        result.loads.append(executor.expert_load)
     result.parameters = {n: p.detach() for n, p in executor.named_parameters().items()}
+    result.buffers = executor.selection_biases
     return result
 
 

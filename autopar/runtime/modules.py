@@ -12,9 +12,10 @@ from autopar.runtime.axes import Axes
 
 
 class Container(nn.Module):
-    """A module that only holds others; ``container[3]`` is its child ``"3"``."""
+    """A module that only holds others; ``container[3]`` is its child ``"3"``, ``container["*"]`` holds what all such
+    children have in the model, stacked."""
 
-    def __getitem__(self, index: int) -> nn.Module:
+    def __getitem__(self, index: int | str) -> nn.Module:
         return self.get_submodule(str(index))
 
 

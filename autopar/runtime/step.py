@@ -20,12 +20,14 @@ class Step:
     """``totals`` by stage: scalars of the whole batch; ``loss`` is this rank's share of it so far.
 
     ``accumulate``: gradients are added to those that are there, and wait for another step's to be reduced and used.
+    ``updates``: False once a step was found not finite, and changes nothing.
     """
 
     batch: Mapping[str, Tensor]
     totals: dict[int, tuple[Tensor, ...]]
     loss: Tensor
     accumulate: bool = False
+    updates: bool = True
     arriving: dict[Place, Message] = field(default_factory=dict)  # what a stage receives
     outputs: dict[Place, tuple[Tensor, ...]] = field(default_factory=dict)  # what it makes, until sent
     leaves: dict[Place, list[Tensor]] = field(default_factory=dict)  # received, waiting for gradients

@@ -244,7 +244,6 @@ def _message(tensor: Tensor, work: dist.Work | None) -> Message:
 
 def _groups(axes: Axes) -> tuple[Axis, Axis]:
     """Communicators of the vocabulary: this rank's pipeline, and all ranks that hold rows (pipeline x tp)."""
-    line, mesh, dp = axes["pp"].ranks, axes.mesh, axes["dp"].index
-    plane = tuple(sorted(mesh.rank(pp=pp, dp=dp, tp=tp) for pp in range(mesh.pp) for tp in range(mesh.tp)))
+    line, plane = axes["pp"].ranks, axes.mesh.group(axes.rank, "pp", "tp")
     own = subgroups(axes, {line: "mesh_pp_vocabulary"})[line]
     return own, own if plane == line else subgroups(axes, {plane: "mesh_pp_tp_vocabulary"})[plane]

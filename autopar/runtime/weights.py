@@ -25,7 +25,7 @@ from autopar.errors import PlanError
 from autopar.recipe import Recipe, from_json, play, to_json
 from autopar.runtime.modules import dtype_of
 from autopar.runtime.program import Parameter, Program, VocabularyProgram
-from autopar.runtime.shards import Positions, read_shard, slice_shard, unshard
+from autopar.runtime.shards import Index, Positions, read_shard, slice_shard, unshard
 
 __all__ = [
     "FileSource",
@@ -37,6 +37,7 @@ __all__ = [
     "save_state",
     "slice_shard",
     "unshard",
+    "unstacked",
     "whole",
 ]
 
@@ -66,11 +67,14 @@ class StateSource:
     state: Mapping[str, torch.Tensor]
 
     def local(self, parameter: Parameter, axes: Positions) -> torch.Tensor:
+        return read_shard(_reader(parameter, self._read), parameter, axes)
+
+    def _read(self, parameter: Parameter) -> Reader:
         full = self.state[_find(parameter, self.state, "the state")]
         if full.is_meta:
             raise PlanError(f"{parameter.name!r} is on the meta device and has no values; use its init recipe")
         _check(parameter, full.shape, full.dtype, "the state")
-        return read_shard(full.detach().__getitem__, parameter, axes)
+        return full.detach().__getitem__
 
     def save(self, directory: Path) -> tuple[str, str]:
         save_state(directory / WEIGHTS_FILE, self.state)
@@ -97,11 +101,15 @@ class FileSource:
         return frozenset(self._file.keys())
 
     def local(self, parameter: Parameter, axes: Positions) -> torch.Tensor:
+        return read_shard(_reader(parameter, self._read), parameter, axes)
+
+    def _read(self, parameter: Parameter) -> Reader:
         lazy = self._file.get_slice(_find(parameter, self._names, str(self.path)))
         shape = lazy.get_shape()
         nothing = lazy[tuple(slice(0, 0) for _ in shape)]  # knows the dtype
         _check(parameter, shape, nothing.dtype, str(self.path))
-        return read_shard(lazy.__getitem__, parameter, axes)
+        read: Reader = lazy.__getitem__
+        return read
 
     def save(self, directory: Path) -> tuple[str, str]:
         shutil.copyfile(self.path, directory / WEIGHTS_FILE)
@@ -116,9 +124,12 @@ class RecipeSource:
     seed: int
 
     def local(self, parameter: Parameter, axes: Positions) -> torch.Tensor:
+        return read_shard(_reader(parameter, self._read), parameter, axes)
+
+    def _read(self, parameter: Parameter) -> Reader:
         recipe = self.recipes[_find(parameter, self.recipes, "the recipes")]
         _check(parameter, recipe.shape, recipe.dtype, "the recipes")
-        return read_shard(play(recipe, self.seed).__getitem__, parameter, axes)
+        return play(recipe, self.seed).__getitem__
 
     def save(self, directory: Path) -> tuple[str, str]:
         text = json.dumps(to_json(self.recipes), allow_nan=False)
@@ -209,6 +220,29 @@ def _distinct(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def unstacked(parameter: Parameter, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+    """``whole`` by the model's own names: that of ``parameter``, or those of what is stacked in it."""
+    parts = parameter.parts
+    return dict(zip((part.name for part in parts), whole.unbind(0), strict=True)) if parts else {parameter.name: whole}
+
+
+Reader = Callable[[Index], torch.Tensor]
+"""Gives a part of one full tensor."""
+
+
+def _reader(parameter: Parameter, of: Callable[[Parameter], Reader]) -> Reader:
+    """Reads ``parameter`` by what ``of`` reads of the model's; of stacked ones, only those that are asked for."""
+    parts = parameter.parts
+    if not parts:
+        return of(parameter)
+
+    def read(index: Index) -> torch.Tensor:
+        pieces = [of(part)(index[1:]) for part in parts[index[0]]]
+        return torch.stack(pieces) if pieces else of(parts[0])(index[1:]).unsqueeze(0)[:0]
+
+    return read
 
 
 def _names(parameter: Parameter) -> tuple[str, ...]:

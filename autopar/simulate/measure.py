@@ -96,7 +96,8 @@ def on_fake_tensors(job: Job, batch: Mapping[str, Tensor], rank: int, measured: 
     def program() -> RankMemory:
         axes = job.axes(rank, "cpu")
         # Ranks tell each other which groups they want. There is nobody to tell.
-        axes = replace(axes, world=Axis.of("world", [rank], rank, None))
+        # And how many rows go to which expert is not known: the fullest rank gets what was reckoned.
+        axes = replace(axes, world=Axis.of("world", [rank], rank, None), imbalance=1.0)
         with fake_tensors():
             given = {path: torch.empty(tensor.shape, dtype=tensor.dtype) for path, tensor in batch.items()}
             with MemoryTracker(fake=True) as tracker:

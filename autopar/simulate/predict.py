@@ -2,9 +2,11 @@
 
 An action of one kind in one stage takes and leaves the same bytes for every microbatch but a few: gradients are new in
 the first, may become wider when the second is added, and begin to be summed over ranks with the last. So a rank's step
-with four microbatches says what each of its actions takes, and the step with all of them is their sum, in the order of
-its list: what the schedule keeps in flight is not run, but added up. Where weights are gathered for a pass, or
-activations are away meanwhile, that depends on an action's neighbours too, and the whole list is run.
+with four microbatches (more where a stage's backward is split for some of them only) says what each of its actions
+takes, and the step with all of them is their sum, in the order of its list: what the schedule keeps in flight is not
+run, but added up. Pipeline ranks whose code is the same but for names (:mod:`autopar.simulate.likeness`) are run once.
+Where weights are gathered for a pass, or activations are away meanwhile, that depends on an action's neighbours too,
+and the whole list is run.
 
 Peers answer at once: a rank that waits for one to take a message holds that message longer than is predicted
 (:func:`waiting_bytes`).
@@ -13,9 +15,9 @@ Peers answer at once: a rank that waits for one to take a message holds that mes
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -24,6 +26,7 @@ from autopar.runtime.job import Job
 from autopar.runtime.modules import dtype_of
 from autopar.schedules import Action, Schedule
 from autopar.schedules.actions import ABSENT
+from autopar.simulate.likeness import likeness
 from autopar.simulate.measure import (
     BEGIN,
     RankMemory,
@@ -38,21 +41,58 @@ from autopar.simulate.measure import (
 from autopar.simulate.memory import MemoryTracker
 from autopar.storages import Phase
 
+_Key = tuple[str, int, int]
+"""Of an action: its kind, the place of its stage among those of its rank, and the microbatch that it is like."""
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """What a rank that was run holds, and what each of its actions took."""
+
+    memory: RankMemory
+    phases: Mapping[_Key, Phase]
+
+    def composed(self, actions: Mapping[Action, _Key]) -> RankMemory:
+        """Along the list of a rank whose actions took as much."""
+        begin = next(phase for phase in self.memory.phases if phase.label == BEGIN)
+        steps = [(BEGIN, begin), *((str(action), self.phases[key]) for action, key in actions.items())]
+        return replace(self.memory, phases=tuple(_composed(steps)))
+
 
 def predicted_memory(job: Job, batch: Mapping[str, Tensor]) -> list[RankMemory]:
     """Of every rank; of ``batch`` only shapes and dtypes count (the tensors may be on the meta device)."""
-    return of_each_index(job, lambda rank: on_fake_tensors(job, batch, rank, _predict))
+    tried: dict[tuple[str, ...], list[_Tried]] = defaultdict(list)
+
+    def predicted(rank: int) -> RankMemory:
+        actions = job.schedule.lists[job.mesh.coordinate(rank, "pp")]
+        if by_neighbours(actions):
+            return on_fake_tensors(job, batch, rank, measure)
+        keys = {action: _key(action, job.stages(rank), job.schedule.microbatches) for action in actions}
+        known = tried[likeness(job, rank)]
+        if not any(one.phases.keys() >= set(keys.values()) for one in known):
+            memory = on_fake_tensors(job, batch, rank, _try)
+            by_label = {phase.label: phase for phase in memory.phases}
+            run = [(key, by_label[str(action)]) for action, key in keys.items() if str(action) in by_label]
+            known.insert(0, _Tried(memory, dict(reversed(run))))  # of those alike, the first
+        found = next(one for one in known if one.phases.keys() >= set(keys.values()))
+        return found.composed(keys)
+
+    return of_each_index(job, predicted)
 
 
-def _predict(tracker: MemoryTracker, job: Job, axes: Axes, batch: Mapping[str, Tensor]) -> RankMemory:
-    actions = job.schedule.lists[axes["pp"].index]
-    if by_neighbours(actions):
-        return measure(tracker, job, axes, batch)
-    tried = {like(number, job.schedule.microbatches) for number in range(job.schedule.microbatches)}
+def _try(tracker: MemoryTracker, job: Job, axes: Axes, batch: Mapping[str, Tensor]) -> RankMemory:
+    """A step of this rank with the microbatches that the others are like."""
+    alike = stand_ins(job.schedule.lists[axes["pp"].index], job.schedule.microbatches)
+    tried = {action.microbatch for action in alike.values()}
     executor = begin(tracker, replace(job, schedule=_only(job.schedule, tried)), axes)
     warm_up(executor, batch)
-    memory = record(tracker, executor, batch)
-    return replace(memory, phases=tuple(_composed(memory.phases, actions, job.schedule.microbatches)))
+    return record(tracker, executor, batch)
+
+
+def _key(action: Action, stages: Sequence[int], microbatches: int) -> _Key:
+    place = stages.index(action.stage) if action.stage in stages else ABSENT
+    last = action.microbatch == microbatches - 1
+    return action.kind, place, action.microbatch if last else min(action.microbatch, 2)
 
 
 def waiting_bytes(job: Job, rank: int) -> int:
@@ -68,9 +108,15 @@ def waiting_bytes(job: Job, rank: int) -> int:
     return max(sizes, default=0)
 
 
-def like(microbatch: int, microbatches: int) -> int:
-    """The microbatch that stands for ``microbatch``: 0, 1 and the last for themselves, 2 for those between."""
-    return microbatch if microbatch == microbatches - 1 else min(microbatch, 2)
+def stand_ins(actions: Iterable[Action], microbatches: int) -> dict[Action, Action]:
+    """Of each action, in order, the one that takes and leaves as much: those of microbatches 0, 1 and the last are
+    their own, others have the first of their kind in their stage."""
+    first: dict[tuple[str, int], Action] = {}
+    between = [action for action in actions if 2 <= action.microbatch < microbatches - 1]
+    for action in sorted(between, key=lambda action: action.microbatch):
+        first.setdefault((action.kind, action.stage), action)
+    others = frozenset(between)
+    return {action: first[action.kind, action.stage] if action in others else action for action in actions}
 
 
 def _only(schedule: Schedule, microbatches: Collection[int]) -> Schedule:
@@ -79,17 +125,14 @@ def _only(schedule: Schedule, microbatches: Collection[int]) -> Schedule:
     return replace(schedule, lists=lists)
 
 
-def _composed(tried: Sequence[Phase], actions: Sequence[Action], microbatches: int) -> list[Phase]:
-    by_label = {phase.label: phase for phase in tried}
-    alike = [(str(a), str(replace(a, microbatch=like(a.microbatch, microbatches)))) for a in actions]
-    found: list[Phase] = []
-    now = Counter(by_label[BEGIN].start)
-    for label, stand_in in [(BEGIN, BEGIN), *alike]:
-        phase = by_label[stand_in]
+def _composed(steps: Iterable[tuple[str, Phase]]) -> Iterator[Phase]:
+    """A phase for each label, changed from the one before by what another phase changes."""
+    now: Counter[str] | None = None
+    for label, phase in steps:
+        now = Counter(phase.start) if now is None else now
         end = _moved(now, phase.start, phase.end)
-        found.append(Phase(label, now, _moved(now, phase.start, phase.peak), end))
+        yield Phase(label, now, _moved(now, phase.start, phase.peak), end)
         now = end
-    return found
 
 
 def _moved(now: Counter[str], before: Mapping[str, int], after: Mapping[str, int]) -> Counter[str]:

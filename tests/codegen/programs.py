@@ -18,14 +18,14 @@ from autopar.graph import Model
 from autopar.mesh import Mesh
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.localize import localize
-from autopar.planner.prices import MicrobatchPrices
+from autopar.planner.prices import MicrobatchPrices, may_be_term
 from autopar.planner.sharding import AxisProblem, solve_axis
 from autopar.runtime import Axes
 from autopar.runtime.job import Job, run_rank
 from autopar.runtime.load import load_program
 from autopar.runtime.weights import StateSource
 from autopar.schedules import generate, lower
-from autopar.spmd import transition
+from autopar.spmd import P, transition
 from tests.models import Case
 
 Result = tuple[float, dict[str, Tensor]]
@@ -93,7 +93,7 @@ def run(
     return float(sent.detach()), found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RandomPrices(MicrobatchPrices):
     """Prices that make the planner choose any legal placement, a different one for each seed."""
 
@@ -107,14 +107,18 @@ class RandomPrices(MicrobatchPrices):
     def change(self, meta: Any, src: Any, dst: Any, *, per_step: bool, from_tables: bool) -> float | None:
         if src == dst:
             return 0.0
-        return None if transition(src, dst) is None else 0.3 * self.random.random()
+        is_legal = transition(src, dst) is not None and (dst != P or may_be_term(meta))
+        return 0.3 * self.random.random() if is_legal else None
 
 
 def place_at_random(model: Model, mesh: Mesh, microbatches: int, seed: int) -> None:
     """Solve every axis under random prices; the model becomes local."""
-    problems = [AxisProblem("mb", microbatches, MicrobatchPrices(), True)] if microbatches > 1 else []
-    prices = RandomPrices(random.Random(seed))
-    problems += [AxisProblem(a, mesh.size(a), prices, a == "dp") for a in ("dp", "tp") if mesh.size(a) > 1]
+    problems = [AxisProblem("mb", microbatches, MicrobatchPrices(), "batch")] if microbatches > 1 else []
+    prices = RandomPrices(random=random.Random(seed))
+    for axis, kind in {"dp": "batch", "ep": "batch", "cp": "sequence", "tp": "model"}.items():
+        if mesh.size(axis) > 1:
+            holds_experts = axis in mesh.expert_axes
+            problems.append(AxisProblem(axis, mesh.size(axis), prices, kind, holds_experts=holds_experts))
     for problem in problems:
         solve_axis(model, problem)
         insert_collectives(model, problem.axis)

@@ -121,7 +121,7 @@ def test_a_pending_scalar_of_the_batch_is_a_total() -> None:
     [
         ({"mb": P}, {"mb": R}, SCALAR, "glue"),
         ({"mb": S(0)}, {"mb": R}, None, "tables"),
-        ({"tp": R}, {"tp": P}, None, "glue"),
+        ({"tp": S(0)}, {"tp": P}, None, "glue"),
         ({"tp": R}, {"tp": I}, None, "glue"),
     ],
 )

@@ -62,11 +62,11 @@ def emitted(case: Case, mesh: Mesh, *, microbatches: int = 1, seed: int | None =
 
 def _place(model: Model, mesh: Mesh, microbatches: int) -> None:
     cluster = Cluster.load("h100")
-    problems = [AxisProblem("mb", microbatches, MicrobatchPrices(), True)] if microbatches > 1 else []
+    problems = [AxisProblem("mb", microbatches, MicrobatchPrices(), "batch")] if microbatches > 1 else []
     for axis in (a for a in ("dp", "tp") if mesh.size(a) > 1):
         link = cluster.link(mesh.size(axis), mesh.stride(axis), mesh.world)
         prices = RankPrices(mesh.size(axis), cluster.device, link, microbatches)
-        problems.append(AxisProblem(axis, mesh.size(axis), prices, axis == "dp"))
+        problems.append(AxisProblem(axis, mesh.size(axis), prices, "batch" if axis == "dp" else "model"))
     for problem in problems:
         solve_axis(model, problem)
         insert_collectives(model, problem.axis)

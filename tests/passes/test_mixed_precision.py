@@ -287,3 +287,23 @@ def test_emitted_text(name: str, precision: str, device: str, golden: Callable[[
     one = single(name)
     model = prepare(one.model, one.batch, device=device, precision=precision)[0]
     golden(f"codegen/{name}_{precision}_{device}.py.txt", without_lines(emit_alone(model)[0].text))
+
+
+def test_rows_to_experts_travel_in_the_lower_precision() -> None:
+    """Behind a float32 norm, the cast that the experts' products ask for stands before their rows are dispatched."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        vocab_size=32,
+        use_cache=False,
+    )
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    model = transformers.MixtralForCausalLM(config).train()
+    graph = prepare(model, {"input_ids": tokens, "labels": tokens}, device="cuda", precision="bf16")[0]
+    (dispatch,) = (node for block in graph.blocks for node in block.ops if op_name(node) == "dispatch")
+    assert info(dispatch).meta.dtype == info(dispatch.all_input_nodes[0]).meta.dtype == BF16

@@ -76,9 +76,9 @@ def test_depth_costs_nothing_in_the_problem() -> None:
 def test_the_optimum_is_proven_and_a_budget_holds() -> None:
     cluster = Cluster.load("h100")
     prices = RankPrices(8, cluster.device, cluster.link(8, 1), microbatches=64)
-    free = solve_axis(llama(1), AxisProblem("tp", 8, prices, splits_batch=False))
+    free = solve_axis(llama(1), AxisProblem("tp", 8, prices, "model"))
     total = 4 * sum(p.meta.bytes for p in llama(1).parameters.values())
-    tight = solve_axis(llama(1), AxisProblem("tp", 8, prices, splits_batch=False, budget_bytes=total // 4))
+    tight = solve_axis(llama(1), AxisProblem("tp", 8, prices, "model", budget_bytes=total // 4))
     for solution in (free, tight):
         assert solution.bound_seconds <= solution.seconds * (1 + 1e-6)
         assert solution.seconds <= solution.bound_seconds * (1 + 1e-4)

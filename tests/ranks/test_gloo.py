@@ -50,7 +50,7 @@ def test_real_ranks_equal_one_device(name: str, mesh: dict[str, int], options: d
     results = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(4)]
     with Float64():
         case = make(name, batch=8)
-        expected = train_one_device(copy.deepcopy(case.model), case.batch, 3, case.loss, optimizer, 0.5)
+        expected = train_one_device(copy.deepcopy(case.model), [case.batch], 3, case.loss, optimizer, 0.5)
         job = autopar.compile(
             case.model, 4, sample=case.batch, loss=case.loss, mesh=mesh, microbatches=4, cluster=FAST, **options
         )

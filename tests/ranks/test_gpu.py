@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("name", ["gpt2", "llama", "nano_gpt", "mlp"])
 def test_one_gpu_equals_one_device(name: str) -> None:
     case = make(name, batch=8, dtype=torch.float32)
-    expected = train_one_device(copy.deepcopy(case.model), case.batch, 3, case.loss, tame_optimizer, 0.5)
+    expected = train_one_device(copy.deepcopy(case.model), [case.batch], 3, case.loss, tame_optimizer, 0.5)
     job = autopar.compile(
         case.model, 1, sample=case.batch, loss=case.loss, microbatches=4, optimizer=tame_optimizer, clip_norm=0.5
     )

@@ -235,7 +235,7 @@ def test_the_budget_counts_masters() -> None:
     whole = {n: model.parameters[n].meta.numel * (18 if model.parameters[n].master else 16) for n in nodes}
     budget = int(0.6 * sum(whole.values()))
     slow = Link("slow", 1e-3, 1e6)
-    solve_axis(model, AxisProblem("tp", 2, RankPrices(2, FAST.device, slow, 1), False, budget))
+    solve_axis(model, AxisProblem("tp", 2, RankPrices(2, FAST.device, slow, 1), "model", budget))
     kept = {n: whole[n] // (2 if info(node).choices["tp"].result.is_shard else 1) for n, node in nodes.items()}
     assert sum(kept.values()) <= budget
 

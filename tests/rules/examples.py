@@ -297,6 +297,8 @@ def reductions() -> Iterator[Example]:
     yield Example(aten.softmax.int, (g(4, 8), -1))
     yield Example(aten.log_softmax.int, (g(4, 8), 0))
     yield Example(aten.cumsum.default, (g(4, 8), 1))
+    yield Example(aten.diff.default, (g(4, 8), 1, -1, g(4, 1)))
+    yield Example(aten.diff.default, (g(8, 4), 2, 0, g(1, 4), g(2, 4)))
     yield Example(aten.cumprod.default, (g(4, 8), 1))
     yield Example(aten.sort.default, (g(4, 8), 1, True))
     yield Example(aten.sort.stable, (g(4, 8),), {"stable": True, "dim": 0})

@@ -45,6 +45,21 @@ def lookups() -> Iterator[Example]:
     yield Example(aten.one_hot.default, (torch.arange(4),))
 
 
+def places() -> Iterator[Example]:
+    """What routers do with tokens: places, counts, sums by index."""
+    yield Example(aten.cumsum.default, (g(8, 4, 2), 0))
+    yield Example(aten.cumsum.default, (g(2, 16), -1), {"dtype": torch.float64})
+    yield Example(aten.cumsum.default, (b(8, 4), 0))
+    yield Example(aten.histc.default, (f(8, 4).detach(), 6, 0, 1))
+    yield Example(aten.histc.default, (f(8).detach(), 6))
+    yield Example(aten.index_add.default, (g(4, 8), 1, i(8, high=8), g(4, 8)))
+    yield Example(aten.scatter_add.default, (g(4, 8), 1, i(4, 4, high=8), g(4, 4)))
+    yield Example(aten.index_put.default, (g(4, 8), [i(4), i(4)], g(4), True))
+    yield Example(aten.index_put.default, (g(4, 8, 2), [None, i(2, 4)], g(4, 2, 4, 2), True))
+    yield Example(aten.repeat.default, (g(4, 2), [4, 1]))
+    yield Example(aten.einsum.default, ("gsec,gsm->egcm", [g(2, 4, 4, 2), g(2, 4, 4)]))
+
+
 def attentions() -> Iterator[Example]:
     op = aten.scaled_dot_product_attention.default
     q, k, v = (lambda n: g(2, n, 4, 8)), (lambda n: g(2, n, 2, 8)), (lambda n: g(2, n, 2, 4))

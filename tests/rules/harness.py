@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 
 from autopar import runtime
 from autopar.graph import (
@@ -146,8 +147,7 @@ def call(node: fx.Node, values: Sequence[Tensor], axes: Mapping[str, Any]) -> li
     """Run a node on tensors in place of its operands."""
     remaining = iter(values)
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: next(remaining))
-    args = tuple(axes[a.name] if isinstance(a, AxisRef) else a for a in args)
-    kwargs = {name: axes[a.name] if isinstance(a, AxisRef) else a for name, a in kwargs.items()}
+    args, kwargs = map_aggregate((args, kwargs), lambda a: axes[a.name] if isinstance(a, AxisRef) else a)
     target = node.target
     if isinstance(target, RuntimeOp):
         name = target.__name__
@@ -179,7 +179,7 @@ def prove_local(example: Example, node: fx.Node, steps: Sequence[Step]) -> None:
         return differentiate(outputs, own, [g[rank] for g in gradients]) if example.compare else Run(outputs, [])
 
     mesh = Mesh(**{step.axis: step.size for step in steps})
-    if any(isinstance(a, AxisRef) for a in (*node.args, *node.kwargs.values())):
+    if has_axis(node):
         ranks = on_ranks(mesh, lambda axes: share(axes.rank, axes))
     else:
         ranks = [share(rank, {}) for rank in range(mesh.world)]
@@ -187,6 +187,13 @@ def prove_local(example: Example, node: fx.Node, steps: Sequence[Step]) -> None:
         assert {tuple(run.outputs[i].shape) for run in ranks} == {meta.shape}, "the shape in the graph is another"
     if example.compare:
         compare(differentiate(example.outputs, example.tensors, seeds), ranks, example, steps)
+
+
+def has_axis(node: fx.Node) -> bool:
+    """Whether the call communicates."""
+    found: list[Any] = []
+    map_aggregate((node.args, node.kwargs), found.append)
+    return any(isinstance(a, AxisRef) for a in found)
 
 
 def spread(x: Tensor, kinds: Sequence[Type], steps: Sequence[Step]) -> list[Tensor]:

@@ -28,6 +28,7 @@ def calls() -> Iterator[Example]:
     yield Example(aten.cross_entropy_loss.default, (g(4, 8), i(4, high=8), None, 0))
     yield Example(chunked_cross_entropy, (g(4, 6), g(8, 6), i(4, high=8), g(8)), {"chunks": 3, "label_smoothing": 0.1})
     yield Example(aten.mean.dim, (g(4, 8), [-1, 0]))
+    yield Example(aten.cumsum.default, (g(16, 2), 0))
     yield Example(aten.reshape.default, (g(4, 4, 8), [16, 8]))
     yield Example(aten.reshape.default, (g(8, 24), [8, 3, 4, 2]))
     yield Example(aten.split.Tensor, (g(4, 24), 8, 1))
@@ -52,6 +53,9 @@ def test_choices_on_two_axes() -> None:
         "cross_entropy_sharded",
         "chunked_cross_entropy",
         "mean_of_whole",
+        "attention_with_offset",
+        "cumsum_sharded",
+        "ring_attention",
     }
     assert ("", "embedding_sharded") in forms
     assert ("mean_of_whole", "mean_of_whole") in forms

@@ -25,11 +25,15 @@ FAMILIES: tuple[Family, ...] = (
     *(examples.unary, examples.binary, examples.arithmetic, examples.casts),
     *(examples.products, examples.einsums, examples.convolutions),
     *(examples.reshapes, examples.orders, examples.cuts, examples.reductions, examples.norms),
-    *(examples_more.lookups, examples_more.attentions, examples_more.losses),
+    *(examples_more.lookups, examples_more.places, examples_more.attentions, examples_more.losses),
     *(examples_more.chunked_losses, examples_more.made, examples_more.drawn),
 )
-ELSEWHERE = {*TRANSITIONS, "getitem", "embedding_sharded", "cross_entropy_sharded", "mean_of_whole"}
-"""Ops of solved graphs: tests/rules/test_axes.py and test_outputs.py."""
+ELSEWHERE = {
+    *(*TRANSITIONS, "getitem", "embedding_sharded", "cross_entropy_sharded", "mean_of_whole"),
+    *("attention_with_offset", "ring_attention", "cumsum_sharded"),
+    *("route", "dispatch", "dispatch_start", "grouped_linear", "grouped_bias", "combine"),
+}
+"""Ops of solved graphs (tests/rules/test_axes.py and test_outputs.py), and of experts (test_experts.py)."""
 
 WHOLE = {
     *("aten.any.default", "aten.all.default", "aten.max.default", "aten.min.default"),

@@ -82,7 +82,7 @@ def test_the_largest_schedule_is_right(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "head"), HEADED)
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 512), (8, 256), (16, 17), (32, 96), (64, 65)])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(8, 256), (64, 65)])
 def test_every_schedule_of_every_size_is_right(name: str, head: str, ranks: int, microbatches: int) -> None:
     microbatches = max(microbatches, SCHEDULES[name].least_per_rank * ranks)
     schedule = lower(generate(name, ranks, microbatches, head=head, embedding=bool(head)))

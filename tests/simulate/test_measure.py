@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import autopar
 from autopar.errors import ArgumentError
+from autopar.schedules import Action, generate
 from autopar.simulate.alone import run_alone
+from autopar.simulate.likeness import likeness
 from autopar.simulate.measure import RankMemory, fake_memory, measured_memory
-from autopar.simulate.predict import like, predicted_memory
+from autopar.simulate.predict import predicted_memory, stand_ins
 from tests.fast_cluster import FAST
 from tests.models import make
 
@@ -76,6 +79,7 @@ def close(predicted: list[RankMemory], measured: list[RankMemory], tolerance: fl
 CASES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("gpt2", {"pp": 2}, {"microbatches": 8}),
     ("mlp", {"dp": 2}, {"microbatches": 4, "zero": 2}),
+    ("gpt2", {"pp": 2}, {"microbatches": 8, "schedule": "dualpipe-v"}),
 ]
 
 
@@ -86,6 +90,34 @@ def test_predicted_as_simulated_ranks_measure(name: str, mesh: dict[str, int], o
     close(predicted, measured, 0.03)
     labels = [phase.label for phase in measured[0].phases]
     assert [phase.label for phase in predicted[0].phases] == labels == ["begin", *map(str, job.schedule.lists[0])]
+
+
+class Chain(nn.Module):
+    """Layers that are alike, between two that are not."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x).square().mean()
+
+
+def test_ranks_with_the_same_code_are_run_once() -> None:
+    """Those in the middle; each keeps as many microbatches in flight as it really does."""
+    batch = {"x": torch.randn(16, 8)}
+    job = autopar.compile(Chain(12), 6, sample=batch, mesh={"pp": 6}, microbatches=8, cluster=FAST).job
+    kinds = [likeness(job, rank) for rank in range(6)]
+    assert len(set(kinds)) < 6
+    assert kinds[1] == kinds[2]
+    assert kinds[0] != kinds[1] != kinds[5]
+    predicted, alone = predicted_memory(job, batch), fake_memory(job, batch)
+    assert [memory.peak_bytes for memory in predicted] == [memory.peak_bytes for memory in alone]
+    assert predicted[1].peak_bytes > predicted[2].peak_bytes
 
 
 def test_fake_tensors_hold_what_real_ones_do() -> None:
@@ -106,10 +138,25 @@ def test_masters_on_the_host() -> None:
     assert away.peak_bytes < here.peak_bytes
 
 
+def stands_for(count: int) -> list[int]:
+    actions = [Action("F", microbatch, 0) for microbatch in range(count)]
+    return [stand_ins(actions, count)[action].microbatch for action in actions]
+
+
 def test_which_microbatch_stands_for_which() -> None:
-    assert [like(m, 8) for m in range(8)] == [0, 1, 2, 2, 2, 2, 2, 7]
-    assert [like(m, 3) for m in range(3)] == [0, 1, 2]
-    assert [like(m, 1) for m in range(1)] == [0]
+    assert stands_for(8) == [0, 1, 2, 2, 2, 2, 2, 7]
+    assert stands_for(3) == [0, 1, 2]
+    assert stands_for(1) == [0]
+
+
+def test_a_pass_that_only_later_microbatches_have_has_a_stand_in() -> None:
+    """DualPipeV splits the backward of the first and last microbatches of a stage, and no others."""
+    actions = generate("dualpipe-v", 4, 16).lists[0]
+    alike = stand_ins(actions, 16)
+    assert list(alike) == list(actions)
+    whole = [action for action in actions if action.kind == "B" and action.stage == 7]
+    assert min(action.microbatch for action in whole) > 2
+    assert {alike[action].microbatch for action in whole if action.microbatch < 15} == {whole[0].microbatch}
 
 
 def test_report_of_a_job() -> None:

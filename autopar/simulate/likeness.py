@@ -1,0 +1,38 @@
+"""Which pipeline ranks run the same code but for names and numbers: what one of them holds, all do."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from autopar.runtime.job import Job
+
+_COMMENT: Final = re.compile(r"#.*")
+_NUMBER: Final = re.compile(r"(?<=\.)\d+(?=[.\"'])|(?<=\w\[)\d+(?=\])")
+"""A number in a module's path: in a name, ``layers.12.mlp``, or in code, ``self.layers[12](x)``."""
+
+_RANGE: Final = re.compile(r"range\((\d+), (\d+)\)")
+"""Of modules that a loop goes through."""
+
+_STAGE: Final = re.compile(r"\bstage=\d+,")
+
+
+def likeness(job: Job, rank: int) -> tuple[str, ...]:
+    """Equal for ranks whose stages have the same code, parameters of the same shapes, and neighbours alike."""
+    stages = job.stages(rank)
+    return tuple(_canonical(job, stage) + _place(job, stage, stages) for stage in stages)
+
+
+def _canonical(job: Job, stage: int) -> str:
+    """The stage's text without comments and layout; numbers of modules count from 0 in the order of appearance."""
+    body = job.texts[stage].split('"""', 2)[-1]  # behind the docstring, which names ranks
+    numbers: dict[str, str] = {}
+    body = _RANGE.sub(lambda found: f"range({int(found[2]) - int(found[1])})", body)
+    body = _NUMBER.sub(lambda found: numbers.setdefault(found[0], str(len(numbers))), _COMMENT.sub("", body))
+    return "".join(_STAGE.sub("", body).split()).replace(",)", ")")
+
+
+def _place(job: Job, stage: int, stages: list[int]) -> str:
+    """What the text doesn't say: whether it is the first or the last, and which neighbours are on another rank."""
+    ends = (stage == 0, stage == len(job.texts) - 1, stage - 1 in stages, stage + 1 in stages)
+    return "".join(map(str, ends))
