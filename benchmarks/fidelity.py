@@ -1,6 +1,6 @@
-"""How far predictions lie from published measurements of vocabulary parallelism in pipelines, and what they promise.
+"""How far predictions lie from published measurements: vocabulary parallelism in pipelines, mixtures of experts.
 
-    python benchmarks/fidelity.py [--measurements DIR] [--part profile] [--part tables] [--part better] [--case TEXT]
+    python benchmarks/fidelity.py [--measurements DIR] [--part profile|tables|better|moe] [--case TEXT]
 
 Yeung et al., "Balancing Pipeline Parallelism with Vocabulary Parallelism", arXiv 2411.05288, on A100s:
 
@@ -14,6 +14,12 @@ better   the best schedule, placement, vocabulary mode and partition of the synt
          method as the same formulas predict both, at no more predicted peak memory; and how the gain holds when every
          pass time is off by up to 5 %, with the lists as they are. Four cells of 8 GPUs, unless --case asks for
          others, such as --case "32 GPUs s=2048 V=256k".
+
+Megatron's MoE model zoo (github.com/yanring/Megatron-MoE-ModelZoo), on H100s and GB200s:
+
+moe      every run of Qwen3-235B-A22B whose configuration is known, planned as it ran from transformers' own model
+         (:mod:`moe_zoo`): step time, the mean absolute error of all runs, and the rank correlation of TFLOP/s. Takes
+         minutes: the whole model is captured for every size of batch.
 """
 
 from __future__ import annotations
@@ -30,6 +36,7 @@ from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Annotated
 
+import moe_zoo
 import typer
 from gpt_costs import Gpt, Machine, Placed, exchange_seconds, sustained_fraction
 from rich.console import Console
@@ -43,7 +50,7 @@ from autopar.schedules import Costs, Timeline, generate, lower, simulate_timelin
 from autopar.schedules.pass_times import PassTimes
 
 MEASUREMENTS = Path(__file__).parent / "measurements"
-PARTS = ("profile", "tables", "better")
+PARTS = ("profile", "tables", "better", "moe")
 CLUSTER = "a100"
 CLEAR = 0.03
 """Published differences up to this share say nothing about the order of two methods."""
@@ -87,6 +94,8 @@ def main(
     if "better" in wanted:
         shown = [cell for cell in cells if any(text in str(cell) for text in case or CASES)]
         show_better(console, shown, machine)
+    if "moe" in wanted:
+        show_moe(console, read(measurements / "megatron_moe_modelzoo.csv"))
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -449,6 +458,27 @@ def show_better(console: Console, cells: Sequence[Cell], machine: Machine) -> No
             f"{min(shaken_):+.2%} to {max(shaken_):+.2%}",
         )
     console.print(table)
+
+
+# Mixtures of experts, planned as they ran.
+
+
+def show_moe(console: Console, rows: Sequence[Row]) -> None:
+    columns = ("line", "run", "recompute", "published s", "predicted s", "error", "TFLOP/s", "predicted", "peak GiB")
+    table = Table(*columns, title="Qwen3-235B-A22B as Megatron ran it")
+    found = []
+    for one in moe_zoo.predictions(moe_zoo.runs(rows)):
+        run, peak = one.run, max(one.plan.peak_bytes) / GIB
+        seconds = f"{run.seconds:.2f}", f"{one.seconds:.2f}", f"{one.error:+.1%}"
+        rates = f"{run.tflops:.0f}", f"{one.tflops:.0f}", f"{peak:.0f}"
+        table.add_row(str(run.line), f"{run} {run.notes}".strip(), run.recompute, *seconds, *rates)
+        found.append(one)
+    console.print(table)
+    correlation = moe_zoo.rank_correlation(found)
+    console.print(f"{len(found)} runs, mean absolute error {moe_zoo.mean_error(found):.1%} of time;")
+    console.print(f"  rank correlation of TFLOP/s {correlation:+.2f}; left out:")
+    for line, why in moe_zoo.left_out(rows).items():
+        console.print(f"  line {line}: {why}")
 
 
 if __name__ == "__main__":

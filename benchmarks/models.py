@@ -1,4 +1,4 @@
-"""The models of the benchmarks: GPTs in plain PyTorch, and Llama at full width without weights."""
+"""The models of the benchmarks: GPTs in plain PyTorch; Llama and mixtures of experts at full size without weights."""
 
 from __future__ import annotations
 
@@ -158,3 +158,36 @@ def llama(layers: int) -> nn.Module:
 def llama_batch(batch: int = 8, sequence: int = 4096) -> dict[str, Tensor]:
     tokens = torch.zeros(batch, sequence, dtype=torch.int64, device="meta")
     return {"input_ids": tokens, "labels": tokens}
+
+
+def qwen3_235b(layers: int = 94) -> nn.Module:
+    """Qwen3-235B-A22B as its published config has it (arXiv 2505.09388, table 2), float32, on ``meta``."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        hidden_size=4096,
+        intermediate_size=12288,
+        moe_intermediate_size=1536,
+        num_hidden_layers=layers,
+        num_attention_heads=64,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        vocab_size=151936,
+        max_position_embeddings=40960,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        return Qwen3MoeForCausalLM(config).train()
+
+
+def deepseek_v3(layers: int = 61) -> nn.Module:
+    """DeepSeek-V3 (arXiv 2412.19437, section 4.2) without its module for multi-token prediction, which ``transformers``
+    doesn't have; float32, on ``meta``. Its config's defaults are the published sizes."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    with torch.device("meta"):
+        return DeepseekV3ForCausalLM(DeepseekV3Config(num_hidden_layers=layers, use_cache=False)).train()

@@ -10,7 +10,6 @@ which other programs disturb little.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import resource
 import statistics
 import sys
@@ -21,6 +20,7 @@ from typing import Annotated, Any, TypeVar
 import torch
 import typer
 from models import llama, llama_batch
+from processes import in_fresh_process
 from rich.console import Console
 from rich.table import Table
 
@@ -46,11 +46,6 @@ def main(
         print(json.dumps({"mesh": MESH, "microbatches": MICROBATCHES, "layers": figures}, indent=2))
     else:
         Console().print(table(figures))
-
-
-def in_fresh_process(function: Callable[..., T], *arguments: object) -> T:
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(function, arguments)
 
 
 def measure(depth: int, repeats: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One process of ``ranks.py`` or ``vocabulary.py``: runs the jobs of all sides in turn, and times them."""
+"""One process of ``ranks.py`` and its like: runs the jobs of all sides in turn, and times them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import cycle, islice
@@ -16,13 +16,12 @@ import torch
 import torch.distributed as dist
 from models import Sizes, gpt, gpt_batch
 from time_split import time_split
-from torch import Tensor
-from torch_jobs import BASELINES, Step, adamw
+from torch import Tensor, nn
+from torch_jobs import BASELINES, Batch, Step, adamw, loss_of
 
 WORLD = 2
 WALL = "wall"
-_BATCHES = 8
-_CHECKED_STEPS = 8
+BATCHES = 8
 _TOLERANCE = 1e-4  # float32
 
 
@@ -39,42 +38,51 @@ class Options:
         return 4 if self.axis == "pp" else 1
 
 
-def work(rank: int, options: Options, port: int, result: Path) -> None:
-    """The body of process ``rank``; rank 0 writes ``result``."""
+def work(rank: int, measured: Callable[[], dict[str, object]], port: int, result: Path) -> None:
+    """The body of process ``rank``; rank 0 writes what ``measured`` gives to ``result``."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    measured = measure(options)
+    figures = measured()
     if rank == 0:
-        result.write_text(json.dumps(measured))
+        result.write_text(json.dumps(figures))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def measure(options: Options) -> dict[str, object]:
+    """Of every side of the small GPT: see :func:`compared`."""
+    batches = [gpt_batch(options.sizes, seed) for seed in range(BATCHES)]
+    steps = {side: torch_step(options) if side == "torch" else autopar_step(options, side) for side in options.sides}
+    expected = one_device_losses(gpt(options.sizes), batches)
+    return compared(steps, batches, expected, options.rounds, options.steps)
+
+
+def compared(
+    steps: Mapping[str, Step], batches: Sequence[Batch], expected: Sequence[float], rounds: int, per_round: int
+) -> dict[str, object]:
     """Of every side: seconds per step of each round, seconds per part of a step, and the losses' errors."""
-    runs = {side: Run(side, options) for side in options.sides}
-    errors = check(runs, options.sizes)
-    rounds: dict[str, list[dict[str, float]]] = {side: [] for side in runs}
-    for number in range(options.rounds):
-        order = options.sides if number % 2 == 0 else options.sides[::-1]
-        for side in order:
-            rounds[side].append(runs[side].clocked(options.steps))
+    runs = {side: Run(step_on, batches) for side, step_on in steps.items()}
+    errors = check(runs, expected)
+    clocks: dict[str, list[dict[str, float]]] = {side: [] for side in runs}
+    for number in range(rounds):
+        for side in list(runs) if number % 2 == 0 else list(runs)[::-1]:
+            clocks[side].append(runs[side].clocked(per_round))
     return {
         "loss_errors": errors,
-        "seconds": {side: [clocks[WALL] for clocks in rounds[side]] for side in runs},
-        "cpu_seconds": {side: medians(rounds[side]) for side in runs},
-        "split_seconds": {side: runs[side].split(options.steps) for side in runs},
+        "seconds": {side: [row[WALL] for row in clocks[side]] for side in runs},
+        "cpu_seconds": {side: medians(clocks[side]) for side in runs},
+        "split_seconds": {side: runs[side].split(per_round) for side in runs},
     }
 
 
 class Run:
     """One side's job, and the batches that it trains on."""
 
-    def __init__(self, side: str, options: Options) -> None:
-        self.step_on = torch_step(options) if side == "torch" else autopar_step(options, side)
-        self.batches = cycle([gpt_batch(options.sizes, seed) for seed in range(_BATCHES)])
+    def __init__(self, step_on: Step, batches: Iterable[Batch]) -> None:
+        self.step_on = step_on
+        self.batches = cycle(batches)
 
     def advance(self, steps: int) -> list[Tensor]:
         return [self.step_on(batch) for batch in islice(self.batches, steps)]
@@ -115,26 +123,25 @@ def medians(rows: list[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.median(row[name] for row in rows) for name in rows[0] if name != WALL}
 
 
-def check(runs: Mapping[str, Run], sizes: Sizes) -> dict[str, float]:
+def check(runs: Mapping[str, Run], expected: Sequence[float]) -> dict[str, float]:
     """The largest relative error of each side's first losses against one device.
 
     Raises AssertionError where one is too large: then the sides would not do the same work.
     """
-    expected = one_device_losses(sizes)
     errors = {}
     for side, run in runs.items():
-        losses = run.losses(_CHECKED_STEPS)
+        losses = run.losses(len(expected))
         errors[side] = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
         assert errors[side] <= _TOLERANCE, f"{side}: losses {losses}, on one device {expected}"
     return errors
 
 
-def one_device_losses(sizes: Sizes) -> list[float]:
-    model = gpt(sizes)
+def one_device_losses(model: nn.Module, batches: Iterable[Batch]) -> list[float]:
+    """Of the first step on each batch; the model gives its loss, or an output that has it."""
     optimizer = adamw(model.parameters())
     losses = []
-    for seed in range(_CHECKED_STEPS):
-        loss = model(**gpt_batch(sizes, seed))
+    for batch in batches:
+        loss = loss_of(model(**batch))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

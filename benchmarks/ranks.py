@@ -17,14 +17,16 @@ import socket
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch.multiprocessing as mp
 import typer
 from models import Sizes
-from rank_worker import WORLD, Options, work
+from rank_worker import WORLD, Options, measure, work
 from rich.console import Console
 from rich.table import Table
 
@@ -57,7 +59,7 @@ def main(
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler writes to stderr otherwise
     figures = {}
     for name in axes:
-        figures[name] = summary(run_pair(Options(name, sides, rounds, steps, sizes)), sizes.tokens)
+        figures[name] = summary(run_pair(partial(measure, Options(name, sides, rounds, steps, sizes))), sizes.tokens)
     if as_json:
         print(json.dumps({"sizes": vars(sizes), "rounds": rounds, "steps": steps, "axes": figures}, indent=2))
         return
@@ -66,10 +68,11 @@ def main(
     console.print(split_table(figures, sides))
 
 
-def run_pair(options: Options) -> dict[str, Any]:
+def run_pair(measured: Callable[[], dict[str, object]]) -> dict[str, Any]:
+    """What ``measured``, which must pickle, gives on rank 0 of two gloo processes."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        mp.spawn(work, (options, free_port(), result), nprocs=WORLD)  # raises where a process does
+        mp.spawn(work, (measured, free_port(), result), nprocs=WORLD)  # raises where a process does
         return json.loads(result.read_text())
 
 

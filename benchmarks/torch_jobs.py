@@ -1,4 +1,4 @@
-"""PyTorch's own parallelism, applied by hand to the small GPT as its documentation and torchtitan do it.
+"""PyTorch's own parallelism, applied by hand to the small models as its documentation and torchtitan do it.
 
 Each function takes the whole model, the same on both ranks, and returns a step: the global batch in, this
 rank's share of the loss out. Shares of all ranks sum to the mean loss of the batch.
@@ -7,6 +7,7 @@ rank's share of the loss out. Shares of all ranks sum to the mean loss of the ba
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,12 @@ def adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
 
 
-def data_parallel(model: GPT, microbatches: int) -> Step:
+def loss_of(output: Any) -> Tensor:
+    """Of a model that gives it alone, or in an output of ``transformers``."""
+    return output if isinstance(output, Tensor) else output.loss
+
+
+def data_parallel(model: nn.Module, microbatches: int = 1) -> Step:
     """DistributedDataParallel over half of the batch each."""
     rank, world = dist.get_rank(), dist.get_world_size()
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -45,7 +51,7 @@ def data_parallel(model: GPT, microbatches: int) -> Step:
 
     def step(batch: Batch) -> Tensor:
         own = {name: tensor.chunk(world)[rank] for name, tensor in batch.items()}
-        loss = replica(**own)
+        loss = loss_of(replica(**own))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -54,18 +60,18 @@ def data_parallel(model: GPT, microbatches: int) -> Step:
     return step
 
 
-def fully_sharded(model: GPT, microbatches: int) -> Step:
-    """FSDP2, a unit per block and one for the rest, over half of the batch each."""
+def fully_sharded(model: nn.Module, microbatches: int = 1, blocks: Iterable[nn.Module] = ()) -> Step:
+    """FSDP2, a unit per block (of a GPT, its own) and one for the rest, over half of the batch each."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
-    for block in model.blocks:
+    for block in blocks or model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = adamw(model.parameters())
 
     def step(batch: Batch) -> Tensor:
         own = {name: tensor.chunk(world)[rank] for name, tensor in batch.items()}
-        loss = model(**own)
+        loss = loss_of(model(**own))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -14,11 +14,12 @@ from __future__ import annotations
 import json
 import os
 import statistics
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 from models import Sizes
-from rank_worker import WORLD, Options
+from rank_worker import WORLD, Options, measure
 from ranks import run_pair
 from rich.console import Console
 from rich.table import Table
@@ -41,7 +42,7 @@ def main(
     """Compare ways to compute a large vocabulary in a pipeline of two gloo processes."""
     sizes = Sizes(layers=layers, width=width, vocabulary=vocabulary)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler writes to stderr otherwise
-    figures = run_pair(Options("pp", SIDES, rounds, steps, sizes))
+    figures = run_pair(partial(measure, Options("pp", SIDES, rounds, steps, sizes)))
     if as_json:
         print(json.dumps({"sizes": vars(sizes), "rounds": rounds, "steps": steps, **figures}, indent=2))
         return

@@ -1,0 +1,249 @@
+"""Published runs of Qwen3-235B-A22B (Megatron's MoE model zoo), each planned as it ran: what the plan predicts of it.
+
+``megatron_moe_modelzoo.csv`` is the tables of the zoo's readme; the readme's text beside a table is in :data:`TABLES`.
+A row's degrees, schedule, batch and recomputation are pinned; the model is ``transformers``' own, of the published
+config, and goes the whole way from capture to timeline. Nothing is fitted.
+
+Megatron counts 2 FLOP per multiply-add, three times for forward and backward, attention halved by causality, nothing
+for recomputation (``num_floating_point_operations`` of its ``training.py``): :func:`flops` counts alike, so that
+TFLOP/s and seconds are two ways to say the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+from models import llama_batch, qwen3_235b
+from processes import in_fork
+
+from autopar.api import prepare
+from autopar.cluster import Cluster
+from autopar.graph import Model
+from autopar.mesh import Mesh
+from autopar.options import Options, Recompute
+from autopar.plan import Plan
+from autopar.planner.build import Request, build
+from autopar.planner.pipeline import Wanted
+
+Row = Mapping[str, str]
+
+MODEL: Final = "235B"
+LAYERS, HIDDEN, HEAD, HEADS, GROUPS, EXPERT, CHOSEN, VOCABULARY = 94, 4096, 128, 64, 4, 1536, 8, 151936
+
+TABLES: Final[Mapping[str, Row]] = {
+    "H100": {"GPU": "H100"},
+    "Long Context": {
+        "Model": MODEL,
+        "Precision": "BF16",
+        "PP": "8",
+        "VPP": "4",
+        "EP": "8",
+        "MBS": "1",
+        "recompute": "layernorm, moe",
+    },
+    "GB200": {"Model": MODEL},
+    "GB300": {"Model": MODEL},
+}
+"""What the text and the command beside a table say of all of its rows, by the last words of its heading."""
+
+NODES: Final = {"H100": 8, "GB200": 4, "GB300": 4}
+"""GPUs of a node as the zoo counts nodes."""
+
+RECOMPUTE: Final[Mapping[str, Recompute]] = {
+    "": "none",
+    "full": "full",
+    "norm, act": "selective",
+    "layernorm, moe": "selective",
+}
+"""Norms and activation functions are among what "selective" takes; whole expert layers without attention are no mode of
+ours."""
+
+UNBOUNDED_BYTES: Final = 10**12
+"""A budget under which nothing is refused or recomputed beyond what the row did: that is to be timed."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One row whose configuration is known: sizes, degrees, and the TFLOP/s per GPU that were measured."""
+
+    line: int
+    cluster: str
+    gpus: int
+    sequence: int
+    degrees: Mapping[str, int] = field(hash=False)
+    chunks: int
+    microbatch: int
+    batch: int
+    recompute: Recompute
+    fully_sharded: bool
+    notes: str
+    tflops: float
+
+    def __str__(self) -> str:
+        degrees = " ".join(f"{axis}{size}" for axis, size in self.degrees.items() if size > 1)
+        chunks = f" vpp{self.chunks}" if self.chunks > 1 else ""
+        sharded = " fsdp" if self.fully_sharded else ""
+        return f"{self.cluster} s{self.sequence} {degrees}{chunks}{sharded}"
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, as measured."""
+        return flops(self.sequence) * self.tokens / (self.tflops * 1e12 * self.gpus)
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.sequence
+
+    @property
+    def mesh(self) -> Mesh:
+        """Experts over the innermost axes that they divide over, as Megatron lays them out: tp and cp first, then a
+        part of dp."""
+        pp, dp, cp, tp, ep = (self.degrees[axis] for axis in ("pp", "dp", "cp", "tp", "ep"))
+        for borrowed in (("cp", "tp"), ("tp",), ("cp",), ()):
+            inner = cp ** ("cp" in borrowed) * tp ** ("tp" in borrowed)
+            part = max(1, ep // inner)
+            if part * inner == ep and dp % part == 0:
+                kept = tuple(axis for axis in borrowed if self.degrees[axis] > 1)
+                return Mesh(pp=pp, dp=dp // part, ep=part, cp=cp, tp=tp, borrowed=kept)
+        raise ValueError(f"line {self.line}: ep {ep} can't be borrowed from dp {dp}, cp {cp} and tp {tp}")
+
+    @property
+    def microbatches(self) -> int:
+        return self.batch // (self.degrees["dp"] * self.microbatch)
+
+    @property
+    def request(self) -> Request:
+        """What is planned: the row's own configuration, ZeRO 1 (Megatron's distributed optimizer) or 3."""
+        options = Options(
+            precision="bf16",
+            zero=3 if self.fully_sharded else 1,
+            recompute=self.recompute,
+            budget_bytes=UNBOUNDED_BYTES,
+            attention="ring",  # over cp, Megatron's default
+        )
+        wanted = Wanted("interleaved" if self.chunks > 1 else "1f1b", "redistributed", self.chunks)
+        return Request(self.mesh, self.microbatches, Cluster.load(self.cluster), wanted, options)
+
+
+def flops(sequence: int) -> float:
+    """Of one token, forward and backward, by Megatron's formula."""
+    queries = HEADS * HEAD
+    attention = HIDDEN * (queries + 2 * GROUPS * HEAD) + queries * sequence + queries * HIDDEN
+    experts = 3 * CHOSEN * HIDDEN * EXPERT
+    return 6.0 * (LAYERS * (attention + experts) + HIDDEN * VOCABULARY)
+
+
+def runs(rows: Iterable[Row]) -> Iterator[Run]:
+    """The rows that :func:`left_out` has no reason for."""
+    for row in map(_complete, rows):
+        if row["SEQ LEN"] and not _reason(row):
+            yield _run(row)
+
+
+def left_out(rows: Iterable[Row]) -> dict[int, str]:
+    """Why a row can't be planned as it ran, by its line; rows without figures are headings."""
+    known = [row for row in map(_complete, rows) if row["SEQ LEN"]]
+    return {int(row["line"]): _reason(row) for row in known if _reason(row)}
+
+
+def _complete(row: Row) -> dict[str, str]:
+    """With what the table says of all its rows, under one name for each thing."""
+    table = TABLES[row["heading"].split(" > ")[-1]]
+    full = {**row, **{key: row[key] or value for key, value in table.items()}}
+    full["SEQ LEN"] = row["SEQ LEN"] or row["SEQ_LEN"]
+    return full
+
+
+def _reason(row: Row) -> str:
+    if row["Model"] != MODEL:
+        return f"{row['Model']}: its module for multi-token prediction is not in the transformers model"
+    if row["Precision"] != "BF16":
+        return f"{row['Precision']}: products of experts in 8 bits are no precision of ours"
+    return ""
+
+
+def _run(row: Row) -> Run:
+    gpus = int(row["#GPUs"] or int(row["NNODES"]) * NODES[row["GPU"]])
+    degrees = {axis: int(row[axis.upper()]) for axis in ("pp", "cp", "tp", "ep")}
+    degrees["dp"] = gpus // (degrees["pp"] * degrees["cp"] * degrees["tp"])
+    return Run(
+        line=int(row["line"]),
+        cluster=row["GPU"].lower(),
+        gpus=gpus,
+        sequence=int(row["SEQ LEN"]),
+        degrees={axis: degrees[axis] for axis in ("pp", "dp", "cp", "tp", "ep")},
+        chunks=int(row["VPP"]),
+        microbatch=int(row["MBS"]),
+        batch=int(row["GBS"]),
+        recompute=RECOMPUTE[row["recompute"]],
+        fully_sharded=row["FSDP"] == "On",
+        notes=row["Notes"],
+        tflops=float(row["Per GPU TF"] or row["TFLOPS"].split()[0]),
+    )
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A run, and the plan made of its configuration."""
+
+    run: Run
+    plan: Plan
+
+    @property
+    def seconds(self) -> float:
+        return self.plan.cost.step_seconds
+
+    @property
+    def tflops(self) -> float:
+        return flops(self.run.sequence) * self.run.tokens / (self.seconds * 1e12 * self.run.gpus)
+
+    @property
+    def error(self) -> float:
+        """Of the step's seconds: above 0, the run was faster than predicted."""
+        return self.seconds / self.run.seconds - 1
+
+
+def predictions(found: Iterable[Run], layers: int = LAYERS) -> Iterator[Predicted]:
+    """The plan of each run's configuration, captured once for runs in a row of one batch. ``layers`` other than the
+    model's are for tests."""
+    for (batch, sequence, splits), same in itertools.groupby(found, _captured_alike):
+        captured = prepare(
+            qwen3_235b(layers),
+            llama_batch(batch, sequence),
+            device="cuda",
+            precision="bf16",
+            splits_sequences=splits,
+        )[0]
+        yield from (Predicted(run, in_fork(partial(_plan, captured, run))) for run in same)
+
+
+def _captured_alike(run: Run) -> tuple[int, int, bool]:
+    return run.batch, run.sequence, run.degrees["cp"] > 1
+
+
+def _plan(captured: Model, run: Run) -> Plan:
+    return build(captured, run.request).plan
+
+
+def mean_error(found: Sequence[Predicted]) -> float:
+    """The mean of the absolute relative errors."""
+    return statistics.mean(abs(one.error) for one in found)
+
+
+def rank_correlation(found: Sequence[Predicted]) -> float:
+    """Of predicted and measured TFLOP/s."""
+    return correlation([one.run.tflops for one in found], [one.tflops for one in found])
+
+
+def correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Spearman's: of ranks, equal values sharing the mean of theirs."""
+    return statistics.correlation(_ranks(first), _ranks(second))
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    return [statistics.mean(i for i, other in enumerate(sorted(values)) if other == value) for value in values]
