@@ -86,6 +86,8 @@ def build(
 
     Raises ShardingError, StageError, ScheduleError, ArgumentError or PlanError.
     """
+    if pinned is not None:
+        request = replace(request, mesh=pinned.mesh)  # with its order of sequences
     _check_batch(model, request)
     check_float8(request.options, request.cluster.device)
     check_compression(request.options)
@@ -179,7 +181,8 @@ def _problem(request: Request, axis: str) -> AxisProblem:
     prices = RankPrices(size, request.cluster.device, link, request.microbatches, paired)
     kind = {"cp": "sequence", "tp": "model"}.get(axis, "batch")
     budget = _state_budget(request) if axis == "tp" else None
-    return AxisProblem(axis, size, prices, kind, budget, axis in mesh.expert_axes, paired, request.options.attention)
+    attention, holds_experts = request.options.attention, axis in mesh.expert_axes
+    return AxisProblem(axis, size, prices, kind, budget, holds_experts, paired, attention, mesh.tp)
 
 
 def _state_budget(request: Request) -> int:

@@ -18,7 +18,7 @@ from autopar.planner.indivisible import refusal
 from autopar.planner.onehot import Edge, Problem, Solution, Vertex, solve
 from autopar.planner.prices import FORBIDDEN_SECONDS, STATE_COPIES, MicrobatchPrices, Prices
 from autopar.rules import lookup
-from autopar.rules.attention import WAYS, explain, offers
+from autopar.rules.attention import WAYS, explain, heads, offers, way
 from autopar.rules.base import Op, Splits, legal_choices
 from autopar.rules.experts import EXCHANGE, FILTER
 from autopar.rules.forms import NUMBERED
@@ -37,7 +37,8 @@ class AxisProblem:
     positions, parameters are whole), or the ``"model"`` (``tp``: parameters may be split, and stay where they are
     stored). The batch dim of no value is split on the latter two. With ``holds_experts``, weights of experts are split
     by experts. ``paired``: shards are two parts of 2 ``size`` (:class:`autopar.mesh.Mesh`). ``attention``: how
-    positions attend to those of other ranks, where that is pinned (:class:`autopar.options.Options`).
+    positions attend to those of other ranks, where that is pinned (:class:`autopar.options.Options`). ``inner``: over
+    so many ranks within a rank's part of the heads is split again.
     """
 
     axis: str
@@ -48,6 +49,7 @@ class AxisProblem:
     holds_experts: bool = False
     paired: bool = False
     attention: str = "auto"
+    inner: int = 1
 
     @property
     def splits_batch(self) -> bool:
@@ -415,12 +417,22 @@ def _lies_in_order(value: fx.Node) -> bool:
     return info(value).is_object or info(value).role == "parameter" or (bool(given) and all(map(_lies_in_order, given)))
 
 
+def _leaves_heads(problem: AxisProblem, op: Op, choice: Choice) -> bool:
+    """Whether a split by heads leaves each of the ranks within the axis as many."""
+    counts = heads(op)
+    if problem.kind != "sequence" or counts is None or way(op, choice) != "heads":
+        return True
+    parts = problem.size * (1 + problem.paired) * problem.inner
+    return problem.inner == 1 or all(count == 1 or count % parts == 0 for count in counts)
+
+
 def _attends(problem: AxisProblem, node: fx.Node, op: Op, choices: list[Choice]) -> list[Choice]:
     """Only an axis of the sequence has forms of attention by positions; there the pinned way has to be possible."""
     splits_sequence = problem.kind == "sequence"
+    choices = [choice for choice in choices if _leaves_heads(problem, op, choice)]
     left = [choice for choice in choices if offers(op, choice, splits_sequence, problem.attention)]
     if choices and not left:
-        possible = [way for way in WAYS if any(offers(op, c, splits_sequence, way) for c in choices)]
+        possible = [wanted for wanted in WAYS if any(offers(op, c, splits_sequence, wanted) for c in choices)]
         raise ShardingError(
             f"{where(node)}: attention={problem.attention!r} can't be split over {problem.axis} "
             f"{problem.size}{' in pairs' if problem.paired else ''}; {explain(op)}. "

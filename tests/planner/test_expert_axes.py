@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 import autopar
@@ -68,3 +70,13 @@ def test_a_sequence_that_does_not_divide() -> None:
     length = case.batch["input_ids"].shape[1]
     with pytest.raises(ShardingError, match=f"sequences of {length} positions, which cp=5 doesn't divide"):
         autopar.plan(case.model, 5, sample=case.batch, mesh={"cp": 5}, cluster=FAST)
+
+
+@pytest.mark.parametrize(("attention", "fits"), [("auto", True), ("heads", False)])
+def test_heads_are_left_for_tp(attention: str, fits: bool) -> None:
+    """Of four heads of keys, a split over cp 2 leaves two, which tp 4 can't split."""
+    with pytest.raises(ShardingError, match="attention may be") if not fits else contextlib.nullcontext():
+        case = make("llama", 8)
+        mesh = {"cp": 2, "tp": 4}
+        plan = autopar.plan(case.model, 8, sample=case.batch, mesh=mesh, cluster=FAST, attention=attention)
+        assert all(not text.startswith("heads") for text in plan.attention)

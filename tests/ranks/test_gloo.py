@@ -18,6 +18,7 @@ from autopar.verification import relative_errors, train_one_device
 from tests.fast_cluster import FAST
 from tests.models import Float64, make
 from tests.ranks.test_parity import optimizer
+from tests.ranks.worker import case_of
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
@@ -41,15 +42,17 @@ SPLIT = {"vocabulary": "vocab-2"}
         ("llama_deep", {"pp": 4}, {"schedule": "1f1b", **SPLIT}),
         ("llama_deep", {"pp": 4}, {"schedule": "zb-v", **SPLIT}),
         ("llama_deep", {"pp": 2, "tp": 2}, {"schedule": "v-half", **SPLIT}),
+        ("llama", {"dp": 2, "cp": 2}, {"attention": "ring", "cp_order": "paired", "zero": 2}),
+        ("moe mixtral", {"dp": 2, "tp": 2, "ep": 4}, {"zero": 1}),
     ],
-    ids=["gpt2", "nano_gpt", "mlp", "1f1b", "zb-v", "v-half"],
+    ids=["gpt2", "nano_gpt", "mlp", "1f1b", "zb-v", "v-half", "ring", "experts"],
 )
 def test_real_ranks_equal_one_device(name: str, mesh: dict[str, int], options: dict[str, Any], tmp_path: Path) -> None:
     done = torchrun("-m", "tests.ranks.worker", name, json.dumps(mesh), str(tmp_path), json.dumps(options))
     assert done.returncode == 0, done.stderr
     results = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(4)]
     with Float64():
-        case = make(name, batch=8)
+        case = case_of(name)
         expected = train_one_device(copy.deepcopy(case.model), [case.batch], 3, case.loss, optimizer, 0.5)
         job = autopar.compile(
             case.model, 4, sample=case.batch, loss=case.loss, mesh=mesh, microbatches=4, cluster=FAST, **options

@@ -16,8 +16,17 @@ import torch
 import autopar
 from autopar.runtime.job import RankResult
 from tests.fast_cluster import FAST
-from tests.models import Float64, make
+from tests.models import Case, Float64, make, prepared
+from tests.moe_models import family
 from tests.ranks.test_parity import optimizer
+
+
+def case_of(name: str) -> Case:
+    """A test model, or ``moe FAMILY``: one with experts."""
+    kind, _, family_name = name.partition(" ")
+    if kind == "moe":
+        return prepared(lambda: family(family_name, 8, output_router_logits=False))
+    return make(name, batch=8)
 
 
 def main() -> None:
@@ -25,7 +34,7 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
     with Float64():
-        case = make(name, batch=8)
+        case = case_of(name)
         job = autopar.compile(
             case.model,
             4,
@@ -43,7 +52,7 @@ def main() -> None:
         os._exit(3)
     losses += [float(job.step(case.batch)) for _ in range(2)]
     parameters = {n: p.detach() for n, p in job.running.named_parameters().items()}
-    torch.save(RankResult(losses, {}, parameters), Path(directory) / f"{rank}.pt")
+    torch.save(RankResult(losses=losses, gradients={}, parameters=parameters), Path(directory) / f"{rank}.pt")
 
 
 if __name__ == "__main__":
