@@ -18,7 +18,7 @@ AXES: Final = ("pp", "dp", "ep", "cp", "tp")
 DATA: Final = ("dp", "ep", "cp")
 """The axes that split tokens: parameters are whole on them (experts aside), and gradients are pending sums."""
 
-_GIVEN: Final = ("pp", "dp", "cp", "tp", "ep", "paired")
+_GIVEN: Final = ("pp", "dp", "cp", "tp", "ep", "etp", "paired")
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,9 @@ class Mesh:
     def of(cls, sizes: Mapping[str, int] | None, gpus: int) -> Mesh:
         """The mesh a user pinned: ``dp`` is all of it, ``ep`` its part (or more) that experts are split over.
 
-        Raises ArgumentError where it names another axis, misses ``gpus``, or ``ep`` can't be borrowed.
+        ``etp`` (as in torchtitan) says how many ranks of tp may split one expert: all, or 1, so that ``ep`` borrows
+        tp; without it, tp is borrowed where the rest doesn't do. Raises ArgumentError where the mesh names another
+        axis, misses ``gpus``, or ``ep`` can't be borrowed.
         """
         sizes = dict(sizes or {"dp": gpus})
         unknown = sorted(set(sizes) - set(_GIVEN))
@@ -59,12 +61,16 @@ class Mesh:
         plain = cls(pp=pp, dp=dp, cp=cp, tp=tp, paired=bool(sizes.get("paired", 0)))
         if plain.world != gpus:
             raise ArgumentError(f"mesh {plain} is {plain.world} ranks, but gpus={gpus}; make the product equal")
-        return plain._with_experts(ep)
+        return plain._with_experts(ep, sizes.get("etp"))
 
-    def _with_experts(self, ep: int) -> Mesh:
+    def _with_experts(self, ep: int, etp: int | None = None) -> Mesh:
         """Borrow ``ep`` ranks: from dp alone if that divides, else with all of cp, of tp, or of both."""
+        if etp not in (None, 1, self.tp):
+            raise ArgumentError(f"mesh axis 'etp' has size {etp}; it may be 1 or that of tp, {self.tp}")
         fits: list[int] = []
         for borrowed in ((), ("cp",), ("tp",), ("cp", "tp")):
+            if ep > 1 and self.tp > 1 and etp not in (None, 1 if "tp" in borrowed else self.tp):
+                continue
             inner = math.prod(self.size(axis) for axis in borrowed)
             fits += [part * inner for part in range(1, self.dp + 1) if self.dp % part == 0]
             if ep % inner == 0 and self.dp % (ep // inner) == 0:
@@ -162,8 +168,8 @@ class Mesh:
     def to_json(self) -> dict[str, int]:
         """The sizes as a user gives them; :meth:`of` is the inverse."""
         sizes = {"pp": self.pp, "dp": self.replicas, "cp": self.cp, "tp": self.tp, "ep": self.experts}
-        sizes["paired"] = int(self.paired)
-        left_out = {"cp": 1, "ep": 1, "paired": 0}
+        sizes |= {"etp": 1 if "tp" in self.borrowed else self.tp, "paired": int(self.paired)}
+        left_out = {"cp": 1, "ep": 1, "paired": 0} | ({"etp": sizes["etp"]} if 1 in (self.experts, self.tp) else {})
         return {axis: size for axis, size in sizes.items() if left_out.get(axis) != size}
 
     @classmethod

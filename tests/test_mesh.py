@@ -19,6 +19,9 @@ from autopar.mesh import AXES, Mesh
         ({"dp": 4, "cp": 2, "ep": 2}, {"dp": 2, "ep": 2, "cp": 2}, ("ep",)),
         ({"dp": 4, "cp": 2, "ep": 8}, {"dp": 1, "ep": 4, "cp": 2}, ("ep", "cp")),
         ({"dp": 1, "cp": 2, "ep": 2}, {"cp": 2}, ("cp",)),
+        ({"dp": 4, "tp": 2, "ep": 4, "etp": 2}, {"ep": 4, "tp": 2}, ("ep",)),
+        ({"dp": 4, "tp": 2, "ep": 4, "etp": 1}, {"dp": 2, "ep": 2, "tp": 2}, ("ep", "tp")),
+        ({"dp": 2, "cp": 2, "tp": 2, "ep": 4, "etp": 1}, {"ep": 2, "dp": 1, "cp": 2, "tp": 2}, ("ep", "tp")),
         ({"dp": 2, "tp": 2, "ep": 4}, {"ep": 2, "tp": 2}, ("ep", "tp")),
         ({"dp": 2, "cp": 2, "tp": 2, "ep": 8}, {"ep": 2, "cp": 2, "tp": 2}, ("ep", "cp", "tp")),
         ({"pp": 2, "dp": 2, "tp": 3}, {"pp": 2, "dp": 2, "tp": 3}, ()),
@@ -26,7 +29,7 @@ from autopar.mesh import AXES, Mesh
     ids=str,
 )
 def test_experts_borrow_ranks(sizes: dict[str, int], elementary: dict[str, int], axes: tuple[str, ...]) -> None:
-    world = math.prod(size for axis, size in sizes.items() if axis != "ep")
+    world = math.prod(size for axis, size in sizes.items() if axis not in ("ep", "etp"))
     mesh = Mesh.of(sizes, world)
     assert {axis: mesh.size(axis) for axis in AXES} == dict.fromkeys(AXES, 1) | elementary
     assert (mesh.world, mesh.expert_axes, mesh.experts) == (world, axes, sizes.get("ep", 1))
@@ -43,6 +46,8 @@ def test_what_experts_cannot_borrow() -> None:
         Mesh.of({"dp": 4, "sp": 2}, 8)
     with pytest.raises(ArgumentError, match="'ep' has size 0"):
         Mesh.of({"dp": 4, "ep": 0}, 4)
+    with pytest.raises(ArgumentError, match="'etp' has size 2; it may be 1 or that of tp, 4"):
+        Mesh.of({"dp": 2, "tp": 4, "ep": 2, "etp": 2}, 8)
 
 
 def test_ranks_and_coordinates() -> None:

@@ -55,7 +55,7 @@ def check(case: Case, mesh: Mesh, **options: Any) -> None:
 
 
 def compiled(case: Case, mesh: Mesh, **options: Any) -> autopar.ParallelModel:
-    gpus = math.prod(size for axis, size in mesh.items() if axis != "ep")
+    gpus = math.prod(size for axis, size in mesh.items() if axis not in ("ep", "etp"))
     with Float64():
         return autopar.compile(case.model, gpus, sample=case.batch, mesh=mesh, **{"cluster": FAST, **options})
 

@@ -53,7 +53,7 @@ def verified(case: Case, mesh: dict[str, int], **options: Any) -> autopar.Verifi
     """Three steps of ``case``, compiled for ``mesh``, against one device."""
     job = autopar.compile(
         case.model,
-        math.prod(size for axis, size in mesh.items() if axis != "ep"),
+        math.prod(size for axis, size in mesh.items() if axis not in ("ep", "etp")),
         sample=case.batch,
         loss=case.loss,
         mesh=mesh,
