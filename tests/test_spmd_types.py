@@ -196,7 +196,7 @@ def test_programs_over_a_split_sequence_are_well_typed(way: Any) -> None:
 
 
 EXPERTS: list[tuple[str, dict[str, int], str]] = [
-    ("mixtral", {"dp": 2, "tp": 2, "ep": 2}, "exchange=[ep, tp]"),
+    ("mixtral", {"dp": 2, "tp": 2, "ep": 4}, "exchange=[ep, tp]"),
     ("qwen2_moe", {"dp": 4, "ep": 4}, "dispatch_start("),
     ("mixtral", {"dp": 2, "ep": 2}, "filter=[ep]"),
 ]

@@ -25,7 +25,7 @@ MESHES: list[tuple[dict[str, int], dict[str, Any]]] = [
 @pytest.mark.parametrize(("name", "mesh", "options"), [("gpt2", *MESHES[0]), *(("llama", *m) for m in MESHES)], ids=str)
 def test_no_rank_exceeds_its_budget(name: str, mesh: dict[str, int], options: dict[str, Any]) -> None:
     """From what nothing recomputed needs down to the leanest."""
-    case = prepared(lambda: {"llama": llama, "gpt2": gpt2}[name](16, layers=8), torch.float32)
+    case = prepared(lambda: {"llama": llama, "gpt2": gpt2}[name](16, layers=2 * mesh["pp"]), torch.float32)
 
     def compiled(**more: Any) -> autopar.ParallelModel:
         given = {"sample": case.batch, "mesh": mesh, "microbatches": 8, "cluster": FAST, **options, **more}

@@ -93,8 +93,8 @@ def test_every_schedule_of_every_size_is_right(name: str, head: str, ranks: int,
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_of_the_largest_size_is_right(name: str) -> None:
-    for head in dict.fromkeys((SCHEDULES[name].heads[0], SCHEDULES[name].heads[-1])):
-        check(lower(generate(name, 64, 512, head=head, embedding=bool(head))))
+    head = SCHEDULES[name].heads[-1]
+    check(lower(generate(name, 64, 512, head=head, embedding=bool(head))))
 
 
 def drop(draw: random.Random, actions: list[Action], schedule: Schedule) -> None:
