@@ -253,7 +253,7 @@ def _expert_types(build: _Build) -> dict[Key, list[Type]]:
         for node in block.placeholders("parameter"):
             shape = info(node).meta.shape
             if (number, node) not in found and shape and shape[0] in extents:
-                before = [c.result for axis, c in info(node).choices.items() if axis in ("ep", "cp") and axis != "mb"]
+                before = [c.result for axis, c in info(node).choices.items() if axis in ("ep", "cp")]
                 if not before:
                     found[number, node] = [I, S(0)]
                 elif any(kind == S(0) for kind in before):
