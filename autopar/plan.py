@@ -19,7 +19,7 @@ from autopar.errors import AutoparError, PlanError
 from autopar.mesh import Mesh
 from autopar.options import Options
 
-VERSION: Final = 3
+VERSION: Final = 4
 
 
 class _Value(BaseModel):
@@ -145,6 +145,45 @@ class CostPlan(_Value):
     optimizer_seconds: float
 
 
+class PointPlan(_Value):
+    """One point of a search: what was decided of it, and what was predicted. ``why`` says what makes it worse than the
+    plan that has it, or better, in one line."""
+
+    gpus: int
+    mesh_sizes: dict[str, int]
+    microbatches: int
+    schedule: str
+    chunks: int
+    vocabulary: str
+    options: Options
+    step_seconds: float
+    peak_bytes: int
+    why: str = ""
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh.from_json(self.mesh_sizes)
+
+
+class SearchPlan(_Value):
+    """What a search looked at, and what it proves.
+
+    ``free`` names what wasn't pinned. Of ``points`` in the searched space, ``laid_out`` were timed action by action,
+    and the others were discarded by bounds: none of all has a step below ``bound_seconds``. ``runners_up`` are the next
+    best, each of another kind; ``memory_front`` are points that nothing beats in both time and peak memory, by rising
+    time; ``gpus_front`` the fastest for other numbers of GPUs.
+    """
+
+    free: list[str]
+    points: int
+    placed: int
+    laid_out: int
+    bound_seconds: float
+    runners_up: list[PointPlan] = []
+    memory_front: list[PointPlan] = []
+    gpus_front: list[PointPlan] = []
+
+
 class Plan(_Value):
     """See the module docstring. ``peak_bytes`` has one entry per rank.
 
@@ -153,7 +192,7 @@ class Plan(_Value):
     of other ranks of ``cp``, by block, ``whole_sequences`` what isn't split on it;
     ``compression`` what is compressed, and what of that is lossy, as text; ``remarks`` how the model was read;
     ``actions`` the list of a schedule that was made for this plan's costs,
-    None for one that has a name.
+    None for one that has a name; ``search`` what else was looked at, None where everything was pinned.
     """
 
     version: int = VERSION
@@ -180,6 +219,7 @@ class Plan(_Value):
     experts: list[ExpertsPlan] = []
     remarks: list[str] = []
     cost: CostPlan
+    search: SearchPlan | None = None
     digest: str = Field(default="")
 
     @model_validator(mode="after")

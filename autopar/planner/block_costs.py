@@ -14,7 +14,7 @@ from autopar.graph import AxisRef, Block, Choice, Meta, RuntimeOp, info, op_name
 from autopar.mesh import AXES, Mesh
 from autopar.passes.expert_roads import exchange_axes, exchange_seconds, hops_of
 from autopar.passes.overlap_dispatch import meanwhile
-from autopar.planner.prices import expert_imbalance, pass_seconds
+from autopar.planner.op_costs import expert_imbalance, pass_seconds
 from autopar.rules import lookup
 from autopar.rules.base import Op
 from autopar.rules.experts import EXCHANGE

@@ -9,8 +9,8 @@ from autopar.graph import Choice, op_name, operands
 from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.planner.build import Built, Request, build
+from autopar.planner.op_costs import pass_seconds
 from autopar.planner.pipeline import Wanted
-from autopar.planner.prices import pass_seconds
 from autopar.planner.vocabulary_costs import VocabularyCost
 from autopar.rules import RULES
 from autopar.rules.base import Op

@@ -22,7 +22,7 @@ WAYS = [
     ("ring", "contiguous", {"cp": 2, "dp": 2}),
     ("ring", "paired", {"cp": 4}),
     ("heads", "contiguous", {"cp": 4}),
-    ("heads", "paired", {"cp": 2, "tp": 2}),
+    ("heads", "paired", {"cp": 2, "dp": 2}),
 ]
 FORMS = {"all_gather": "[attention_with_offset]", "ring": "[ring_attention]", "heads": "S(1), S(1), S(1) -> S(1)"}
 
