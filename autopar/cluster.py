@@ -1,15 +1,19 @@
 """What a job runs on: devices, the links between them, presets, and the user's own TOML.
 
 Ranks are numbered node by node: ranks 0 … ``devices_per_node - 1`` share the first node. Presets are data
-files, ``cost_models/data/*.toml``; a user's file looks the same, and ``str(cluster)`` writes one.
+files, ``cost_models/data/*.toml``; a user's file looks the same, and ``str(cluster)`` writes one. Rates are what
+data sheets promise, and fractions beside them what programs get of that; a measured file has the rates that were
+measured, and no fractions.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
+from difflib import get_close_matches
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -66,11 +70,19 @@ KEYS: Final[Mapping[str, Text | Figure]] = {
     "memory_bytes_per_second": Figure("bytes/s", 1, 1e18, "3.35e12"),
     "launch_seconds": Figure("seconds", 0, 1, "2e-6"),
     "achievable_fraction": Figure("peak rates", 0.001, 1, "0.8"),
+    "achievable_fraction_by_dtype": Figure("peak rates", 0.001, 1, "0.7"),
+    "memory_achievable_fraction": Figure("memory bandwidths", 0.001, 1, "0.9"),
+    "sustained_fraction": Figure("rates of short runs", 0.001, 1, "0.92"),
+    "multiprocessors": Figure("multiprocessors", 0, 1e6, "132", whole=True),
     "ramp_seconds": Figure("seconds", 0, 1, "4e-6"),
+    "ramp_seconds_by_dtype": Figure("seconds", 0, 1, "8e-6"),
     "latency_seconds": Figure("seconds", 0, 1, "2e-6"),
     "bytes_per_second": Figure("bytes/s", 1, 1e18, "450e9"),
+    "peer_bytes_per_second": Figure("bytes/s", 0, 1e18, "64e9"),
+    "call_seconds": Figure("seconds", 0, 1, "1e-5"),
 }
-TABLES: Final = ("flops_per_second", "sources")  # name -> what KEYS says
+BY_DTYPE: Final = ("flops_per_second", "achievable_fraction_by_dtype", "ramp_seconds_by_dtype")
+TABLES: Final = (*BY_DTYPE, "sources")  # name -> what KEYS says
 
 
 @dataclass(frozen=True)
@@ -94,12 +106,24 @@ class Device:
     """Its share of the memory of the machine that it is in; 0: nothing can be offloaded."""
     host_bytes_per_second: float = 0.0
     """Of copies between the two, in one direction."""
+    memory_achievable_fraction: float = 1.0
+    """The share of ``memory_bytes_per_second`` that large copies reach."""
+    sustained_fraction: float = 1.0
+    """The share of what large products reach for a moment that they hold without a pause, at the limit of power."""
+    multiprocessors: int = 0
+    """Each makes a tile of a product's result at a time; 0: results don't come in tiles."""
+    achievable_fraction_by_dtype: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Of dtypes for which it is another one than ``achievable_fraction``."""
+    ramp_seconds_by_dtype: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Of dtypes for which it is another one than ``ramp_seconds``."""
 
     def __post_init__(self) -> None:
         _check(self)
         if not self.flops_per_second:
             raise ClusterError(f"flops_per_second is empty; give a figure for any of {', '.join(DTYPES)}")
         _refuse_unknown("flops_per_second.", self.flops_per_second, DTYPES)
+        for table in BY_DTYPE:
+            _refuse_unknown(f"{table}.", getattr(self, table), self.flops_per_second)
 
     def rate(self, dtype: str) -> float:
         """Peak FLOP/s of matrix products of ``dtype``, such as "bfloat16". Raises ClusterError."""
@@ -108,17 +132,70 @@ class Device:
             raise ClusterError(f"device {self.name!r} has no flops_per_second for {dtype}, only for {known}")
         return self.flops_per_second[dtype]
 
+    def fraction(self, dtype: str) -> float:
+        """The share of :meth:`rate` that the largest matrix products of ``dtype`` reach."""
+        return self.achievable_fraction_by_dtype.get(dtype, self.achievable_fraction)
+
+    def ramp(self, dtype: str) -> float:
+        """``ramp_seconds`` of matrix products of ``dtype``."""
+        return self.ramp_seconds_by_dtype.get(dtype, self.ramp_seconds)
+
+    @property
+    def achievable_memory_bytes_per_second(self) -> float:
+        """What large copies reach, read and written bytes counted."""
+        return self.memory_bytes_per_second * self.memory_achievable_fraction
+
 
 @dataclass(frozen=True)
 class Link:
-    """How a device reaches others: latency of a message, bytes/s of one device in one direction."""
+    """How a device reaches others: latency of a message, bytes/s in one direction. Raises ClusterError."""
 
     name: str
     latency_seconds: float
     bytes_per_second: float
+    """Of a device to all others together."""
+    achievable_fraction: float = 1.0
+    """The share of ``bytes_per_second`` that collectives of large tensors reach."""
+    peer_bytes_per_second: float = 0.0
+    """Of a device to one other, where each pair has a wire of its own; 0: the same as to all others together."""
+    call_seconds: float = 0.0
+    """What a collective takes beyond its messages."""
 
     def __post_init__(self) -> None:
         _check(self)
+
+    def achievable_bytes_per_second(self, size: int) -> float:
+        """What large collectives of groups of ``size`` ranks (2 for a message) reach, per rank and direction."""
+        wires = (size - 1) * self.peer_bytes_per_second or self.bytes_per_second
+        return self.achievable_fraction * min(self.bytes_per_second, wires)
+
+    def ring_bytes_per_second(self, size: int) -> float:
+        """The same of collectives whose messages go round a ring."""
+        return self.achievable_bytes_per_second(size)
+
+    def exchange_bytes_per_second(self, size: int) -> float:
+        """The same of an all-to-all."""
+        return self.achievable_bytes_per_second(size)
+
+
+@dataclass(frozen=True)
+class Crossing(Link):
+    """Between nodes, of a group with several ranks in each: as many rings as that, each through another one's network
+    card, move ``ring_limit`` bytes/s together, where messages to any rank have one card.
+    (Hierarchical rings: NCCL's channels.)"""
+
+    ring_limit: float = 0.0
+    local: int = 1
+    local_limit: float = math.inf
+    """Ranks of the group in each node, and what they reach among each other, beside what leaves the node."""
+
+    def ring_bytes_per_second(self, size: int) -> float:
+        return self.ring_limit
+
+    def exchange_bytes_per_second(self, size: int) -> float:
+        leaves = self.achievable_bytes_per_second(2) * (size - 1) / (size - self.local)
+        stays = self.local_limit * (size - 1) / (self.local - 1) if self.local > 1 else math.inf
+        return min(leaves, stays)
 
 
 @dataclass(frozen=True)
@@ -140,21 +217,21 @@ class Cluster:
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> Cluster:
-        """A preset by its name (see :func:`presets`), or the TOML file at a path. Raises ClusterError."""
+        """A preset by its name (see :func:`presets`), or the TOML file at a path. Raises ClusterError.
+
+        Files describe machines that exist, so figures that contradict each other are refused here; in code one may
+        well ask what a faster network would bring.
+        """
+        if not isinstance(name_or_path, str | Path):
+            raise ClusterError(f"a cluster is a preset's name or the path of a TOML file, not {name_or_path!r}; {_ONE}")
         if name_or_path in presets():
-            text = (_data() / f"{name_or_path}.toml").read_text(encoding="utf-8")
-            return cls.parse(text, f"cluster preset {name_or_path}")
-        path = Path(name_or_path)
-        if not path.is_file():
-            raise ClusterError(
-                f"there is no cluster {str(path)!r}: presets are {', '.join(presets())}, "
-                "and anything else must be the path of a TOML file"
-            )
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ClusterError(f"cluster file {path} can't be read: {error}") from error
-        return cls.parse(text, f"cluster file {path}")
+            text, origin = (_data() / f"{name_or_path}.toml").read_text(encoding="utf-8"), f"preset {name_or_path}"
+        else:
+            text, origin = _read(Path(name_or_path)), f"file {name_or_path}"
+        cluster = cls.parse(text, f"cluster {origin}")
+        for complaint in _contradictions(cluster):
+            raise ClusterError(f"cluster {origin}: {complaint}")
+        return cluster
 
     @classmethod
     def parse(cls, text: str, origin: str = "cluster") -> Cluster:
@@ -163,7 +240,10 @@ class Cluster:
             table = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise ClusterError(f"{origin} is not TOML: {error}") from error
+        if not table:
+            raise ClusterError(f"{origin} is empty; {_START}")
         try:
+            _refuse_several(table)
             for key, kind in _PARTS.items():
                 if key in table:
                     table[key] = _build(kind, table[key], f"{key}.")
@@ -174,7 +254,7 @@ class Cluster:
     def __str__(self) -> str:
         lines = [f"name = {_toml(self.name)}", f"devices_per_node = {self.devices_per_node}"]
         for part in _PARTS:
-            lines += _table(part, vars(getattr(self, part)))
+            lines += _table(part, _given(getattr(self, part)))
         if self.sources:
             lines += _table("sources", self.sources)
         return "\n".join(lines) + "\n"
@@ -191,7 +271,21 @@ class Cluster:
             return self.intra_node
         if stride >= self.devices_per_node:  # no two ranks of a group share a node
             return self.inter_node
-        return min(self.inter_node, self.intra_node, key=lambda link: link.bytes_per_second)
+        if self.inter_node.achievable_bytes_per_second(size) > self.intra_node.achievable_bytes_per_second(size):
+            return self.intra_node
+        return self._crossing(size, stride)
+
+    def _crossing(self, size: int, stride: int) -> Link:
+        """Of a group that fills nodes with as many ranks in each; else, of one card."""
+        inside, outside = self.intra_node, self.inter_node
+        local, left = divmod(self.devices_per_node, stride)
+        if left or size % local or local == 1:
+            return outside
+        limit = min(inside.achievable_bytes_per_second(local), local * outside.achievable_bytes_per_second(2))
+        hop = ((local - 1) * inside.latency_seconds + outside.latency_seconds) / local
+        kept = {item.name: getattr(outside, item.name) for item in fields(outside)}
+        near = inside.achievable_bytes_per_second(local)
+        return Crossing(**{**kept, "latency_seconds": hop}, ring_limit=limit, local=local, local_limit=near)
 
 
 def presets() -> tuple[str, ...]:
@@ -202,6 +296,21 @@ def presets() -> tuple[str, ...]:
 
 def _data() -> Traversable:
     return resources.files("autopar.cost_models") / "data"
+
+
+_START: Final = "start from a preset, print(autopar.Cluster.load('h100')), or measure this machine: autopar calibrate"
+
+
+def _read(path: Path) -> str:
+    if not path.is_file():
+        raise ClusterError(
+            f"there is no cluster {str(path)!r}{_meant(str(path), presets())}: presets are {', '.join(presets())}, "
+            "and anything else must be the path of a TOML file"
+        )
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ClusterError(f"cluster file {path} can't be read: {error}") from error
 
 
 # Reading: TOML tables become dataclasses, which check themselves.
@@ -220,16 +329,19 @@ def _build(kind: type[Part], table: Any, prefix: str = "") -> Part:
     if not isinstance(table, dict):
         raise ClusterError(f"{prefix.rstrip('.')} is {table!r}, but must be a table")
     known = [item.name for item in fields(kind)]
-    optional = {"sources", *(item.name for item in fields(kind) if item.default is not MISSING)}
     _refuse_unknown(prefix, table, known)
-    for key in known:
-        if key not in table and key not in optional:
+    for key, item in zip(known, fields(kind), strict=True):
+        if key not in table and _default(item) is MISSING:
             wanted = KEYS[key] if key in KEYS and key not in TABLES else f"a table [{prefix}{key}]"
             raise ClusterError(f"{prefix}{key} is missing; give {wanted}")
     try:
         return kind(**{key: _whole(key, value) for key, value in table.items()})
     except ClusterError as error:
         raise ClusterError(f"{prefix}{error}") from None
+
+
+def _default(item: Field[Any]) -> Any:
+    return item.default_factory() if item.default_factory is not MISSING else item.default
 
 
 def _whole(key: str, value: Any) -> Any:
@@ -260,10 +372,69 @@ def _entries(part: Device | Link | Cluster) -> Iterator[tuple[str, str, Any]]:
 def _refuse_unknown(prefix: str, given: Iterable[str], known: Iterable[str]) -> None:
     for key in given:
         if key not in known:
-            raise ClusterError(f"{prefix}{key} is unknown; what may stand there is {', '.join(known)}")
+            meant = _meant(key, known)
+            raise ClusterError(f"{prefix}{key} is unknown{meant}; what may stand there is {', '.join(known)}")
+
+
+def _meant(given: str, known: Iterable[str]) -> str:
+    close = get_close_matches(given.lower(), list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+_ONE: Final = (
+    "plans are for equal nodes of equal devices: give one file for each kind, with one [device] table, and plan on each"
+)
+
+
+def _refuse_several(table: Mapping[str, Any]) -> None:
+    """One cluster, one kind of device and of node. Raises ClusterError."""
+    for key in ("device", "devices", "node", "nodes"):
+        if isinstance(table.get(key), list):
+            raise ClusterError(f"{key} is a list of {len(table[key])}; {_ONE}")
+
+
+_SMALLEST: Final = 1e5
+"""No link, memory or device is as slow, so that what is below was given in giga or tera."""
+
+
+def _contradictions(cluster: Cluster) -> Iterator[str]:
+    """What can't be true of a machine."""
+    device, links = cluster.device, {part: getattr(cluster, part) for part in ("intra_node", "inter_node")}
+    memory = device.memory_bytes_per_second
+    rates = {f"device.flops_per_second.{dtype}": rate for dtype, rate in device.flops_per_second.items()}
+    through_memory = {f"{part}.bytes_per_second": link.bytes_per_second for part, link in links.items()}
+    for name, rate in {**rates, "device.memory_bytes_per_second": memory, **through_memory}.items():
+        if rate < _SMALLEST:
+            unit = "FLOP/s" if name in rates else "bytes/s"
+            yield f"{name} is {rate:g}, which is no device's; it is a number of {unit}: {rate:g}e9, or {rate:g}e12?"
+    if device.host_bytes_per_second:
+        through_memory["device.host_bytes_per_second"] = device.host_bytes_per_second
+    for name, rate in through_memory.items():
+        if rate > memory:
+            yield (
+                f"{name} is {rate:g}, more than device.memory_bytes_per_second, {memory:g}, but a device reads from "
+                "its memory what it sends; both are bytes (not bits) per second"
+            )
+    for part, link in links.items():
+        if link.peer_bytes_per_second > link.bytes_per_second:
+            yield (
+                f"{part}.peer_bytes_per_second is {link.peer_bytes_per_second:g}, more than bytes_per_second, "
+                f"{link.bytes_per_second:g}, which is to all others together"
+            )
+    if device.host_memory_bytes and not device.host_bytes_per_second:
+        yield (
+            f"device.host_memory_bytes is {device.host_memory_bytes:g}, but there is no host_bytes_per_second: give "
+            "what copies reach in one direction, or leave out both if nothing is to be offloaded"
+        )
 
 
 # Writing.
+
+
+def _given(part: Device | Link) -> dict[str, Any]:
+    """What a file must say of it: all that isn't a default."""
+    values = {item.name: (getattr(part, item.name), _default(item)) for item in fields(part)}
+    return {name: value for name, (value, default) in values.items() if value != default}
 
 
 def _table(name: str, values: Mapping[str, Any]) -> Iterator[str]:

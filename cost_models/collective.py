@@ -1,7 +1,9 @@
 """How long a collective takes, and what it sends: latency and bandwidth over rings.
 
 Every kind is two counts: messages that follow one another on a rank, and bytes that a rank sends. Seconds are
-messages × latency + bytes / bandwidth, on the slowest link that the group crosses (``Cluster.link``).
+messages × latency + bytes / bandwidth, on the slowest link that the group crosses (``Cluster.link``), after what
+starting a collective takes. They grow with bytes and ranks, and a part of the bytes takes at least that part of the
+time.
 """
 
 from __future__ import annotations
@@ -16,12 +18,15 @@ from autopar.cluster import Link
 from autopar.cost_models.formula import Formula, Quantity
 from autopar.errors import ArgumentError
 
-_tensor, _size, _latency, _bandwidth = sympy.symbols("tensor_bytes size latency_seconds bytes_per_second")
+_tensor, _size, _call, _latency, _bandwidth = sympy.symbols(
+    "tensor_bytes size call_seconds latency_seconds bytes_per_second"
+)
 
 _SIZE: Final = {"size": Quantity("1", "ranks of the group, 2 or more")}
 _LINK: Final = {
+    "call_seconds": Quantity("s", "what a collective takes beyond its messages"),
     "latency_seconds": Quantity("s", "latency of one message on the link"),
-    "bytes_per_second": Quantity("B/s", "bandwidth of the link, per rank and direction"),
+    "bytes_per_second": Quantity("B/s", "bandwidth that the collective reaches, per rank and direction"),
 }
 
 
@@ -60,14 +65,18 @@ _KINDS: Final = {
         f"a message to each other rank, 1/size of the tensor ({_THAKUR})",
     ),
     "broadcast": _Kind(_others, _tensor, "the tensor", "a chain that passes the tensor on in small pieces"),
+    "reduce": _Kind(_others, _tensor, "the tensor that every rank holds", "the same chain, the other way round"),
     "send": _Kind(
         sympy.Integer(1), _tensor, "the tensor", "one message (R. W. Hockney, Parallel Computing 20(3), 1994)"
     ),
 }
 
 KINDS: Final = tuple(_KINDS)
+RINGS: Final = frozenset({"all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce"})
+"""Kinds whose messages go round a ring (or down a chain): between nodes, several rings share the work."""
+
 SECONDS: Final = {
-    name: kind.formula(f"{name}_seconds", "s", kind.messages * _latency + kind.sent_bytes / _bandwidth)
+    name: kind.formula(f"{name}_seconds", "s", _call + kind.messages * _latency + kind.sent_bytes / _bandwidth)
     for name, kind in _KINDS.items()
 }
 SENT_BYTES: Final = {name: kind.formula(f"{name}_sent_bytes", "B", kind.sent_bytes) for name, kind in _KINDS.items()}
@@ -81,14 +90,13 @@ def seconds(kind: str, bytes_: float, size: int, link: Link) -> float:
     reduce_scatter, and for the other kinds, where tensors stay as large as they are, that of one rank.
     Raises ArgumentError for an unknown ``kind``.
     """
-    return _value(
-        SECONDS,
-        kind,
-        tensor_bytes=bytes_,
-        size=size,
-        latency_seconds=link.latency_seconds,
-        bytes_per_second=link.bytes_per_second,
-    )
+    formula = _formula(SECONDS, kind)
+    if size == 1:
+        return 0.0
+    if kind == "send":
+        return formula.number(bytes_, link.call_seconds, link.latency_seconds, link.achievable_bytes_per_second(2))
+    rate = (link.ring_bytes_per_second if kind in RINGS else link.exchange_bytes_per_second)(size)
+    return formula.number(bytes_, size, link.call_seconds, link.latency_seconds, rate)
 
 
 def sent_bytes(kind: str, bytes_: int, size: int) -> int:
@@ -96,13 +104,21 @@ def sent_bytes(kind: str, bytes_: int, size: int) -> int:
 
     In a broadcast the last rank of the chain sends nothing. Raises ArgumentError for an unknown ``kind``.
     """
-    return math.ceil(_value(SENT_BYTES, kind, tensor_bytes=bytes_, size=size))
+    formula = _formula(SENT_BYTES, kind)
+    if size == 1:
+        return 0
+    return math.ceil(formula.number(*(bytes_, size)[: len(formula.symbols)]))
 
 
-def _value(formulas: dict[str, Formula], kind: str, *, size: int, **others: float) -> float:
+def messages(kind: str, size: int) -> int:
+    """Messages of one collective that follow one another on a rank. Raises ArgumentError for an unknown ``kind``."""
+    _formula(SECONDS, kind)
+    if size == 1:
+        return 0
+    return int(_KINDS[kind].messages.subs({_size: size}))
+
+
+def _formula(formulas: dict[str, Formula], kind: str) -> Formula:
     if kind not in formulas:
         raise ArgumentError(f"{kind!r} is not a kind of collective; known kinds are {', '.join(KINDS)}")
-    if size == 1:
-        return 0.0
-    numbers = {"size": size, **others}
-    return formulas[kind](**{name: numbers[name] for name in formulas[kind].symbols})
+    return formulas[kind]

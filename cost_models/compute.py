@@ -1,11 +1,18 @@
 """How long one op takes on one device: a roofline whose roof bends.
 
 Matrix products get near the peak rate only when they are large. Their rate saturates at the peak's
-``achievable_fraction``; products that the peak rate would finish in ``ramp_seconds`` reach half of that.
+``achievable_fraction``, of which ``sustained_fraction`` is left where a device works without a pause; products that the
+peak rate would finish in ``ramp_seconds`` reach half of that. Their result is made in tiles, one on each multiprocessor
+at a time: the last round of tiles takes as long as a full one. Fused attention reaches a share that grows with the
+keys. Everything else takes as long as its bytes.
+
+Each formula grows with the work, and a part of the work takes at least that part of the time: a bound for the whole,
+divided, is one for the part.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import sympy
@@ -13,30 +20,73 @@ import sympy
 from autopar.cluster import Device
 from autopar.cost_models.formula import Formula, Quantity
 
-_flops, _bytes, _rate, _bandwidth, _launch, _fraction, _ramp, _efficiency = sympy.symbols(
+_flops, _bytes, _rate, _bandwidth, _launch, _fraction, _ramp, _efficiency, _made, _cores, _filled = sympy.symbols(
     "flops moved_bytes flops_per_second memory_bytes_per_second launch_seconds"
-    " achievable_fraction ramp_seconds efficiency"
+    " achievable_fraction ramp_seconds efficiency made multiprocessors filled"
 )
+_share, _keys, _half = sympy.symbols("longest_share keys half_keys")
 
 _WORK: Final = {"flops": Quantity("FLOP", "floating-point operations of the matrix product")}
 _RATE: Final = {"flops_per_second": Quantity("FLOP/s", "the device's peak rate for the dtype")}
 _MEMORY: Final = {
     "moved_bytes": Quantity("B", "bytes of all operands and results"),
-    "memory_bytes_per_second": Quantity("B/s", "bandwidth of the device's memory"),
+    "memory_bytes_per_second": Quantity("B/s", "what large copies reach of the bandwidth of the device's memory"),
     "launch_seconds": Quantity("s", "what an op takes beyond its work"),
 }
+
+TILES: Final = ((256 * 128, 1.0), (128 * 128, 0.9), (64 * 128, 0.75))
+"""Elements of a tile of a result, and the rate of a multiprocessor on such tiles: smaller ones load more per FLOP."""
+
+ATTENTION: Final = (0.7, 0.6)
+"""Shares of the peak rate that fused causal attention reaches on long sequences, forward and backward."""
+
+HALF_KEYS: Final = 1500
+"""Keys of a sequence on which it reaches half of that."""
+
+ATTENTION_BACKWARD: Final = 2.5
+"""FLOPs of its backward for each of the forward, since scores are made again (arXiv 2307.08691, section 4.1)."""
+
+FILLED: Final = Formula(
+    "matmul_filled",
+    "1",
+    sympy.Max(
+        *(
+            _made * share / (sympy.ceiling(_made / (tile * _cores)) * tile * _cores)  # rounds of one tile on each
+            for tile, share in TILES
+        )
+    ),
+    {
+        "made": Quantity("1", "elements of the product's result"),
+        "multiprocessors": Quantity("1", "of the device, each of which makes a tile of the result at a time"),
+    },
+    "wave quantization, NVIDIA, Matrix Multiplication Background User's Guide, section 4; the best of three tiles",
+)
 
 EFFICIENCY: Final = Formula(
     "matmul_efficiency",
     "1",
-    _fraction * _flops / (_flops + _rate * _ramp),
+    _fraction * _flops / (_flops / _filled + _rate * _ramp),
     {
         **_WORK,
         **_RATE,
-        "achievable_fraction": Quantity("1", "share of the peak rate that the largest products reach"),
+        "achievable_fraction": Quantity("1", "share of the peak rate that the largest products hold"),
+        "filled": Quantity("1", "matmul_filled"),
         "ramp_seconds": Quantity("s", "what the peak rate would take for a product that reaches half of that share"),
     },
     "r_infinity and n_1/2 of R. W. Hockney, The Science of Computer Benchmarking, SIAM, 1996",
+)
+
+ATTENTION_SHARE: Final = Formula(
+    "attention_share",
+    "1",
+    _share * _keys / (_keys + _half),
+    {
+        "longest_share": Quantity("1", "share of the peak rate that fused attention reaches on long sequences"),
+        "keys": Quantity("1", "keys that a query may attend to, masked ones included"),
+        "half_keys": Quantity("1", "keys on which it reaches half of that"),
+    },
+    "H100, causal, width 128: 400 (2k) to 640 TFLOP/s (16k) forward, 350 to 560 backward, J. Shah et al., arXiv "
+    "2407.08608, figures 5 and 6; an A100 has 50 to 73 % of its peak, T. Dao, arXiv 2307.08691",
 )
 
 MATMUL_SECONDS: Final = Formula(
@@ -55,22 +105,79 @@ POINTWISE_SECONDS: Final = Formula(
     "the same roofline, where arithmetic hides behind memory traffic",
 )
 
-FORMULAS: Final = (EFFICIENCY, MATMUL_SECONDS, POINTWISE_SECONDS)
+FORMULAS: Final = (FILLED, EFFICIENCY, ATTENTION_SHARE, MATMUL_SECONDS, POINTWISE_SECONDS)
 
 
-def seconds(flops: float, bytes_: float, dtype: str, device: Device) -> float:
-    """Seconds of one op that does ``flops`` of matrix products in ``dtype`` and moves ``bytes_`` of memory.
+@dataclass(frozen=True)
+class Work:
+    """What one op does on one device.
 
-    With 0 ``flops`` (anything but a matrix product) ``dtype`` doesn't matter. Raises ClusterError where the
-    device has no rate for ``dtype``.
+    ``flops`` of matrix products (0: none) in ``dtype``, ``moved_bytes`` of operands, results and what is read and
+    written inside. ``made`` are the elements of a product's result, ``factors`` those of each operand that has a
+    gradient; ``fused``: the products are an attention's, over ``keys`` (0: very many). ``back_bytes`` are what the
+    backward moves where there are no products; ``repeats`` how often the backward does the forward's work again. In
+    ``pieces``, kernels whose results are added up, ``added_bytes`` each time.
     """
-    memory = {
-        "moved_bytes": bytes_,
-        "memory_bytes_per_second": device.memory_bytes_per_second,
-        "launch_seconds": device.launch_seconds,
-    }
+
+    flops: float
+    moved_bytes: float
+    dtype: str
+    made: float = 0.0
+    factors: tuple[float, ...] = ()
+    back_bytes: float = 0.0
+    repeats: int = 0
+    pieces: int = 1
+    added_bytes: float = 0.0
+    fused: bool = False
+    keys: int = 0
+
+    def attention_share(self, way: int) -> float | None:
+        """The share of the peak rate of a fused attention, forward (0) or backward (1)."""
+        if not self.fused:
+            return None
+        return ATTENTION_SHARE.number(ATTENTION[way], self.keys, HALF_KEYS) if self.keys else ATTENTION[way]
+
+
+def forward_seconds(work: Work, device: Device) -> float:
+    """Seconds of the forward. Raises ClusterError where the device has no rate for the dtype of a product."""
+    n = work.pieces
+    fraction = work.attention_share(0)
+    seconds = n * _product(work.flops / n, work.moved_bytes / n, work.dtype, device, work.made / n, fraction)
+    return seconds + (n - 1) * _product(0, work.added_bytes, work.dtype, device, 0.0, None) if n > 1 else seconds
+
+
+def backward_seconds(work: Work, device: Device) -> float:
+    """Seconds of the backward of an op whose result has a gradient: of a product, one more for each factor that has
+    one. Raises ClusterError."""
+    again = work.repeats * forward_seconds(work, device) if work.repeats else 0.0
+    n = work.pieces
+    if not work.flops:
+        return again + _product(0, work.back_bytes, work.dtype, device, 0.0, None)
+    moved = work.moved_bytes / n
+    if work.fused:
+        flops = ATTENTION_BACKWARD * work.flops / n
+        return again + n * _product(flops, 2 * moved, work.dtype, device, 0.0, work.attention_share(1))
+    return again + sum(
+        n * _product(work.flops / n, moved, work.dtype, device, made / n, None) for made in work.factors or (work.made,)
+    )
+
+
+def seconds(flops: float, bytes_: float, dtype: str, device: Device, made: float = 0.0) -> float:
+    """Seconds of one kernel that does ``flops`` of a matrix product in ``dtype`` and moves ``bytes_`` of memory.
+
+    ``made`` are the elements of the product's result (0: as many as fill the device). With 0 ``flops`` (anything but a
+    matrix product) ``dtype`` doesn't matter. Raises ClusterError where the device has no rate for ``dtype``.
+    """
+    return _product(flops, bytes_, dtype, device, made, None)
+
+
+def _product(flops: float, bytes_: float, dtype: str, device: Device, made: float, fraction: float | None) -> float:
+    bandwidth, launch = device.achievable_memory_bytes_per_second, device.launch_seconds
     if not flops:
-        return POINTWISE_SECONDS(**memory)
-    work = {"flops": flops, "flops_per_second": device.rate(dtype)}
-    efficiency = EFFICIENCY(**work, achievable_fraction=device.achievable_fraction, ramp_seconds=device.ramp_seconds)
-    return MATMUL_SECONDS(**work, efficiency=efficiency, **memory)
+        return POINTWISE_SECONDS.number(bytes_, bandwidth, launch)
+    rate = device.rate(dtype)
+    if fraction is None:
+        fraction = device.fraction(dtype) * device.sustained_fraction
+    filled = FILLED.number(made, device.multiprocessors) if made and device.multiprocessors else 1.0
+    efficiency = EFFICIENCY.number(flops, rate, fraction, filled, device.ramp(dtype))
+    return MATMUL_SECONDS.number(flops, rate, efficiency, bytes_, bandwidth, launch)

@@ -15,10 +15,13 @@ from autopar.cost_models.formula import Formula, Quantity
 _parameters, _parameter, _gradient, _moment, _bandwidth = sympy.symbols(
     "parameters parameter_itemsize gradient_itemsize moment_itemsize memory_bytes_per_second"
 )
+_sum, _layers, _pass = sympy.symbols("sum_seconds layers pass_seconds")
 
 _COUNT: Final = {"parameters": Quantity("1", "elements of the parameters that the rank updates")}
 _GRADIENT: Final = {"gradient_itemsize": Quantity("B", "of one element of a gradient")}
-_BANDWIDTH: Final = {"memory_bytes_per_second": Quantity("B/s", "bandwidth of the device's memory")}
+_BANDWIDTH: Final = {
+    "memory_bytes_per_second": Quantity("B/s", "what large copies reach of the bandwidth of the device's memory")
+}
 
 ADAMW_SECONDS: Final = Formula(
     "adamw_seconds",
@@ -42,7 +45,27 @@ CLIP_SECONDS: Final = Formula(
     "memory traffic: gradient read for its norm, then read and written to scale it",
 )
 
-FORMULAS: Final = (ADAMW_SECONDS, CLIP_SECONDS)
+LEFT_SECONDS: Final = Formula(
+    "left_seconds",
+    "s",
+    sympy.Max(_sum / _layers, _sum - _pass * (_layers - 1) / _layers),
+    {
+        "sum_seconds": Quantity("s", "sum of a stage's gradients over ranks, alone"),
+        "layers": Quantity("1", "parts of the stage whose gradients are summed as they are complete"),
+        "pass_seconds": Quantity("s", "the pass that completes them"),
+    },
+    "sums of a layer run beside the backward of those before it; S. Li et al., PyTorch Distributed, VLDB 2020",
+)
+
+FORMULAS: Final = (ADAMW_SECONDS, CLIP_SECONDS, LEFT_SECONDS)
+
+
+def left_seconds(sum_seconds: float, layers: int, pass_seconds: float) -> float:
+    """Seconds that sums of gradients still take when the pass that makes them ends.
+
+    Those of all ``layers`` but the first run beside it; the first layer's are complete last.
+    """
+    return LEFT_SECONDS.number(sum_seconds, max(1, layers), pass_seconds)
 
 
 def optimizer_seconds(
@@ -58,7 +81,7 @@ def optimizer_seconds(
     shared = {
         "parameters": parameters,
         "gradient_itemsize": gradient_itemsize,
-        "memory_bytes_per_second": device.memory_bytes_per_second,
+        "memory_bytes_per_second": device.achievable_memory_bytes_per_second,
     }
     update = ADAMW_SECONDS(**shared, parameter_itemsize=parameter_itemsize, moment_itemsize=moment_itemsize)
     return update + CLIP_SECONDS(**shared) if clip else update

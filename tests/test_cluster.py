@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import re
 import tomllib
+from collections import Counter
+from importlib import resources
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from autopar.cluster import Cluster, Device, Link, presets
 from autopar.errors import ClusterError
 
+DATA = resources.files("autopar.cost_models") / "data"
 TOML = """
 name = "two boxes"
 devices_per_node = 4
@@ -62,14 +65,14 @@ def figures(table: dict[str, object], prefix: str = "") -> set[str]:
 
 
 def test_presets() -> None:
-    assert presets() == ("a100", "cpu", "gb200", "h100", "h800")
+    assert presets() == ("a100", "b200", "cpu", "gb200", "h100", "h200", "h800", "mi300x")
 
 
 @pytest.mark.parametrize("name", presets())
 def test_every_figure_of_a_preset_says_where_it_comes_from(name: str) -> None:
     cluster = Cluster.load(name)
     assert cluster.name == name
-    assert set(cluster.sources) == figures(tomllib.loads(str(cluster)))
+    assert set(cluster.sources) == figures(tomllib.loads((DATA / f"{name}.toml").read_text(encoding="utf-8")))
     assert all(cluster.sources.values())
 
 
@@ -98,7 +101,22 @@ def test_h800_is_an_h100_with_a_narrower_nvlink() -> None:
     h800, h100 = Cluster.load("h800"), Cluster.load("h100")
     assert h800.device.rate("bfloat16") == h100.device.rate("bfloat16")
     assert h800.intra_node.bytes_per_second == 200e9
-    assert h800.inter_node == h100.inter_node
+    assert h800.inter_node.bytes_per_second == h100.inter_node.bytes_per_second
+
+
+def test_what_is_achieved() -> None:
+    h100 = Cluster.load("h100")
+    assert h100.device.fraction("bfloat16") == h100.device.achievable_fraction == 0.803
+    assert h100.device.fraction("float8_e4m3fn") == 0.709
+    assert h100.device.achievable_memory_bytes_per_second == pytest.approx(0.887 * 3.35e12)
+    assert h100.intra_node.achievable_bytes_per_second(2) == h100.intra_node.achievable_bytes_per_second(8)
+    assert h100.intra_node.achievable_bytes_per_second(8) == pytest.approx(0.817 * 450e9)
+
+
+def test_pairs_of_mi300x_have_a_wire_of_their_own() -> None:
+    """Two devices reach a seventh of what eight do; 48 and 313 GB/s were measured."""
+    rates = [Cluster.load("mi300x").intra_node.achievable_bytes_per_second(size) for size in (2, 4, 8, 16)]
+    assert rates == pytest.approx([0.698 * 64e9, 0.698 * 192e9, 0.698 * 448e9, 0.698 * 448e9])
 
 
 def test_a_rack_of_72_is_one_node() -> None:
@@ -146,7 +164,7 @@ def test_any_figures_read_back_exactly(rate: float, bandwidth: float, latency: f
         ("memory_bytes_per", 'memory_bytes_per_second = "1"', "device.memory_bytes_per_second is '1', but"),
         ("memory_bytes_per", "memory_bytes_per_second = nan", "device.memory_bytes_per_second is nan, but"),
         ("launch_seconds", "launch_seconds = true", "device.launch_seconds is True, but must be a number"),
-        ("launch_seconds", "lunch_seconds = 1", "device.lunch_seconds is unknown; what may stand there is"),
+        ("launch_seconds", "lunch_seconds = 1", "device.lunch_seconds is unknown (did you mean 'launch_seconds'?)"),
         ("achievable", "achievable_fraction = 80", "device.achievable_fraction is 80, but must be a number"),
         ("kind", 'kind = "tpu"', "device.kind is 'tpu', but must be 'cuda' or 'cpu'"),
         ("float32", "float32 = 2e19", "device.flops_per_second.float32 is 2e+19, but must be a number of"),
@@ -160,6 +178,15 @@ def test_any_figures_read_back_exactly(rate: float, bandwidth: float, latency: f
         ("[intra_node]", "[inside]", "inside is unknown; what may stand there is name, devices_per_node"),
         ("latency_seconds", "latency_seconds = inf", "intra_node.latency_seconds is inf, but must be"),
         ("devices_per_node", "devices_per_node = 0", "devices_per_node is 0, but must be a whole number of"),
+        ("ramp", "ramp_seconds = 0\nachievable_fraction_by_dtype = {bfloat16 = 0.7}", "by_dtype.bfloat16 is unknown"),
+        ("ramp", "ramp_seconds = 0\nachievable_fraction_by_dtype = {float32 = 2}", "by_dtype.float32 is 2, but must"),
+        ("ramp", "ramp_seconds = 0\nmemory_achievable_fraction = 1.1", "memory_achievable_fraction is 1.1, but must"),
+        (
+            "[device]",
+            "[[device]]",
+            "device is a list of 1; plans are for equal nodes of equal devices: give one",
+        ),
+        ("name", 'name = "c"\ndevices = [{}, {}]', "devices is a list of 2; plans are for equal nodes of equal"),
         ("name", "name = 7", "name is 7, but must be a text"),
         ("name", 'name = "c"\nsources = {name = 1}', "sources.name is 1, but must be a text"),
         ("name", 'name = "c"\nsources = "me"', "sources is 'me', but must be a table"),
@@ -170,6 +197,50 @@ def test_a_wrong_file_is_refused(pattern: str, line: str, message: str) -> None:
         Cluster.parse(with_line(pattern, line), "mine.toml")
     assert str(caught.value).startswith("mine.toml")
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "# nothing but a comment\n"])
+def test_an_empty_file_is_refused(text: str) -> None:
+    with pytest.raises(ClusterError, match=r"^cluster is empty; start from a preset, .* autopar calibrate$"):
+        Cluster.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "line", "message"),
+    [
+        (
+            "bytes_per_second",
+            "bytes_per_second = 450",
+            "intra_node.bytes_per_second is 450, which is no device's",
+        ),
+        (
+            "float32",
+            "float32 = 989.4",
+            "per_second.float32 is 989.4, which is no device's; it is",
+        ),
+        (
+            "bytes_per_second",
+            "bytes_per_second = 3.6e12",
+            "intra_node.bytes_per_second is 3.6e+12, more than",
+        ),
+        ("ramp", "ramp_seconds = 0\nhost_bytes_per_second = 2e12", "device.host_bytes_per_second is 2e+12, more than"),
+        ("ramp", "ramp_seconds = 0\nhost_memory_bytes = 1e9", "is 1e+09, but there is no host_bytes_per_second: give"),
+        (
+            "bytes_per",
+            "bytes_per_second = 1e11\npeer_bytes_per_second = 2e11",
+            "intra_node.peer_bytes_per_second is",
+        ),
+    ],
+)
+def test_a_file_that_contradicts_itself_is_refused(pattern: str, line: str, message: str, tmp_path: Path) -> None:
+    """In code the same figures are allowed: one may ask what a faster network would bring."""
+    path = tmp_path / "mine.toml"
+    path.write_text(with_line(pattern, line), encoding="utf-8")
+    with pytest.raises(ClusterError) as caught:
+        Cluster.load(path)
+    assert str(caught.value).startswith(f"cluster file {path}: ")
+    assert message in str(caught.value)
+    assert str(Cluster.parse(with_line(pattern, line)))
 
 
 @pytest.mark.parametrize("key", ["device", "intra_node", "inter_node"])
@@ -188,12 +259,22 @@ def test_values_built_in_code_are_checked_too() -> None:
         dataclasses.replace(Cluster.load("cpu").device, flops_per_second={"float32": 0})
 
 
-@pytest.mark.parametrize("name", ["h200", "", "no/such/file.toml"])
+@pytest.mark.parametrize("name", ["h300", "", "no/such/file.toml"])
 def test_an_unknown_preset_lists_the_known_ones(name: str) -> None:
     with pytest.raises(
-        ClusterError, match=r"there is no cluster .* presets are a100, cpu, gb200, h100, h800, .* TOML file"
+        ClusterError, match=r"there is no cluster .* presets are a100, b200, cpu, .*, mi300x, .* TOML file"
     ):
         Cluster.load(name)
+
+
+def test_several_clusters_are_refused() -> None:
+    with pytest.raises(ClusterError, match=r"not \['h100', 'a100'\]; plans are for equal nodes of equal devices: give"):
+        Cluster.load(["h100", "a100"])  # type: ignore[arg-type]
+
+
+def test_a_misspelt_preset_gets_a_hint() -> None:
+    with pytest.raises(ClusterError, match=r"there is no cluster 'H10O' \(did you mean 'h100'\?\): presets are"):
+        Cluster.load("H10O")
 
 
 def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
@@ -234,7 +315,10 @@ def test_the_link_of_a_group(size: int, stride: int, link: str) -> None:
 def test_the_link_is_the_slowest_of_those_that_neighbours_use(
     size: int, stride: int, blocks: int, devices: int, outside: float
 ) -> None:
-    """Against all groups of the axis, rank by rank; the network may be the faster one."""
+    """Against all groups of the axis, rank by rank; the network may be the faster one.
+
+    A group with as many ranks in each of its nodes has that many network cards for its rings.
+    """
     inside = Link("inside", 0, 1e10)
     cluster = Cluster("c", devices, Cluster.load("cpu").device, inside, Link("outside", 0, outside))
     world = size * stride * blocks
@@ -242,4 +326,18 @@ def test_the_link_is_the_slowest_of_those_that_neighbours_use(
     groups = [range(first, first + size * stride, stride) for first in firsts]
     nodes = [(a // devices, b // devices) for group in groups for a, b in pairwise(group)]
     used = {cluster.intra_node if a == b else cluster.inter_node for a, b in nodes}
-    assert cluster.link(size, stride, world) == min(used, key=lambda link: link.bytes_per_second)
+    slowest, found = min(used, key=lambda link: link.bytes_per_second), cluster.link(size, stride, world)
+    assert found.name == slowest.name
+    assert found.achievable_bytes_per_second(size) == slowest.bytes_per_second
+    cards = {count for group in groups for count in Counter(rank // devices for rank in group).values()}
+    rings = cards.pop() if len(cards) == 1 and found.name == "outside" else 1
+    assert found.ring_bytes_per_second(size) == (min(1e10, rings * outside) if rings > 1 else slowest.bytes_per_second)
+
+
+def test_rings_over_nodes_use_all_cards() -> None:
+    """What 8 GPUs of a node have between them is the limit, or what their 8 cards have."""
+    h100 = Cluster.load("h100")
+    assert h100.link(16, 1).ring_bytes_per_second(16) == pytest.approx(8 * 0.74 * 50e9)
+    assert h100.link(8, 4).ring_bytes_per_second(8) == pytest.approx(2 * 0.74 * 50e9)
+    assert h100.link(16, 1).achievable_bytes_per_second(16) == pytest.approx(0.74 * 50e9)
+    assert h100.link(2, 8).ring_bytes_per_second(2) == pytest.approx(0.74 * 50e9)

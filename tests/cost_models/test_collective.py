@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cluster import Link
+from autopar.cluster import Cluster, Link
 from autopar.cost_models import collective
 from autopar.errors import ArgumentError
 
@@ -24,6 +26,7 @@ ranks = st.integers(2, 64)
         ("all_reduce", 6 * (1 + 100 / 10), 600),
         ("all_to_all", 3 * (1 + 100 / 10), 300),
         ("broadcast", 3 * 1 + 400 / 10, 400),
+        ("reduce", 3 * 1 + 400 / 10, 400),
         ("send", 1 + 400 / 10, 400),
     ],
 )
@@ -40,6 +43,7 @@ def test_every_kind_is_tested_by_hand() -> None:
         "all_reduce",
         "all_to_all",
         "broadcast",
+        "reduce",
         "send",
     )
 
@@ -123,8 +127,39 @@ def test_whole_petabytes_stay_exact() -> None:
 
 def test_formulas_take_many_sizes_at_once() -> None:
     sizes = np.array([2, 4, 8])
-    many = collective.SECONDS["all_reduce"](tensor_bytes=800, size=sizes, latency_seconds=1, bytes_per_second=10)
+    many = collective.SECONDS["all_reduce"](
+        tensor_bytes=800, size=sizes, call_seconds=0, latency_seconds=1, bytes_per_second=10
+    )
     assert many.tolist() == pytest.approx([collective.seconds("all_reduce", 800, n, LINK) for n in (2, 4, 8)])
+
+
+def test_rings_between_nodes_use_the_cards_of_all_their_ranks() -> None:
+    """Of eight ranks in each of two nodes, eight rings; where one rank of each node is in a group, one card."""
+    cluster = Cluster.load("a100")
+    card = cluster.inter_node.achievable_bytes_per_second(2)
+    whole, strided, alone = (cluster.link(*group, 16) for group in ((16, 1), (4, 4), (2, 8)))
+    assert whole.ring_bytes_per_second(16) == pytest.approx(8 * card)
+    assert strided.ring_bytes_per_second(4) == pytest.approx(2 * card)
+    assert alone.ring_bytes_per_second(2) == card
+    assert whole.achievable_bytes_per_second(2) == card  # of a message
+    assert alone.latency_seconds > strided.latency_seconds > whole.latency_seconds > cluster.intra_node.latency_seconds
+
+
+@given(kinds, st.floats(1, 1e12), ranks, st.integers(1, 64))
+def test_a_part_of_the_bytes_takes_at_least_that_part_of_the_time(
+    kind: str, tensor_bytes: float, size: int, parts: int
+) -> None:
+    link = Cluster.load("h100").link(size, 1)
+    whole, part = (collective.seconds(kind, tensor_bytes / n, size, link) for n in (1, parts))
+    assert whole * (1 - 1e-9) / parts <= part <= whole * (1 + 1e-9)
+
+
+def test_what_a_collective_takes_beyond_its_messages() -> None:
+    slow = replace(LINK, call_seconds=0.5)
+    for kind in collective.KINDS:
+        assert collective.seconds(kind, 400, 4, slow) == collective.seconds(kind, 400, 4, LINK) + 0.5
+        assert collective.messages(kind, 1) == 0
+    assert collective.messages("all_reduce", 4) == 6
 
 
 def test_an_unknown_kind_is_refused() -> None:

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from autopar.cluster import Cluster
-from autopar.cost_models.step import optimizer_seconds
+from autopar.cost_models.step import left_seconds, optimizer_seconds
 
 DEVICE = dataclasses.replace(Cluster.load("cpu").device, memory_bytes_per_second=1e9)
 
@@ -24,3 +24,11 @@ def test_itemsizes_by_hand() -> None:
     update = partial(optimizer_seconds, 10**6, DEVICE, parameter_itemsize=1, gradient_itemsize=10, moment_itemsize=100)
     assert update() == pytest.approx(412e-3)
     assert update(clip=True) == pytest.approx(442e-3)
+
+
+def test_sums_of_gradients_run_beside_the_backward() -> None:
+    """Of ten layers, nine sums may be hidden; those that take longer than the backward are left."""
+    assert left_seconds(10.0, 10, 100.0) == pytest.approx(1.0)
+    assert left_seconds(100.0, 10, 50.0) == pytest.approx(55.0)
+    assert left_seconds(7.0, 1, 50.0) == 7.0
+    assert left_seconds(0.0, 0, 1.0) == 0.0

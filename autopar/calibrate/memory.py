@@ -1,0 +1,36 @@
+"""Bandwidth of the device's memory, and of copies between it and the host's."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from autopar.calibrate.clock import Clock
+from autopar.calibrate.samples import Effort
+
+
+def memory_bytes_per_second(clock: Clock, effort: Effort) -> float:
+    """Of a large copy; what it reads and what it writes both count."""
+    source = torch.ones(effort.copied_bytes // 4, device=clock.device)
+    target = torch.empty_like(source)
+    return 2 * effort.copied_bytes / clock.seconds(lambda: target.copy_(source))
+
+
+def host_bytes_per_second(clock: Clock, effort: Effort) -> float:
+    """Of copies to the device or from it, whichever is slower; on a CPU, where both are one memory, of any copy."""
+    if clock.device.type == "cpu":
+        return memory_bytes_per_second(clock, effort) / 2
+    count = effort.copied_bytes // 4
+    here, there = torch.empty(count, pin_memory=True), torch.empty(count, device=clock.device)
+    to_device = clock.seconds(lambda: there.copy_(here, non_blocking=True))
+    to_host = clock.seconds(lambda: here.copy_(there, non_blocking=True))
+    return effort.copied_bytes / max(to_device, to_host)
+
+
+def machine_bytes() -> int:
+    """All memory of the machine; 0 where the system doesn't say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 0
