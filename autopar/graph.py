@@ -372,8 +372,30 @@ class Model:
                 found[key] = found.get(key, 0) + 1
         return found
 
+    def copy(self) -> Model:
+        """Another model with the same content: passes on one leave the other as it is."""
+        return replace(
+            self,
+            blocks=[replace(block, graph=_copied(block.graph)) for block in self.blocks],
+            calls=list(self.calls),
+            parameters=dict(self.parameters),
+            inputs=list(self.inputs),
+            remarks=list(self.remarks),
+        )
+
     def __str__(self) -> str:
         return "\n".join(_print_model(self))
+
+
+def _copied(graph: fx.Graph) -> fx.Graph:
+    made = fx.Graph()
+    twins: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        twin = made.node_copy(node, twins.__getitem__)
+        twins[node] = twin
+        if _KEY in node.meta:
+            set_info(twin, replace(info(node), choices=dict(info(node).choices)))
+    return made
 
 
 def _print_model(model: Model) -> Iterator[str]:

@@ -40,6 +40,19 @@ class Type:
     dim: int = -1
     outer: int = 1
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((ord(self.kind), self.dim, self.outer)))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined,no-any-return]  # kept: types are keys everywhere
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Type):
+            return NotImplemented
+        return self.kind == other.kind and self.dim == other.dim and self.outer == other.outer
+
     def __str__(self) -> str:
         if self.kind != "S":
             return self.kind
@@ -68,7 +81,10 @@ P: Final = Type("P")
 
 def S(dim: int, outer: int = 1) -> Type:
     """Split dim ``dim`` (seen as ``[outer, size / outer]``: the second part is split); ``outer`` RAGGED: by groups."""
-    return Type("S", dim, outer)
+    return _PLAIN[dim] if outer == 1 and 0 <= dim < len(_PLAIN) else Type("S", dim, outer)
+
+
+_PLAIN: Final = tuple(Type("S", dim) for dim in range(8))
 
 
 _TYPE = re.compile(r"(I|R|P)|S\((\d+)(?:,(\d+|ragged))?\)")
@@ -113,9 +129,10 @@ def transition(src: Type, dst: Type) -> Transition | None:
 
     Nothing but the ops that make and take them knows how many rows a ragged shard has: it has no way to other types.
     """
-    if src == dst or src.is_ragged or dst.is_ragged:
+    if src.outer == RAGGED or dst.outer == RAGGED:
         return None
-    return _TABLE.get((src.kind, dst.kind))
+    way = _TABLE.get((src.kind, dst.kind))
+    return None if way is None or src == dst else way
 
 
 def can_become(src: Type, dst: Type) -> bool:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.cluster import Cluster
+from autopar.cluster import Cluster, Link
 from autopar.cost_models import collective
 from autopar.graph import Model, info, op_name
 from autopar.mesh import Mesh
@@ -56,20 +57,44 @@ def _faster(routing: fx.Node, axes: Sequence[str], cluster: Cluster, mesh: Mesh)
 
 def nodes_of(axes: Sequence[str], cluster: Cluster, mesh: Mesh) -> int:
     """How many nodes a group of ranks along ``axes`` spans, as many of its ranks in each; 1 where there is no use."""
-    group = mesh.group(0, *axes)
-    homes = Counter(rank // cluster.devices_per_node for rank in group)
-    is_even = len(set(homes.values())) == 1 and mesh.world % cluster.devices_per_node == 0
-    return len(homes) if is_even and len(homes) < len(group) else 1
+    spread = _spread(axes, cluster, mesh)
+    return spread.nodes if spread.neighbours > 1 else 1
 
 
 def exchange_seconds(bytes_: int, axes: Sequence[str], nodes: int, cluster: Cluster, mesh: Mesh) -> float:
-    """Of rows of a rank, one way, in two hops where ``nodes`` is more than one."""
-    links = [cluster.link(mesh.size(axis), mesh.stride(axis), mesh.world) for axis in axes]
+    """Of rows of a rank, one way, in two hops where ``nodes`` is more than one.
+
+    In one hop, what stays in the node is on its links while the rest leaves it, and the later of the two counts.
+    """
     ranks = len(mesh.group(0, *axes))
-    if nodes == 1:
-        slowest = min(links, key=lambda link: link.bytes_per_second)
-        return collective.seconds("all_to_all", bytes_, ranks, slowest)
-    within = collective.seconds("all_to_all", bytes_, ranks // nodes, cluster.intra_node)
-    across = collective.seconds("all_to_all", bytes_, nodes, cluster.inter_node)
-    copies = 2 * 2 * bytes_ / cluster.device.memory_bytes_per_second  # before each hop, read and written
-    return within + across + copies
+    if nodes > 1:
+        within = collective.seconds("all_to_all", bytes_, ranks // nodes, cluster.intra_node)
+        across = collective.seconds("all_to_all", bytes_, nodes, cluster.inter_node)
+        copies = 2 * 2 * bytes_ / cluster.device.memory_bytes_per_second  # before each hop, read and written
+        return within + across + copies
+
+    def among(count: int, link: Link) -> float:
+        """This rank and ``count - 1`` others."""
+        return collective.seconds("all_to_all", bytes_ * count / ranks, count, link)
+
+    near = _spread(axes, cluster, mesh).neighbours
+    return max(among(near, cluster.intra_node), among(ranks - near + 1, cluster.inter_node))
+
+
+@dataclass(frozen=True)
+class _Spread:
+    """Of a group of ranks: over how many nodes, and how many in each; where they aren't equally many, or lie otherwise
+    in other groups, as if no two shared a node."""
+
+    nodes: int
+    neighbours: int
+
+
+def _spread(axes: Sequence[str], cluster: Cluster, mesh: Mesh) -> _Spread:
+    group, per_node = mesh.group(0, *axes), cluster.devices_per_node
+    homes = Counter(rank // per_node for rank in group)
+    block = max(mesh.size(axis) * mesh.stride(axis) for axis in axes)
+    alike = mesh.world <= per_node or per_node % block == 0 or block % per_node == 0
+    if alike and len(set(homes.values())) == 1:
+        return _Spread(len(homes), len(group) // len(homes))
+    return _Spread(len(group), 1)

@@ -8,6 +8,7 @@ dst=R))`` becomes ``linear(x, w)`` and ``{"w": ("dp",)}``.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from torch import fx
@@ -23,16 +24,29 @@ Slot = tuple[int, int]
 def hoist_parameter_sums(model: Model) -> tuple[Model, dict[str, tuple[str, ...]]]:
     """A copy without the hoisted converts; per parameter the axes over which its gradient is a sum."""
     copied = replace(model, blocks=[_copy(block) for block in model.blocks])
-    slots = {
-        (number, position): {a for a in AXES if _only_converted(node, a)}
-        for number, block in enumerate(copied.blocks)
-        for position, node in enumerate(block.parameters)
-    }
+    slots = _slots(copied)
     by_name = _settle(copied, slots)
     for (number, position), axes in slots.items():
         for axis in axes:
             _remove(copied.blocks[number].parameters[position], axis)
-    return copied, {name: tuple(a for a in AXES if a in axes) for name, axes in by_name.items()}
+    return copied, _in_order(by_name)
+
+
+def parameter_sums(model: Model) -> dict[str, tuple[str, ...]]:
+    """Per parameter the axes over which its gradient is a sum, once converts are hoisted."""
+    return _in_order(_settle(model, _slots(model)))
+
+
+def _slots(model: Model) -> dict[Slot, set[str]]:
+    return {
+        (number, position): {a for a in AXES if _only_converted(node, a)}
+        for number, block in enumerate(model.blocks)
+        for position, node in enumerate(block.parameters)
+    }
+
+
+def _in_order(by_name: Mapping[str, Collection[str]]) -> dict[str, tuple[str, ...]]:
+    return {name: tuple(a for a in AXES if a in axes) for name, axes in by_name.items()}
 
 
 def _copy(block: Block) -> Block:

@@ -45,13 +45,24 @@ def shifted_losses(flat: Flat) -> Flat:
 
     Positions are what the dims are long that tensors of the batch have for sequences (``InputInfo.seq_dim``).
     """
-    lengths = {item.meta.shape[item.seq_dim] for item in flat.inputs if item.seq_dim is not None}
+    lengths = _lengths(flat)
     for node in list(flat.nodes):
         cut = _cut_of(node, lengths)
         region = _region(flat.nodes, node, cut) if cut else None
         if cut and region:
             _Rewrite(flat, cut, region).run()
     return flat
+
+
+def has_shifted_losses(flat: Flat) -> bool:
+    """Whether there is any such cut."""
+    lengths = _lengths(flat)
+    cuts = ((node, _cut_of(node, lengths)) for node in flat.nodes)
+    return any(cut is not None and _region(flat.nodes, node, cut) is not None for node, cut in cuts)
+
+
+def _lengths(flat: Flat) -> set[int]:
+    return {item.meta.shape[item.seq_dim] for item in flat.inputs if item.seq_dim is not None}
 
 
 @dataclass(frozen=True)

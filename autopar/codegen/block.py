@@ -13,6 +13,7 @@ from autopar.codegen.function import Atom, Code, Function, Statement, Var, assig
 from autopar.codegen.regions import RegionCode
 from autopar.codegen.text import literal
 from autopar.graph import Block, info, is_getitem, operands
+from autopar.passes.edges import MICROBATCHES
 from autopar.passes.recompute import groups
 
 _UNPACKED = 6  # tuples up to this long are unpacked where they are made
@@ -125,16 +126,4 @@ def _in_groups(block: Block) -> list[fx.Node]:
 
 def _own_axes(node: fx.Node) -> tuple[str, ...]:
     """The axes on which ranks hold different parts of the result, and so draw different numbers."""
-    return tuple(axis for axis, kind in info(node).types().items() if axis != comments.MICROBATCHES and kind.is_shard)
-
-
-def backward_slice(outputs: Collection[fx.Node]) -> set[fx.Node]:
-    """All nodes that ``outputs`` depend on, themselves included."""
-    needed = set(outputs)
-    waiting = list(outputs)
-    while waiting:
-        for operand in waiting.pop().all_input_nodes:
-            if operand not in needed:
-                needed.add(operand)
-                waiting.append(operand)
-    return needed
+    return tuple(axis for axis, kind in info(node).types().items() if axis != MICROBATCHES and kind.is_shard)

@@ -10,12 +10,11 @@ from autopar.codegen.aten import is_pointwise
 from autopar.codegen.names import source
 from autopar.codegen.text import human_bytes
 from autopar.graph import AxisRef, Meta, RuntimeOp, info, is_view, operands
+from autopar.passes.edges import MICROBATCHES
 from autopar.rules import lookup
 from autopar.rules.base import Op
 from autopar.rules.chunked import whole_logits
 from autopar.spmd import Type, transition
-
-MICROBATCHES = "mb"
 
 
 def typed(meta: Meta, types: Mapping[str, Type]) -> str:

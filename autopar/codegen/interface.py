@@ -8,12 +8,13 @@ from dataclasses import MISSING, fields, replace
 from typing import Any
 
 from autopar.codegen.classes import stage_parameters
-from autopar.codegen.cuts import Part, Wire
+from autopar.codegen.cuts import Part
 from autopar.codegen.function import Function, Var
 from autopar.codegen.job import Job
 from autopar.codegen.runs import number, runs
 from autopar.codegen.text import INDENT, literal, wrap
 from autopar.graph import Call, Info, ParameterInfo, arguments, info, is_aten
+from autopar.passes.edges import Wire
 from autopar.passes.routers import router_calls, weights_of
 from autopar.passes.selection_bias import bias_of
 from autopar.passes.vocabulary import VOCABULARY, Head, vocabulary_dims

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.codegen.cuts import Part
-from autopar.codegen.edges import Edge
 from autopar.codegen.job import Job
 from autopar.codegen.text import is_index
 from autopar.graph import Value
+from autopar.passes.edges import Edge
 
 
 @dataclass(frozen=True)

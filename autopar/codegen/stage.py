@@ -11,13 +11,13 @@ from torch import fx
 from autopar.codegen import comments
 from autopar.codegen.block import Writer
 from autopar.codegen.cuts import Part
-from autopar.codegen.edges import Change, Edge, changed_meta, changed_types, edge, made_types
 from autopar.codegen.function import Atom, Code, Function, Statement, Var, assign, identifier, join
 from autopar.codegen.job import Job
 from autopar.codegen.names import bases
 from autopar.codegen.runs import Run, number, runs
 from autopar.codegen.text import attribute, literal
 from autopar.graph import INPUT_CALL, Meta, Value, info
+from autopar.passes.edges import Change, Edge, changed_meta, changed_types, edge, made_types
 from autopar.spmd import transition
 
 

@@ -13,8 +13,7 @@ from torch import fx
 
 from autopar.codegen import comments
 from autopar.codegen.classes import reserved, stage_parameters, vocabulary_class
-from autopar.codegen.cuts import Part, needed_tables, vocabulary_part
-from autopar.codegen.edges import Edge, changed_types, made_types
+from autopar.codegen.cuts import Part, vocabulary_part
 from autopar.codegen.emit import imports, rows
 from autopar.codegen.function import Atom, Function
 from autopar.codegen.header import vocabulary_header
@@ -26,6 +25,7 @@ from autopar.errors import GraphError, StageError
 from autopar.graph import Block, Model, RuntimeOp, Value, arguments, info, is_aten, operands
 from autopar.mesh import Mesh
 from autopar.options import Options
+from autopar.passes.edges import Edge, changed_types, made_types, needed_tables
 from autopar.passes.hoist import hoist_parameter_sums
 from autopar.passes.logits import parameter_of
 from autopar.passes.recut import closure
@@ -134,7 +134,7 @@ class _Methods:
         body, index = self.body("embed_ids"), self.calls.embedding
         assert index is not None
         body.inputs()
-        body.tables(needed_tables(self.job, self.job.model.calls[index].operands))
+        body.tables(needed_tables(self.job.model, self.job.model.calls[index].operands))
         body.inline(index, self.edges(index), set(self.block(index).graph.nodes))
         (wire,) = self.part.sends
         body.function.results = (body.take(Edge(wire.value, wire.changes)),)
@@ -151,7 +151,7 @@ class _Methods:
         body.inputs()
         (wire,) = self.part.receives
         given = [v for v in self.job.model.calls[self.calls.head].operands if v != wire.value]
-        body.tables(needed_tables(self.job, given))
+        body.tables(needed_tables(self.job.model, given))
         return self.until(body, self.head.targets)
 
     def until(self, body: Body, result: fx.Node) -> Function:
@@ -184,7 +184,7 @@ class _Methods:
             body.argument(total, self.job.names[total.value])
         if self.calls.tail is not None:
             edges = self.edges(self.calls.tail)
-            body.tables(needed_tables(self.job, [e.value for e in edges.values() if e.total_axes is None]))
+            body.tables(needed_tables(self.job.model, [e.value for e in edges.values() if e.total_axes is None]))
             body.inline(self.calls.tail, edges, set(self.block(self.calls.tail).graph.nodes))
         body.function.results = (body.take(Edge(self.job.model.loss)),)
         return body.function

@@ -21,7 +21,7 @@ from autopar.passes.recompute import groups
 from autopar.passes.vocabulary import STAGELESS
 from autopar.planner.compression import kept_in_8_bits
 from autopar.planner.recompute import Point, Regions, evaluate, frontier, problem_of, whole
-from autopar.planner.saved import BlockSaved, Kept, Storage, kept_storages, saved_tensors, storage_of_input
+from autopar.planner.saved import BlockSaved, Storage, saved_tensors, storage_of_input, storages_of
 
 
 @dataclass(frozen=True)
@@ -129,12 +129,17 @@ class Activations:
         if eight_bits:
             self.found = [kept_in_8_bits(b, f) for b, f in zip(model.blocks, self.found, strict=True)]
         self.choices = [BlockChoices(model, i, f, seconds[i]) for i, f in enumerate(self.found)]
+        self._places: dict[int, dict[fx.Node, Storage]] = {}
+        self._bytes: dict[tuple[int, Regions], int] = {}
 
     def call_bytes(self, index: int, alternative: Alternative) -> int:
         """What counts to one call, a microbatch."""
-        sizes = self._storages([index], {index: alternative})
-        own = sum(size for storage, size in sizes.items() if self._payer(storage, index) == index)
-        return own + alternative.extra_bytes
+        key = index, alternative.regions
+        if key not in self._bytes:
+            sizes = self._storages([index], {index: alternative})
+            own = sum(size for storage, size in sizes.items() if self._payer(storage, index) == index)
+            self._bytes[key] = own + alternative.extra_bytes
+        return self._bytes[key]
 
     def _payer(self, storage: Storage, index: int) -> int | None:
         """The call that a storage counts to; None: all of a stage together."""
@@ -207,5 +212,18 @@ class Activations:
         return found
 
     def _storages(self, calls: Sequence[int], chosen: Mapping[int, Alternative]) -> dict[Storage, int]:
-        kept = {i: Kept(chosen[i].owners, chosen[i].extra_bytes) for i in calls}
-        return kept_storages(self.model, self.found, calls, kept)
+        """All that calls keep, each once (:func:`~autopar.planner.saved.kept_storages`)."""
+        sizes: dict[Storage, int] = {}
+        for index in calls:
+            places, bytes_ = self._places_of(index), self.found[self.model.calls[index].block].owned_bytes
+            for owner in chosen[index].owners:
+                if owner in places:
+                    sizes[places[owner]] = bytes_[owner]
+        return sizes
+
+    def _places_of(self, index: int) -> dict[fx.Node, Storage]:
+        """Where the memory lies that a call may keep: what the step holds anyway isn't there."""
+        if index not in self._places:
+            owned = frozenset(self.found[self.model.calls[index].block].owned_bytes)
+            self._places[index] = storages_of(self.model, self.found, index, owned)
+        return self._places[index]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from torch import fx
 
@@ -18,13 +20,20 @@ from autopar.planner.op_costs import expert_imbalance, pass_seconds
 from autopar.rules import lookup
 from autopar.rules.base import Op
 from autopar.rules.experts import EXCHANGE
-from autopar.spmd import R, Type, transition
+from autopar.spmd import I, R, Type, transition
+
+Wire: TypeAlias = tuple[str, str]
+"""Mesh axis and kind of collective; rows of experts may travel over several axes at once, ``"ep+tp"``."""
+
+Both: TypeAlias = tuple[float, float]
+"""Seconds of the forward and of the backward."""
 
 
 @dataclass(frozen=True)
 class BlockCost:
     """Per call and microbatch: seconds of the passes, bytes and elements of its parameters. ``weight_seconds`` is the
-    part of the backward that can be put off, which keeps ``later_bytes``; ``op_seconds`` is each op's forward."""
+    part of the backward that can be put off, which keeps ``later_bytes``; ``op_seconds`` is each op's forward.
+    ``wires`` is the communication that the passes contain, ``hidden`` what runs beside their compute."""
 
     forward_seconds: float
     backward_seconds: float
@@ -33,10 +42,18 @@ class BlockCost:
     parameter_bytes: int
     parameters: int
     op_seconds: Mapping[fx.Node, float] = field(default_factory=dict, compare=False)
+    wires: Mapping[Wire, Both] = field(default_factory=dict, compare=False)
+    hidden: Mapping[Wire, Both] = field(default_factory=dict, compare=False)
 
     @property
     def seconds(self) -> float:
         return self.forward_seconds + self.backward_seconds
+
+    @property
+    def compute_seconds(self) -> Both:
+        """The passes without ``wires``."""
+        sent = [math.fsum(both[way] for both in self.wires.values()) for way in (0, 1)]
+        return self.forward_seconds - sent[0], self.backward_seconds - sent[1]
 
 
 @dataclass(frozen=True)
@@ -85,26 +102,62 @@ def _line(cluster: Cluster, mesh: Mesh, axes: Sequence[str], zero_ranks: int) ->
     return DataLine(size, shards, whole, shard, cluster.link(size // shards, stride * shards, mesh.world))
 
 
+class _OpCost:
+    """Seconds of one op, ``[forward, backward]``: what it computes, and what it sends, exposed or hidden."""
+
+    def __init__(self, forward: float, backward: float) -> None:
+        self.compute = [forward, backward]
+        self.exposed: dict[Wire, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self.hidden: dict[Wire, list[float]] = defaultdict(lambda: [0.0, 0.0])
+
+    def seconds(self, way: int) -> float:
+        return self.compute[way] + math.fsum(both[way] for both in self.exposed.values())
+
+    def send(self, wire: Wire, way: int, seconds: float) -> None:
+        self.exposed[wire][way] += seconds
+
+    def hide(self, wire: Wire, way: int, seconds: float) -> float:
+        """Up to so much of what is exposed runs beside compute; returns how much does."""
+        part = min(seconds, self.exposed[wire][way])
+        self.exposed[wire][way] -= part
+        self.hidden[wire][way] += part
+        return part
+
+    def scale(self, factor: float) -> None:
+        for both in (self.compute, *self.exposed.values(), *self.hidden.values()):
+            both[:] = [factor * value for value in both]
+
+
 def block_cost(block: Block, machine: Machine) -> BlockCost:
-    forward: dict[fx.Node, float] = {}
-    backwards: dict[fx.Node, float] = {}
+    """What the ops of ``block``, which is local on all axes, take; ``wires`` and compute add up to the passes."""
+    found = {node: _op_cost(node, machine) for node in block.ops}
     weights = 0.0
     later: dict[fx.Node, int] = {}
-    for node in block.ops:
-        forward[node], backwards[node] = _node_seconds(node, machine)
-        back = backwards[node]
+    for node, cost in found.items():
         if (factor := weight_product(node)) is not None:
-            weights += back / max(1, sum(info(o).meta.needs_grad for o in operands(node)))
+            weights += cost.seconds(1) / max(1, sum(info(o).meta.needs_grad for o in operands(node)))
             later[factor] = info(factor).meta.bytes
             later[node] = info(node).meta.bytes  # the gradient of the result
-    for node in block.ops:
-        if (journey := _journey_seconds(node, Op.of(node), machine)) is not None:
-            for passes in (forward, backwards):  # what is computed while rows travel hides as much of that
-                passes[node] -= min(journey, passes[node], sum(passes[other] for other in meanwhile(block, node)))
-    backward = math.fsum(backwards.values())
+    for node, cost in found.items():
+        beside = meanwhile(block, node)  # what is computed while rows travel hides as much of that
+        for way in (0, 1) if beside else ():
+            for wire in list(cost.exposed):
+                cost.hide(wire, way, math.fsum(found[other].seconds(way) for other in beside))
+    forward = {node: cost.seconds(0) for node, cost in found.items()}
+    backward = math.fsum(cost.seconds(1) for cost in found.values())
     metas = [info(p).meta for p in block.placeholders("parameter")]
     held, elements = sum(m.bytes for m in metas), sum(m.numel for m in metas)
-    return BlockCost(math.fsum(forward.values()), backward, weights, sum(later.values()), held, elements, forward)
+    wires, hidden = _sums(cost.exposed for cost in found.values()), _sums(cost.hidden for cost in found.values())
+    passes = math.fsum(forward.values()), backward
+    return BlockCost(*passes, weights, sum(later.values()), held, elements, forward, wires, hidden)
+
+
+def _sums(parts: Iterable[Mapping[Wire, Sequence[float]]]) -> dict[Wire, Both]:
+    total: dict[Wire, list[list[float]]] = defaultdict(list)
+    for wire, both in (item for part in parts for item in part.items()):
+        total[wire].append(list(both))
+    sums = {wire: (math.fsum(f for f, _ in some), math.fsum(b for _, b in some)) for wire, some in total.items()}
+    return {wire: both for wire, both in sorted(sums.items()) if any(both)}
 
 
 def weight_product(node: fx.Node) -> fx.Node | None:
@@ -123,42 +176,52 @@ def _is_weight(node: fx.Node, dims: int) -> bool:
     return info(node).role == "parameter" and len(info(node).meta.shape) == dims
 
 
-def _node_seconds(node: fx.Node, machine: Machine) -> tuple[float, float]:
+def _op_cost(node: fx.Node, machine: Machine) -> _OpCost:
     if isinstance(node.target, RuntimeOp) and "src" in node.kwargs:
-        return _transition_seconds(node, machine)
+        return _transition_cost(node, machine)
     op = Op.of(node)
-    rule = lookup(op.name)
-    choice = _whole(node)
-    forward, backward = pass_seconds(node, op, rule, choice, 1, machine.device)
+    cost = _OpCost(*pass_seconds(node, op, lookup(op.name), _whole(node), 1, machine.device))
     one_way = _journey_seconds(node, op, machine)
     if one_way is not None:
-        forward, backward = forward + one_way, backward + (one_way if backward else 0.0)
+        wire = ("+".join(exchange_axes(_routing(node))), "all_to_all")
+        cost.send(wire, 0, one_way)
+        cost.send(wire, 1, one_way if cost.compute[1] else 0.0)
     for axis, taken in info(node).choices.items() if one_way is None else ():
         if axis in machine.sizes and taken.form:
-            size, link = machine.sizes[axis], machine.links[axis]
-            before = _before_split(op, taken, size)
-            there, back = rule.communication(before, taken, size), rule.communication_back(before, taken, size)
-            sent = sum(collective.seconds(kind, bytes_, size, link) for kind, bytes_ in there)
-            sent_back = sum(collective.seconds(kind, bytes_, size, link) for kind, bytes_ in back if backward)
-            if rule.overlaps(op, taken):
-                forward, backward = max(forward, sent), max(backward, sent_back)
-            else:
-                forward, backward = forward + sent, backward + sent_back
-    unequal = expert_imbalance(node)
-    return forward * unequal, backward * unequal
+            _add_form(cost, op, axis, taken, machine)
+    cost.scale(expert_imbalance(node))
+    return cost
+
+
+def _add_form(cost: _OpCost, op: Op, axis: str, taken: Choice, machine: Machine) -> None:
+    """What the op's form communicates on one axis, beside the op's own work where it overlaps."""
+    size, link, rule = machine.sizes[axis], machine.links[axis], lookup(op.name)
+    before = before_split(op, taken, size)
+    ways = (rule.communication(before, taken, size), rule.communication_back(before, taken, size))
+    for way, messages in enumerate(ways):
+        if way == 1 and not cost.compute[1]:
+            continue
+        free = cost.seconds(way) if rule.overlaps(op, taken) else 0.0
+        for kind, bytes_ in messages:
+            cost.send((axis, kind), way, collective.seconds(kind, bytes_, size, link))
+            free -= cost.hide((axis, kind), way, free)
 
 
 def _journey_seconds(node: fx.Node, op: Op, machine: Machine) -> float | None:
     """Of rows that travel to experts or back, over several axes at once; None: the op exchanges no rows."""
-    routing = next((operand for operand in operands(node) if info(operand).is_object), None)
     exchanged = [choice for choice in info(node).choices.values() if choice.form == EXCHANGE]
-    if routing is None or not exchanged or machine.cluster is None:
+    if not exchanged or machine.cluster is None or not any(info(operand).is_object for operand in operands(node)):
         return None
+    routing = _routing(node)
     ((_, bytes_),) = lookup(op.name).communication(op, exchanged[0], 1)
     return exchange_seconds(bytes_, exchange_axes(routing), hops_of(routing), machine.cluster, machine.mesh)
 
 
-def _before_split(op: Op, choice: Choice, size: int) -> Op:
+def _routing(node: fx.Node) -> fx.Node:
+    return next(operand for operand in operands(node) if info(operand).is_object)
+
+
+def before_split(op: Op, choice: Choice, size: int) -> Op:
     """A local op as it was before one axis was solved."""
 
     def whole(meta: Meta, kind: Type) -> Meta:
@@ -174,7 +237,14 @@ def _whole(node: fx.Node) -> Choice:
     return Choice((R,) * len(operands(node)), R)
 
 
-def _transition_seconds(node: fx.Node, machine: Machine) -> tuple[float, float]:
+def is_parameter(node: fx.Node) -> bool:
+    """Also where its gradient is summed over other axes."""
+    while isinstance(node.target, RuntimeOp) and node.kwargs.get("src") == I and node.kwargs.get("dst") == R:
+        node = operands(node)[0]
+    return info(node).role == "parameter"
+
+
+def _transition_cost(node: fx.Node, machine: Machine) -> _OpCost:
     axis_ref = node.args[1]
     src, dst = node.kwargs["src"], node.kwargs["dst"]
     assert isinstance(axis_ref, AxisRef)
@@ -184,14 +254,13 @@ def _transition_seconds(node: fx.Node, machine: Machine) -> tuple[float, float]:
     assert step is not None
     operand = node.args[0]
     assert isinstance(operand, fx.Node)
-    if info(operand).role == "parameter":
-        return 0.0, 0.0  # hoisted: once per step, in the reduction of gradients
-    size, link = machine.sizes[axis_ref.name], machine.links[axis_ref.name]
+    cost = _OpCost(0.0, 0.0)
+    if is_parameter(operand):
+        return cost  # hoisted: once per step, in the reduction of gradients
+    axis = axis_ref.name
     here, there = info(operand), info(node)
     full = max(here.meta.bytes, there.meta.bytes)
-    back = step.backward if there.meta.needs_grad else None
-    return _wire(step.forward, full, size, link), _wire(back, full, size, link)
-
-
-def _wire(kind: str | None, bytes_: int, size: int, link: Link) -> float:
-    return collective.seconds(kind, bytes_, size, link) if kind else 0.0
+    for way, kind in enumerate((step.forward, step.backward if there.meta.needs_grad else None)):
+        if kind:
+            cost.send((axis, kind), way, collective.seconds(kind, full, machine.sizes[axis], machine.links[axis]))
+    return cost

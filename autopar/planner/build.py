@@ -24,16 +24,19 @@ from autopar.passes.localize import localize
 from autopar.passes.overlap_dispatch import overlap_dispatch
 from autopar.passes.selection_bias import selection_bias
 from autopar.passes.split_vocabulary import split_vocabulary
-from autopar.plan import BlockPlan, CostPlan, ExpertsPlan, InputPlan, NodePlan, Plan, RankPlan, StagePlan
+from autopar.plan import BlockPlan, ExpertsPlan, InputPlan, Plan, RankPlan, StagePlan
 from autopar.planner.activations import Activations
 from autopar.planner.block_costs import BlockCost, Machine, block_cost
+from autopar.planner.breakdown import Work, cost_plan, model_work
 from autopar.planner.budget import within_budget
 from autopar.planner.compression import KeptBytes, check_compression, describe
 from autopar.planner.expert_costs import Load, Reckoning, experts_plans, reckon
 from autopar.planner.modes import mode_of
+from autopar.planner.node_plans import node_plans
 from autopar.planner.offload import host_peak_bytes, require_host
-from autopar.planner.onehot import Solution
+from autopar.planner.pinned_placements import check_placements
 from autopar.planner.pipeline import SYNTHESIZED, Pipeline, Wanted, compute_only, lay_out
+from autopar.planner.placement import Solution
 from autopar.planner.plan_recompute import pins_of, points_of_call, recompute_plan, used_alternatives
 from autopar.planner.prices import STATE_COPIES, MicrobatchPrices, RankPrices
 from autopar.planner.rank_memory import Storage, rank_state, vocabulary_state
@@ -42,7 +45,6 @@ from autopar.planner.sharding import AxisProblem, apply_choices, solve_axis
 from autopar.rules import has_rule
 from autopar.rules.attention import heads
 from autopar.rules.base import Op
-from autopar.schedules import Timeline
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,21 @@ class _Remarks:
     experts: list[ExpertsPlan]
 
 
+@dataclass(frozen=True)
+class Placed:
+    """A model that is local to every axis of ``request.mesh`` but ``pp``, with the order of sequences chosen there.
+
+    Nothing in ``model`` depends on the sizes of pp and dp nor on how many microbatches there are, but through the rows
+    of one: it can be laid out for others, too (:mod:`autopar.search`).
+    """
+
+    model: Model
+    request: Request
+    solutions: list[Solution]
+    remarks: _Remarks
+    work: Work
+
+
 def build(
     model: Model, request: Request, pinned: Plan | None = None, measured: Callable[[Built], Built] | None = None
 ) -> Built:
@@ -86,11 +103,38 @@ def build(
 
     Raises ShardingError, StageError, ScheduleError, ArgumentError or PlanError.
     """
+    placed = place(model, request, pinned)
+    model, request = placed.model, placed.request
+    machine = Machine.of(request.cluster, request.mesh, request.options.zero_ranks)
+    costs = [block_cost(block, machine) for block in model.blocks]
+    activations = activations_of(model, costs, machine, request.options)
+    wanted = replace(request.wanted, head_chunks=request.options.head_chunks)
+    pins = pins_of(pinned, model) if pinned else None
+
+    def laid_out(spared_bytes: int) -> Built:
+        spared = replace(wanted, spared_bytes=spared_bytes)
+        pipeline = lay_out(model, costs, machine, request.microbatches, spared, request.options, activations, pins)
+        plan = pinned or _plan(placed, pipeline, costs, machine)
+        require_host(request.options, machine.device, max(rank.host_bytes for rank in plan.rank_plans))
+        return Built(plan, model, pipeline)
+
+    if pinned is not None or measured is None:
+        return laid_out(0)
+    return within_budget(laid_out, measured, request.options.budget_bytes or machine.device.memory_bytes)
+
+
+def place(model: Model, request: Request, pinned: Plan | None = None) -> Placed:
+    """Choose the placements of ``model`` (which becomes local), or take those of ``pinned``.
+
+    Raises ShardingError, StageError, ArgumentError or PlanError.
+    """
     if pinned is not None:
         request = replace(request, mesh=pinned.mesh)  # with its order of sequences
     _check_batch(model, request)
+    work = model_work(model)
     check_float8(request.options, request.cluster.device)
     check_compression(request.options)
+    check_placements(model, request.options.placements)
     require_host(request.options, request.cluster.device)
     model = cut_head(model, request.mesh, request.wanted.vocabulary, request.options)
     if request.options.expert_bias_rate:
@@ -102,27 +146,12 @@ def build(
     _check_heads(model, request)
     overlap_dispatch(expert_roads(model, request.cluster, request.mesh))
     experts = experts_plans(model, request.mesh, reckoning)
-    machine = Machine.of(request.cluster, request.mesh, request.options.zero_ranks)
     replicated = _replicated(model)
     exact = request.options.activations == "exact"
-    replaced = [] if exact else compress_activations(model, KeptBytes(model, machine.device.kind))
-    costs = [block_cost(block, machine) for block in model.blocks]
-    activations = activations_of(model, costs, machine, request.options)
-    wanted = replace(request.wanted, head_chunks=request.options.head_chunks)
-    pins = pins_of(pinned, model) if pinned else None
+    replaced = [] if exact else compress_activations(model, KeptBytes(model, request.cluster.device.kind))
     compression = list(describe(model, request.options, replaced))
     remarks = _Remarks(ways_of_attention(model), replicated, whole_sequences(model), compression, experts)
-
-    def laid_out(spared_bytes: int) -> Built:
-        spared = replace(wanted, spared_bytes=spared_bytes)
-        pipeline = lay_out(model, costs, machine, request.microbatches, spared, request.options, activations, pins)
-        plan = pinned or _plan(model, request, solutions, pipeline, costs, remarks)
-        require_host(request.options, machine.device, max(rank.host_bytes for rank in plan.rank_plans))
-        return Built(plan, model, pipeline)
-
-    if pinned is not None or measured is None:
-        return laid_out(0)
-    return within_budget(laid_out, measured, request.options.budget_bytes or machine.device.memory_bytes)
+    return Placed(model, request, solutions, remarks, work)
 
 
 def activations_of(model: Model, costs: list[BlockCost], machine: Machine, options: Options) -> Activations:
@@ -182,7 +211,8 @@ def _problem(request: Request, axis: str) -> AxisProblem:
     kind = {"cp": "sequence", "tp": "model"}.get(axis, "batch")
     budget = _state_budget(request) if axis == "tp" else None
     attention, holds_experts = request.options.attention, axis in mesh.expert_axes
-    return AxisProblem(axis, size, prices, kind, budget, holds_experts, paired, attention, mesh.tp)
+    placements = request.options.placements
+    return AxisProblem(axis, size, prices, kind, budget, holds_experts, paired, attention, mesh.tp, placements)
 
 
 def _state_budget(request: Request) -> int:
@@ -219,14 +249,8 @@ def _check_heads(model: Model, request: Request) -> None:
             )
 
 
-def _plan(
-    model: Model,
-    request: Request,
-    solutions: list[Solution],
-    pipeline: Pipeline,
-    costs: list[BlockCost],
-    remarks: _Remarks,
-) -> Plan:
+def _plan(placed: Placed, pipeline: Pipeline, costs: list[BlockCost], machine: Machine) -> Plan:
+    model, request, remarks = placed.model, placed.request, placed.remarks
     schedule = pipeline.schedule
     return Plan(
         model_name=model.name,
@@ -237,9 +261,9 @@ def _plan(
         batch_size=model.batch_size,
         microbatches=request.microbatches,
         inputs=[_input_plan(item) for item in model.inputs],
-        blocks=[_block_plan(model, i, pipeline) for i in range(len(model.blocks))],
+        blocks=[_block_plan(model, i, pipeline, machine) for i in range(len(model.blocks))],
         stage_plans=[_stage_plan(model, k, pipeline, costs) for k in range(schedule.stages)],
-        rank_plans=[_rank_plan(model, rank, pipeline, request) for rank in range(schedule.ranks)],
+        rank_plans=[rank_plan(model, rank, pipeline, request) for rank in range(schedule.ranks)],
         schedule=request.wanted.schedule,
         chunks=schedule.chunks,
         vocabulary=request.wanted.vocabulary,
@@ -251,7 +275,9 @@ def _plan(
         compression=remarks.compression,
         experts=remarks.experts,
         remarks=model.remarks,
-        cost=_cost_plan(request, solutions, model, costs, pipeline),
+        cost=cost_plan(
+            model, pipeline, costs, machine, request.options, placed.work, _bound_seconds(placed, pipeline, costs)
+        ),
     ).sealed()
 
 
@@ -260,18 +286,9 @@ def _input_plan(item) -> InputPlan:  # type: ignore[no-untyped-def]
     return InputPlan(name=item.name, path=item.path, shape=list(item.meta.shape), dtype=dtype, batch_dim=item.batch_dim)
 
 
-def _block_plan(model: Model, index: int, pipeline: Pipeline) -> BlockPlan:
+def _block_plan(model: Model, index: int, pipeline: Pipeline, machine: Machine) -> BlockPlan:
     block = model.blocks[index]
-    nodes = [
-        NodePlan(
-            name=node.name,
-            op=op_name(node) if node.op == "call_function" else info(node).role,
-            source=info(node).source,
-            choices={axis: str(choice) for axis, choice in info(node).choices.items()},
-        )
-        for node in block.graph.nodes
-        if node.op != "output"
-    ]
+    nodes = node_plans(block, machine)
     paths = [call.path for call in model.calls if call.block == index]
     saved = pipeline.activations.choices[index].none.saved_bytes
     points = [recompute_plan(pipeline, index, a) for a in used_alternatives(model, index, pipeline)]
@@ -286,8 +303,8 @@ def _stage_plan(model: Model, number: int, pipeline: Pipeline, costs: list[Block
         first=stage[0],
         last=stage[-1],
         units=[model.calls[i].path or model.block_of(model.calls[i]).name for i in stage],
-        forward_seconds=sum(c.forward_seconds for c in mine),
-        backward_seconds=sum(c.backward_seconds for c in mine) + pipeline.recompute_seconds(number),
+        forward_seconds=pipeline.timeline.costs.forward_seconds[number],
+        backward_seconds=pipeline.timeline.costs.backward_seconds[number],
         parameter_bytes=sum(c.parameter_bytes for c in mine),
         saved_bytes=pipeline.saved_bytes(number),
         inflight=pipeline.inflight[number],
@@ -296,7 +313,7 @@ def _stage_plan(model: Model, number: int, pipeline: Pipeline, costs: list[Block
     )
 
 
-def _rank_plan(model: Model, rank: int, pipeline: Pipeline, request: Request) -> RankPlan:
+def rank_plan(model: Model, rank: int, pipeline: Pipeline, request: Request) -> RankPlan:
     storage = Storage(request.options, request.mesh)
     stages = [k for k, home in enumerate(pipeline.schedule.placement) if home == rank]
     state = rank_state(model, [i for k in stages for i in pipeline.stages[k]], storage)
@@ -317,28 +334,12 @@ def _replicated(model: Model) -> list[str]:
     return sorted(names.values())
 
 
-def _cost_plan(
-    request: Request, solutions: list[Solution], model: Model, costs: list[BlockCost], pipeline: Pipeline
-) -> CostPlan:
-    timeline, microbatches = pipeline.timeline, request.microbatches
+def _bound_seconds(placed: Placed, pipeline: Pipeline, costs: list[BlockCost]) -> float:
+    """No placement and no cut on this mesh has a shorter step: ranks can't share the work better than evenly."""
+    model, microbatches = placed.model, placed.request.microbatches
     vocabulary = pipeline.vocabulary.pass_seconds if pipeline.vocabulary else 0.0
     total = sum(costs[model.calls[i].block].seconds for stage in pipeline.stages for i in stage)
-    ideal = microbatches * (total / request.mesh.pp + vocabulary)
-    gap = min((s.bound_seconds / s.seconds for s in solutions if s.seconds > 0), default=1.0)
-    bound = max(ideal, microbatches * (pipeline.bound_seconds + vocabulary)) * gap
-    ends = {kind: _longest(timeline, kind) for kind in ("STEP", "REDUCE", "REDUCE_V")}
-    optimizer = ends["STEP"]
-    compute = max(timeline.busy_seconds) - optimizer
-    return CostPlan(
-        step_seconds=timeline.makespan_seconds,
-        bound_seconds=min(bound + optimizer, timeline.makespan_seconds),
-        order_seconds=pipeline.order_seconds,
-        compute_seconds=compute,
-        bubble_seconds=max(0.0, timeline.makespan_seconds - compute - optimizer),
-        reduce_seconds=max(ends["REDUCE"], ends["REDUCE_V"]),
-        optimizer_seconds=optimizer,
-    )
-
-
-def _longest(timeline: Timeline, kind: str) -> float:
-    return max((e.end_seconds - e.start_seconds for e in timeline.events if e.action.kind == kind), default=0.0)
+    ideal = microbatches * (total / placed.request.mesh.pp + vocabulary)
+    gap = min((s.bound_seconds / s.seconds for s in placed.solutions if s.seconds > 0), default=1.0)
+    optimizer = max(e.end_seconds - e.start_seconds for e in pipeline.timeline.events if e.action.kind == "STEP")
+    return max(ideal, microbatches * (pipeline.bound_seconds + vocabulary)) * gap + optimizer

@@ -8,15 +8,23 @@ faster. Where nothing has to be recomputed and no cut is faster than the one tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from autopar.errors import StageError
 from autopar.graph import Model
 from autopar.passes.recompute import own_modules
 from autopar.planner.activations import Activations, Alternative
 from autopar.planner.knapsack import Option, StageCalls, choose, least_bytes, used_bytes
-from autopar.planner.stages import Partition, Unit, check_count, even_partition, leanest_partition, partition, too_large
+from autopar.planner.stages import (
+    Partition,
+    Unit,
+    check_count,
+    even_partition,
+    find_partition,
+    leanest_partition,
+    too_large,
+)
 
 _ROUNDS = 4  # of cutting and choosing; more have never changed anything
 
@@ -53,11 +61,14 @@ class Demand:
     def none(self, index: int) -> Alternative:
         return self.activations.choices[self.model.calls[index].block].none
 
-    def options(self, index: int) -> tuple[Alternative, ...]:
-        """What a call may do; only layers, whose code is a class of their own, may recompute."""
+    @cached_property
+    def options(self) -> dict[int, tuple[Alternative, ...]]:
+        """What each call may do; only layers, whose code is a class of their own, may recompute."""
+        own = own_modules(self.model) if self.mode != "none" else frozenset()
+        return {i: self._choices(i) if i in own else (self.none(i),) for i in self.calls}
+
+    def _choices(self, index: int) -> tuple[Alternative, ...]:
         choices = self.activations.choices[self.model.calls[index].block]
-        if index not in own_modules(self.model) or self.mode == "none":
-            return (choices.none,)
         fixed = {"full": lambda: choices.whole, "selective": lambda: choices.selective}.get(self.mode)
         return choices.frontier if fixed is None else (fixed(),)
 
@@ -67,19 +78,16 @@ def fit(demand: Demand) -> Fit:
     stages."""
     check_count(demand.units, len(demand.placement), len(set(demand.placement)))
     if demand.mode != "auto":
-        return _fitted(demand, {i: demand.options(i) for i in demand.calls})
+        return _fitted(demand, demand.options) or _refuse(demand, demand.options)
     plain = {i: (demand.none(i),) for i in demand.calls}
     if demand.even:
-        cut = even_partition(demand.units, len(demand.placement), demand.placement)
-        found = _chosen(demand, cut, plain) or _chosen(demand, cut, {i: demand.options(i) for i in demand.calls})
-        return found or _refuse(demand, cut)
-    try:
-        found = _fitted(demand, plain)
-    except StageError:
-        found = None
-    if found is not None and found.cut.slowest_seconds <= _unbounded(demand).slowest_seconds:
+        return _fitted(demand, plain) or _fitted(demand, demand.options) or _refuse(demand, demand.options)
+    fastest = _fastest(demand, _units(demand, {i: only for i, (only,) in plain.items()}), None)
+    assert fastest is not None  # there are units enough
+    found = _fitted(demand, plain, fastest)
+    if found is not None and found.cut.slowest_seconds <= fastest.slowest_seconds:
         return found
-    return _with_recomputation(demand, found)
+    return _with_recomputation(demand, found, fastest.bound_seconds)
 
 
 def pinned(demand: Demand, cut: Partition, chosen: Mapping[int, Alternative]) -> Fit:
@@ -87,71 +95,59 @@ def pinned(demand: Demand, cut: Partition, chosen: Mapping[int, Alternative]) ->
     return _timed(demand, cut, chosen)
 
 
-def _fitted(demand: Demand, options: Mapping[int, tuple[Alternative, ...]]) -> Fit:
-    """The best cut where every call has one option."""
-    chosen = {i: only for i, (only,) in options.items()}
-    units = _units(demand, chosen)
+def _fitted(
+    demand: Demand, options: Mapping[int, tuple[Alternative, ...]], fastest: Partition | None = None
+) -> Fit | None:
+    """The best cut where every call has one option, or layers are counted; ``fastest`` is the best without a budget."""
     if demand.even:
-        cut = even_partition(units, len(demand.placement), demand.placement)
-        return _chosen(demand, cut, options) or _refuse(demand, cut)
+        return _chosen(demand, even_partition(demand.units, len(demand.placement), demand.placement), options)
+    chosen = {i: only for i, (only,) in options.items()}
+    if fastest is not None and _chosen(demand, fastest, options) is not None:
+        return Fit(fastest, chosen)
     transient = max(a.transient_bytes for a in chosen.values())
-    shared = demand.activations.shared_bytes
-    budget = max(0, demand.free_bytes - transient)
-    try:
-        cut = partition(units, demand.inflight, budget, demand.placement, shared)
-    except StageError:
-        return _refuse(demand, leanest_partition(units, demand.inflight, demand.placement, shared))
-    return Fit(cut, chosen)
+    cut = _fastest(demand, _units(demand, chosen), max(0, demand.free_bytes - transient))
+    return None if cut is None else Fit(cut, chosen)
 
 
-def _unbounded(demand: Demand) -> Partition:
-    """The fastest cut if memory didn't matter: no choice is faster."""
-    return partition(demand.units, demand.inflight, None, demand.placement)
+def _fastest(demand: Demand, units: Sequence[Unit], budget_bytes: int | None) -> Partition | None:
+    return find_partition(units, demand.inflight, budget_bytes, demand.placement, demand.activations.shared_bytes)
 
 
-def _with_recomputation(demand: Demand, without: Fit | None) -> Fit:
-    options = {i: demand.options(i) for i in demand.calls}
-    bound = _unbounded(demand).bound_seconds
-    leanest = {i: min(some, key=lambda a: a.saved_bytes) for i, some in options.items()}
+def _with_recomputation(demand: Demand, without: Fit | None, bound_seconds: float) -> Fit:
     best = without
-    for cut in _cuts_of(demand, leanest):
-        best = _better(best, _chosen(demand, cut, options))
+    for cut in _cuts_of(demand):
+        best = _better(best, _chosen(demand, cut, demand.options))
     if best is None:
-        units = _units(demand, leanest)
-        shared = demand.activations.shared_bytes
-        return _refuse(demand, leanest_partition(units, demand.inflight, demand.placement, shared))
+        return _refuse(demand, demand.options)
     for _ in range(_ROUNDS):
-        again = _recut(demand, best, options)
+        again = _recut(demand, best, demand.options)
         if again is None or _better(best, again) is best:
             break
         best = again
-    return replace(best, cut=replace(best.cut, bound_seconds=bound))
+    return replace(best, cut=replace(best.cut, bound_seconds=bound_seconds))
 
 
-def _cuts_of(demand: Demand, leanest: Mapping[int, Alternative]) -> list[Partition]:
+def _leanest(options: Mapping[int, tuple[Alternative, ...]]) -> dict[int, Alternative]:
+    return {i: min(some, key=lambda a: a.saved_bytes) for i, some in options.items()}
+
+
+def _cuts_of(demand: Demand) -> Iterator[Partition]:
     """For the leanest bytes: the fastest cut with room for any recomputation, the fastest without, the leanest."""
-    units, shared = _units(demand, leanest), demand.activations.shared_bytes
+    leanest = _leanest(demand.options)
+    units = _units(demand, leanest)
     timed = [replace(u, seconds=plain.seconds) for u, plain in zip(units, demand.units, strict=True)]
     transient = max(a.transient_bytes for a in leanest.values())
-    found = [leanest_partition(units, demand.inflight, demand.placement, shared)]
-    for budget in (demand.free_bytes - transient, demand.free_bytes):
-        try:
-            found.append(partition(timed, demand.inflight, max(0, budget), demand.placement, shared))
-        except StageError:
-            continue
-    return found
+    budgets = dict.fromkeys((max(0, demand.free_bytes - transient), demand.free_bytes))
+    found = [cut for budget in budgets if (cut := _fastest(demand, timed, budget)) is not None]
+    found.append(leanest_partition(units, demand.inflight, demand.placement, demand.activations.shared_bytes)[0])
+    yield from {cut.starts: cut for cut in found}.values()
 
 
 def _recut(demand: Demand, before: Fit, options: Mapping[int, tuple[Alternative, ...]]) -> Fit | None:
     """Cut for the calls as they were chosen, then choose for that cut."""
-    units = _units(demand, before.chosen)
     transient = max(a.transient_bytes for a in before.chosen.values())
-    budget = max(0, demand.free_bytes - transient)
-    try:
-        cut = partition(units, demand.inflight, budget, demand.placement, demand.activations.shared_bytes)
-    except StageError:
-        return None
-    return _chosen(demand, cut, options)
+    cut = _fastest(demand, _units(demand, before.chosen), max(0, demand.free_bytes - transient))
+    return None if cut is None or cut.starts == before.cut.starts else _chosen(demand, cut, options)
 
 
 def _better(one: Fit | None, other: Fit | None) -> Fit | None:
@@ -219,9 +215,13 @@ def _calls(demand: Demand, cut: Partition, number: int) -> Sequence[int]:
     return demand.calls[cut.starts[number] : ends[number]]
 
 
-def _refuse(demand: Demand, cut: Partition) -> Fit:
-    """Raises the StageError, with what this cut needs at least."""
-    options = {i: demand.options(i) for i in demand.calls}
+def _refuse(demand: Demand, options: Mapping[int, tuple[Alternative, ...]]) -> Fit:
+    """Raises the StageError, with what the leanest cut needs at least."""
+    if demand.even:
+        cut = even_partition(demand.units, len(demand.placement), demand.placement)
+    else:
+        units, shared = _units(demand, _leanest(options)), demand.activations.shared_bytes
+        cut = leanest_partition(units, demand.inflight, demand.placement, shared)[0]
     least = max(least_bytes(stages) for _, stages in _ranks(demand, cut, options))
     how = {"auto": " with everything recomputed", "none": "", "full": "", "selective": ""}[demand.mode]
     hint = "" if demand.mode == "auto" else "recompute='auto', "

@@ -1,35 +1,40 @@
-"""Which calls of a pipeline rank recompute what, so that the rank fits: a multiple-choice knapsack, by CP-SAT.
+"""Which calls of a pipeline rank recompute what, so that the rank fits: a multiple-choice knapsack, exactly.
 
 Sets
-    stages k of the rank; kinds c of calls with equal options, ``count_kc`` of them; options p of a kind
+    stages k of the rank; calls i of them, with options p; ``weight_ip`` = inflight_k * bytes_p
 Variables
-    n_kcp in 0..count_kc: how many of the calls take p; t: bytes of the largest recomputation      :func:`_counts`
+    p(i): the option of each call; t: bytes of the largest recomputation, one of the options' ``transient``
 Constraints
-    sum_p n_kcp = count_kc                                                                         :func:`_counts`
-    t >= transient_p wherever n_kcp > 0                                                            :func:`_bytes`
-    sum_k fixed_k + inflight_k * sum bytes_p n_kcp + t <= budget                                   :func:`_bytes`
+    transient_p(i) <= t;  sum_k fixed_k + sum_i weight_ip(i) + t <= budget
 Objective
-    min sum seconds_p n_kcp, then bytes (:func:`choose`); or bytes alone (:func:`least_bytes`)
+    min sum_i seconds_p(i), then bytes (:func:`choose`); or bytes alone (:func:`least_bytes`)
 
-Both sums are scaled down to 2^30 units, bytes rounded up: what is chosen never exceeds the budget. Of equal calls, the
-first ones in the stage take the leanest options.
+Where every call's fastest option fits, there is nothing to choose. Else, for each t, the calls are taken one after
+another, and of the choices so far (*labels*: bytes and seconds) those are kept that no other beats in both, and that
+may still lead to the best: the seconds of what is left are bounded by its linear relaxation, which buys seconds where
+they cost the fewest bytes (P. Sinha and A. Zoltners, Operations Research 27(3), 1979) (:func:`_labelled`). The
+relaxation rounded down is the choice to beat (:meth:`_Relaxed.rounded`). Of equal calls, the first ones in the stage
+take the leanest options.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from ortools.sat.python import cp_model
+import numpy as np
+from numpy.typing import NDArray
 
-from autopar.planner.cp import solve
+_LABELS = 1 << 14
+"""Of more labels, those with the best bounds are kept."""
 
-_UNITS = 1 << 30
+_EQUAL = 1e-12
 
 
-@dataclass(frozen=True)
-class Option:
+class Option(NamedTuple):
     """One way to run a call: bytes it keeps per microbatch, seconds it adds to its backward, bytes of recomputation."""
 
     saved_bytes: int
@@ -45,16 +50,13 @@ class StageCalls:
     inflight: int
     fixed_bytes: int
 
-    @property
-    def kinds(self) -> dict[tuple[Option, ...], list[int]]:
-        """Equal options -> the calls that have them."""
-        found: dict[tuple[Option, ...], list[int]] = {}
-        for position, options in enumerate(self.calls):
-            found.setdefault(options, []).append(position)
-        return found
 
+class _Item(NamedTuple):
+    """An option of a call as it counts: bytes of all that is in flight, seconds, its number."""
 
-Counts = list[dict[tuple[Option, ...], list[cp_model.IntVar]]]
+    bytes_: int
+    seconds: float
+    number: int
 
 
 def choose(stages: Sequence[StageCalls], budget_bytes: int) -> list[list[int]] | None:
@@ -62,32 +64,34 @@ def choose(stages: Sequence[StageCalls], budget_bytes: int) -> list[list[int]] |
 
     None where there is none.
     """
-    model = cp_model.CpModel()
-    counts = _counts(model, stages)
-    unit = max(1, -(-budget_bytes // _UNITS))
-    bytes_ = _bytes(model, stages, counts, unit)
-    model.add(bytes_ <= budget_bytes // unit)
-    model.minimize(_seconds(stages, counts))
-    solver = solve(model)
-    if solver is None:
-        return None
-    model.add(_seconds(stages, counts) <= round(solver.objective_value))
-    model.minimize(bytes_)
-    solver = solve(model) or solver
-    return [_assigned(solver, stage, mine) for stage, mine in zip(stages, counts, strict=True)]
+    fixed = sum(stage.fixed_bytes for stage in stages)
+    plain = [[_fastest(options) for options in stage.calls] for stage in stages]
+    if used_bytes(stages, plain) <= budget_bytes:
+        return plain
+    best: tuple[float, int, list[int]] | None = None
+    for transient in _transients(stages):
+        items = _items(stages, transient)
+        room = budget_bytes - fixed - transient
+        if items is None or sum(call[0].bytes_ for call in items) > room:
+            continue
+        relaxed = _Relaxed(items)
+        if best is not None and relaxed.seconds(0, np.array([room]))[0] > best[0] * (1 + _EQUAL):
+            continue
+        found = _labelled(items, relaxed, room)
+        if best is None or (found[0], found[1] + transient) < best[:2]:
+            best = found[0], found[1] + transient, found[2]
+    return None if best is None else _assigned(stages, best[2])
 
 
 def least_bytes(stages: Sequence[StageCalls]) -> int:
     """The smallest budget for which :func:`choose` finds anything."""
-    model = cp_model.CpModel()
-    counts = _counts(model, stages)
-    most = sum(s.fixed_bytes + s.inflight * sum(max(o.saved_bytes for o in c) for c in s.calls) for s in stages)
-    unit = max(1, -(-most // _UNITS))
-    bytes_ = _bytes(model, stages, counts, unit)
-    model.minimize(bytes_)
-    solver = solve(model)
-    assert solver is not None
-    return round(solver.objective_value) * unit
+    fixed = sum(stage.fixed_bytes for stage in stages)
+    found = []
+    for transient in _transients(stages):
+        items = _items(stages, transient)
+        if items is not None:
+            found.append(fixed + transient + sum(call[0].bytes_ for call in items))
+    return min(found)
 
 
 def used_bytes(stages: Sequence[StageCalls], taken: Sequence[Sequence[int]]) -> int:
@@ -99,53 +103,148 @@ def used_bytes(stages: Sequence[StageCalls], taken: Sequence[Sequence[int]]) -> 
     return kept + max((o.transient_bytes for row in chosen for o in row), default=0)
 
 
-def _counts(model: cp_model.CpModel, stages: Sequence[StageCalls]) -> Counts:
-    counts: Counts = []
-    for k, stage in enumerate(stages):
-        mine = {}
-        for c, (options, calls) in enumerate(stage.kinds.items()):
-            mine[options] = [model.new_int_var(0, len(calls), f"n{k}_{c}_{p}") for p in range(len(options))]
-            model.add(sum(mine[options]) == len(calls))
-        counts.append(mine)
-    return counts
+def _fastest(options: Sequence[Option]) -> int:
+    """Of the fastest options the leanest."""
+    return min(range(len(options)), key=lambda p: (options[p].seconds, options[p].saved_bytes))
 
 
-def _bytes(model: cp_model.CpModel, stages: Sequence[StageCalls], counts: Counts, unit: int) -> cp_model.LinearExprT:
-    largest = max((o.transient_bytes for s in stages for c in s.calls for o in c), default=0)
-    transient = model.new_int_var(0, -(-largest // unit), "t")
-    fixed = sum(-(-stage.fixed_bytes // unit) for stage in stages)
-    terms: list[cp_model.LinearExprT] = [transient, fixed]
-    for stage, mine in zip(stages, counts, strict=True):
-        for option, number in _numbered(mine):
-            terms.append(number * (stage.inflight * -(-option.saved_bytes // unit)))
-            if option.transient_bytes:
-                used = model.new_bool_var("")
-                model.add(number == 0).only_enforce_if(~used)
-                model.add(transient >= -(-option.transient_bytes // unit)).only_enforce_if(used)
-    return cp_model.LinearExpr.sum(terms)
+def _transients(stages: Sequence[StageCalls]) -> list[int]:
+    """What the largest recomputation may take."""
+    return sorted({o.transient_bytes for s in stages for options in set(s.calls) for o in options} or {0})
 
 
-def _numbered(counts: dict[tuple[Option, ...], list[cp_model.IntVar]]) -> Iterator[tuple[Option, cp_model.IntVar]]:
-    for options, numbers in counts.items():
-        yield from zip(options, numbers, strict=True)
+def _items(stages: Sequence[StageCalls], transient: int) -> list[list[_Item]] | None:
+    """Per call, in the order of the stages, its options by rising bytes and falling seconds; None where one has none.
+
+    What another option of the call beats in both is left out.
+    """
+    known: dict[tuple[int, tuple[Option, ...]], list[_Item]] = {}
+    found = []
+    for stage in stages:
+        for options in stage.calls:
+            key = stage.inflight, options
+            if key not in known:
+                known[key] = _useful(options, stage.inflight, transient)
+            if not known[key]:
+                return None
+            found.append(known[key])
+    return found
 
 
-def _seconds(stages: Sequence[StageCalls], counts: Counts) -> cp_model.LinearExprT:
-    most = math.fsum(max(o.seconds for o in c) for s in stages for c in s.calls)
-    unit = most / _UNITS or 1.0
-    terms: list[cp_model.LinearExprT] = [
-        number * round(option.seconds / unit) for mine in counts for option, number in _numbered(mine)
-    ]
-    return cp_model.LinearExpr.sum(terms)
+def _useful(options: Sequence[Option], inflight: int, transient: int) -> list[_Item]:
+    items = sorted(
+        _Item(inflight * o.saved_bytes, o.seconds, p) for p, o in enumerate(options) if o.transient_bytes <= transient
+    )
+    found: list[_Item] = []
+    for item in items:
+        if not found or item.seconds < found[-1].seconds:
+            found.append(item)
+    return found
 
 
-def _assigned(
-    solver: cp_model.CpSolver, stage: StageCalls, counts: dict[tuple[Option, ...], list[cp_model.IntVar]]
-) -> list[int]:
-    taken = [0] * len(stage.calls)
-    for options, calls in stage.kinds.items():
-        order = sorted(range(len(options)), key=lambda p: (options[p].saved_bytes, -options[p].seconds))
-        row = [p for p in order for _ in range(solver.value(counts[options][p]))]
-        for call, option in zip(calls, row, strict=True):
-            taken[call] = option
-    return taken
+class _Segment(NamedTuple):
+    """From one option to the next on the lower hull of a call: bytes that save a second, the call, bytes, seconds
+    saved, the number of the option after it."""
+
+    price: float
+    call: int
+    bytes_: int
+    saved: float
+    number: int
+
+
+class _Relaxed:
+    """The linear relaxation: calls from their leanest options on, then segments by rising price."""
+
+    def __init__(self, calls: Sequence[Sequence[_Item]]) -> None:
+        self.calls = calls
+        self.segments = sorted(s for i, items in enumerate(calls) for s in _segments(i, items))
+        self.owners = np.array([s.call for s in self.segments], dtype=np.int64)
+        self.bytes_ = np.array([float(s.bytes_) for s in self.segments])
+        self.saved = np.array([s.saved for s in self.segments])
+        rest = [(float(items[0].bytes_), items[0].seconds) for items in calls]
+        self.least = [math.fsum(b for b, _ in rest[i:]) for i in range(len(rest) + 1)]
+        self.most = [math.fsum(s for _, s in rest[i:]) for i in range(len(rest) + 1)]
+
+    def seconds(self, first: int, room: NDArray[np.int64]) -> NDArray[np.float64]:
+        """The least seconds of calls from ``first`` on, for each amount of bytes that is left; infinite below the
+        leanest."""
+        mine = self.owners >= first
+        bytes_ = np.concatenate([[0.0], np.cumsum(self.bytes_[mine])])
+        saved = np.concatenate([[0.0], np.cumsum(self.saved[mine])])
+        spare = room - self.least[first]
+        return np.where(spare < 0, np.inf, self.most[first] - np.interp(spare, bytes_, saved))
+
+    def rounded(self, room: int) -> float:
+        """Seconds of a choice: segments by rising price, each call's as long as they fit."""
+        spare, seconds = room - self.least[0], self.most[0]
+        full: set[int] = set()
+        for segment in self.segments:
+            if segment.call in full:
+                continue
+            if segment.bytes_ > spare:
+                full.add(segment.call)
+                continue
+            spare -= segment.bytes_
+            seconds -= segment.saved
+        return seconds
+
+
+def _segments(call: int, items: Sequence[_Item]) -> Iterator[_Segment]:
+    hull: list[_Item] = []
+    for item in items:
+        while len(hull) > 1 and _is_above(hull[-2], hull[-1], item):
+            hull.pop()
+        hull.append(item)
+    for before, after in itertools.pairwise(hull):
+        bytes_, saved = after.bytes_ - before.bytes_, before.seconds - after.seconds
+        yield _Segment(bytes_ / saved, call, bytes_, saved, after.number)
+
+
+def _is_above(left: _Item, middle: _Item, right: _Item) -> bool:
+    """Whether ``middle`` lies on or above the line between the others."""
+    return (left.seconds - middle.seconds) * (right.bytes_ - left.bytes_) <= (left.seconds - right.seconds) * (
+        middle.bytes_ - left.bytes_
+    )
+
+
+def _labelled(calls: Sequence[Sequence[_Item]], relaxed: _Relaxed, room: int) -> tuple[float, int, list[int]]:
+    """Seconds, bytes and the option of each call of the best choice within ``room``, which some choice is."""
+    limit = relaxed.rounded(room)
+    limit += _EQUAL * (abs(limit) + relaxed.most[0])
+    bytes_, seconds = np.zeros(1, dtype=np.int64), np.zeros(1)
+    steps: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
+    for i, items in enumerate(calls):
+        more = (bytes_[:, None] + np.array([item.bytes_ for item in items], dtype=np.int64)).ravel()
+        later = (seconds[:, None] + np.array([item.seconds for item in items])).ravel()
+        bounds = later + relaxed.seconds(i + 1, room - more)
+        kept = np.flatnonzero(bounds <= limit)
+        if len(kept) > _LABELS:
+            kept = kept[np.argsort(bounds[kept], kind="stable")[:_LABELS]]
+        kept = kept[np.lexsort((later[kept], more[kept]))]
+        before = np.minimum.accumulate(np.concatenate([[np.inf], later[kept][:-1]]))
+        kept = kept[later[kept] < before]
+        steps.append((kept // len(items), kept % len(items)))
+        bytes_, seconds = more[kept], later[kept]
+    place = len(seconds) - 1  # seconds fall as bytes rise
+    result = float(seconds[place]), int(bytes_[place])
+    taken = []
+    for (parents, options), items in zip(reversed(steps), reversed(calls), strict=True):
+        taken.append(items[int(options[place])].number)
+        place = int(parents[place])
+    return *result, taken[::-1]
+
+
+def _assigned(stages: Sequence[StageCalls], taken: Sequence[int]) -> list[list[int]]:
+    """The options by stage and call; of equal calls, the first ones take the leanest."""
+    rows, begin = [], 0
+    for stage in stages:
+        mine = taken[begin : begin + len(stage.calls)]
+        begin += len(stage.calls)
+        equal: dict[tuple[Option, ...], list[int]] = {}
+        for options, p in zip(stage.calls, mine, strict=True):
+            equal.setdefault(options, []).append(p)
+        for options, several in equal.items():
+            several.sort(key=lambda p, of=options: (of[p].saved_bytes, -of[p].seconds), reverse=True)  # type: ignore[misc]
+        rows.append([equal[options].pop() for options in stage.calls])
+    return rows

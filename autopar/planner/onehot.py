@@ -1,4 +1,4 @@
-"""The one MILP of autopar's placement problems: one choice per vertex, a price per change of type on each edge.
+"""The placement problem (:mod:`autopar.planner.placement`) as an MILP, for where elimination takes too much.
 
 Sets
     V vertices (ops, parameters, inputs), each with choices C_v; E edges u -> v (v's operand ``position`` is u's result)
@@ -22,63 +22,24 @@ The marginal form keeps the relaxation tight (compare the linearised product): s
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from ortools.linear_solver.python import model_builder as milp
 
 from autopar.errors import ShardingError
+from autopar.planner.placement import Problem, Solution
 from autopar.spmd import Type
 
 _MICROSECOND = 1e-6  # the solver sees microseconds: its tolerances are absolute
 
 
-@dataclass(frozen=True)
-class Vertex:
-    """``results[c]`` and ``operands[c]`` are the types of choice c; ``seconds[c]`` and ``bytes[c]`` what it costs."""
-
-    name: str
-    results: tuple[Type, ...]
-    operands: tuple[tuple[Type, ...], ...]
-    seconds: tuple[float, ...]
-    bytes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Edge:
-    """``prices`` has every allowed change of type, in seconds; edges of one source and ``share`` pay each once."""
-
-    source: int
-    target: int
-    position: int
-    prices: dict[tuple[Type, Type], float]
-    share: Hashable = None
-
-
-@dataclass(frozen=True)
-class Problem:
-    vertices: tuple[Vertex, ...]
-    edges: tuple[Edge, ...]
-    ties: tuple[tuple[int, int], ...] = ()
-    budget_bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class Solution:
-    """``choices[v]`` is an index into C_v; the bound is proven: no assignment costs less."""
-
-    choices: tuple[int, ...]
-    seconds: float
-    bound_seconds: float
-
-
 Variables = list[list[milp.Variable]]
 Flow = dict[tuple[Type, Type], milp.Variable]
 Flows = list[Flow]
-Shares = dict[tuple[int, Hashable], Flow]
+Shares = list[tuple[float, milp.Variable]]
 
 
-def solve(problem: Problem, *, time_limit_seconds: float = 60.0) -> Solution:
+def solve_milp(problem: Problem, *, time_limit_seconds: float = 60.0) -> Solution:
     """The cheapest assignment. Raises ShardingError where none satisfies the constraints."""
     model = milp.Model()  # type: ignore[no-untyped-call]
     x: Variables = [
@@ -97,8 +58,8 @@ def solve(problem: Problem, *, time_limit_seconds: float = 60.0) -> Solution:
     if status not in (milp.SolveStatus.OPTIMAL, milp.SolveStatus.FEASIBLE):
         raise ShardingError(f"no placement satisfies every op and the memory budget ({status.name.lower()})")
     choices = tuple(max(range(len(row)), key=lambda c: solver.value(row[c])) for row in x)
-    bound = min(solver.best_objective_bound, solver.objective_value)
-    return Solution(choices, solver.objective_value * _MICROSECOND, bound * _MICROSECOND)
+    seconds = problem.seconds(choices)
+    return Solution(choices, seconds, min(solver.best_objective_bound * _MICROSECOND, seconds))
 
 
 def _one_choice(model: milp.Model, x: Variables) -> None:
@@ -136,21 +97,18 @@ def _by_type(types: Sequence[Type], row: list[milp.Variable]) -> dict[Type, list
 
 
 def _shares(model: milp.Model, problem: Problem, e: Flows) -> Shares:
-    groups: dict[tuple[int, Hashable], list[int]] = defaultdict(list)
-    for number, edge in enumerate(problem.edges):
-        if edge.share is not None:
-            groups[edge.source, edge.share].append(number)
-    shared: Shares = {}
-    for key, numbers in groups.items():
-        if len(numbers) < 2:
-            continue
-        pairs = {pair for n in numbers for pair in e[n] if problem.edges[n].prices[pair] > 0}
-        ordered = sorted(pairs)
-        shared[key] = {pair: model.new_num_var(0.0, 1.0, f"z{key[0]}_{pair}") for pair in ordered}
-        for n in numbers:
-            for pair in ordered:
-                if pair in e[n]:
-                    model.add(shared[key][pair] >= e[n][pair])
+    """What is changed once for several edges, and at which price."""
+    flows = {id(edge): flow for edge, flow in zip(problem.edges, e, strict=True)}
+    shared: Shares = []
+    for share in problem.parts()[1]:
+        prices = share.prices
+        pairs = sorted({pair for edge in share.edges for pair in flows[id(edge)] if prices[pair] > 0})
+        copies = {pair: model.new_num_var(0.0, 1.0, f"z{len(shared)}_{pair}") for pair in pairs}
+        for edge in share.edges:
+            for pair in pairs:
+                if pair in flows[id(edge)]:
+                    model.add(copies[pair] >= flows[id(edge)][pair])
+        shared += [(prices[pair], copy) for pair, copy in copies.items()]
     return shared
 
 
@@ -175,28 +133,13 @@ def _budget(model: milp.Model, problem: Problem, x: Variables) -> None:
         model.add(milp.LinearExpr.sum(terms) <= 1)
 
 
-def _objective(
-    model: milp.Model,
-    problem: Problem,
-    x: Variables,
-    e: Flows,
-    z: Shares,
-) -> None:
+def _objective(model: milp.Model, problem: Problem, x: Variables, e: Flows, z: Shares) -> None:
     terms = []
     for vertex, row in zip(problem.vertices, x, strict=True):
         terms += [s / _MICROSECOND * v for s, v in zip(vertex.seconds, row, strict=True) if s]
+    alone = {id(edge) for edge in problem.parts()[0]}
     for edge, flow in zip(problem.edges, e, strict=True):
-        if edge.share is None or (edge.source, edge.share) not in z:
+        if id(edge) in alone:
             terms += [edge.prices[pair] / _MICROSECOND * v for pair, v in flow.items() if edge.prices[pair]]
-    prices = _share_prices(problem)
-    for key, copies in z.items():
-        terms += [prices[key][pair] / _MICROSECOND * v for pair, v in copies.items()]
+    terms += [price / _MICROSECOND * copy for price, copy in z]
     model.minimize(milp.LinearExpr.sum(terms) if terms else 0)
-
-
-def _share_prices(problem: Problem) -> dict[tuple[int, Hashable], dict[tuple[Type, Type], float]]:
-    """By share: the price of every change that any of its edges may take."""
-    found: dict[tuple[int, Hashable], dict[tuple[Type, Type], float]] = defaultdict(dict)
-    for edge in problem.edges:
-        found[edge.source, edge.share] |= edge.prices
-    return found

@@ -1,4 +1,4 @@
-"""What one op takes on one device, forward and backward, in seconds of a microbatch."""
+"""What one op takes on one device, forward and backward, in seconds of a microbatch: gathered for the cost models."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from torch import fx
 
 from autopar.cluster import Device
 from autopar.cost_models import compute
-from autopar.graph import Choice, Meta, info, is_view
+from autopar.cost_models.compute import Work
+from autopar.graph import Choice, Meta, info, is_getitem, is_view
 from autopar.rules.base import Op, Rule
+from autopar.rules.shape import copies
 from autopar.spmd import Type
+
+_DENSE_COPIES = 3
+"""The gradient of a table is cleared, made, and read to be added to those before."""
 
 _SUM_COPIES = 5
 """Adding a piece of a result to those before reads it, and reads and writes their sum, which is twice as wide."""
@@ -18,32 +23,51 @@ _SUM_COPIES = 5
 def pass_seconds(
     node: fx.Node, op: Op, rule: Rule, choice: Choice, size: int, device: Device, unequal: float = 1.0
 ) -> tuple[float, float]:
-    """Roofline seconds of forward and backward of the part one rank computes, ``unequal`` times the average one.
-
-    A product has one more in the backward for each factor with a gradient.
-    """
-    if is_view(node):
+    """Roofline seconds of forward and backward of the part one rank computes, ``unequal`` times the average one."""
+    if is_getitem(node) or (is_view(node) and op.result.dtype == op.operands[0].dtype and not copies(node)):
         return 0.0, 0.0
-    split = choice.result.is_shard or any(kind.is_shard for kind in choice.operands)
-    flops = unequal * rule.flops(op) / (size if split else 1)
-    moved = sum(_local_bytes(m, k, size) for m, k in zip(op.operands, choice.operands, strict=True))
-    moved += sum(_local_bytes(m, choice.result, size) for m in op.outputs)
-    moved += rule.inner_bytes(op) // (size if split else 1)
+    work = work_of(op, rule, choice, size, unequal)
+    backward = compute.backward_seconds(work, device) if op.result.needs_grad else 0.0
+    return compute.forward_seconds(work, device), backward
+
+
+def work_of(op: Op, rule: Rule, choice: Choice, size: int, unequal: float = 1.0) -> Work:
+    """What a rank does of ``op``, of ``size`` ranks that compute it by ``choice``.
+
+    A backward reads the gradients of results and, unless the op is linear, its operands, and writes gradients.
+    """
+    split = size if choice.result.is_shard or any(kind.is_shard for kind in choice.operands) else 1
+    flops = unequal * rule.flops(op) / split
+    taken = [_local_bytes(m, k, size) for m, k in zip(op.operands, choice.operands, strict=True)]
+    made = sum(_local_bytes(m, choice.result, size) for m in op.outputs)
+    inner = rule.inner_bytes(op) // split
+    gradients = sum(b for b, m in zip(taken, op.operands, strict=True) if m.needs_grad)
+    for position in rule.looked_up(op):
+        gradients += _DENSE_COPIES * taken[position] if op.operands[position].needs_grad else 0
+        taken[position] = min(taken[position], made)
     factor = op.operands[0] if flops else op.result  # a loss of bf16 products is float32
-    pieces = rule.pieces(op, choice, size)
-    forward = pieces * compute.seconds(flops / pieces, moved / pieces, dtype_name(factor.dtype), device)
-    if pieces > 1:
-        added = _SUM_COPIES * sum(_local_bytes(m, choice.result, size) for m in op.outputs)
-        forward += (pieces - 1) * compute.seconds(0, added, dtype_name(factor.dtype), device)
-    if not op.result.needs_grad:
-        return forward, 0.0
-    factors = max(1, sum(m.needs_grad for m in op.operands)) if flops else 1
-    return forward, (factors + rule.repeats) * forward
+    return Work(
+        flops=flops,
+        moved_bytes=sum(taken) + made + inner,
+        dtype=dtype_name(factor.dtype),
+        made=_elements(op.result, choice.result, size) if flops else 0,
+        factors=tuple(
+            _elements(m, k, size) for m, k in zip(op.operands, choice.operands, strict=True) if flops and m.needs_grad
+        ),
+        back_bytes=made + gradients + inner + (0 if rule.is_linear(op) else sum(taken)),
+        repeats=rule.repeats,
+        pieces=rule.pieces(op, choice, size),
+        added_bytes=_SUM_COPIES * made,
+        fused=rule.is_fused(op),
+        keys=op.operands[1].shape[-2] if rule.is_fused(op) else 0,
+    )
 
 
 def expert_imbalance(node: fx.Node, *further: Choice) -> float:
     """How many times the mean the rank with the most rows of experts has to do, where ``node`` is about such rows on an
     axis that is solved, or by a ``further`` choice."""
+    if info(node).imbalance == 1.0:
+        return 1.0
     kinds = [kind for c in (*info(node).choices.values(), *further) for kind in (*c.operands, c.result)]
     return info(node).imbalance if any(kind.is_ragged for kind in kinds) else 1.0
 
@@ -54,3 +78,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def _local_bytes(meta: Meta, kind: Type, size: int) -> int:
     return meta.bytes // size if kind.is_shard else meta.bytes
+
+
+def _elements(meta: Meta, kind: Type, size: int) -> int:
+    return meta.numel // size if kind.is_shard else meta.numel

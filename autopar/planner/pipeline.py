@@ -6,20 +6,21 @@ schedule is generated twice, first with equal passes.
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from autopar.cost_models import collective, step
 from autopar.errors import ArgumentError, BudgetError, PlanError, ScheduleError, StageError
-from autopar.graph import Block, Call, Model, info
+from autopar.graph import Block, Model, ParameterInfo, info
 from autopar.options import Options
 from autopar.passes.vocabulary import STAGELESS, VOCABULARY
 from autopar.planner.activations import Activations, Alternative
+from autopar.planner.between import between
 from autopar.planner.block_costs import BlockCost, Machine
 from autopar.planner.fitting import Demand, Fit, fit, pinned
 from autopar.planner.makespan_bounds import makespan_bound
@@ -36,7 +37,6 @@ from autopar.schedules.greedy import Job
 from autopar.schedules.offloads import LEAST_BYTES, offload_activations
 from autopar.schedules.pass_times import PassTimes
 from autopar.schedules.registry import SCHEDULES
-from autopar.schedules.weight_moves import WeightMoves
 
 SYNTHESIZED = "synthesized"
 """The name of a schedule that is made for the costs at hand instead of taken from the literature."""
@@ -57,8 +57,7 @@ class Wanted:
 @dataclass(frozen=True)
 class Pipeline:
     """``stages`` are the calls of each stage; ``inflight[k]`` how many microbatches of stage k its rank keeps when it
-    keeps the most. ``bound_seconds`` is a proven bound on the slowest rank's passes of one microbatch,
-    ``order_seconds`` one on the step of these stages, whatever the order of their passes (0: none was looked for).
+    keeps the most. ``bound_seconds`` is a proven bound on the slowest rank's passes of one microbatch.
     ``chosen`` is what each call recomputes."""
 
     stages: tuple[tuple[int, ...], ...]
@@ -66,10 +65,14 @@ class Pipeline:
     timeline: Timeline
     inflight: tuple[int, ...]
     bound_seconds: float
-    order_seconds: float
     vocabulary: VocabularyCost | None
     activations: Activations
     chosen: Mapping[int, Alternative]
+
+    @cached_property
+    def order_seconds(self) -> float:
+        """A proven bound on the step of these stages, whatever the order of their passes (0: none was looked for)."""
+        return _order_bound(self.schedule, self.timeline.costs)
 
     def saved_bytes(self, stage: int) -> int:
         """What the stage keeps of a microbatch from its forward to its backward."""
@@ -141,16 +144,16 @@ def lay_out(
     """
     calls = [i for i, call in enumerate(model.calls) if model.block_of(call).kind not in STAGELESS]
     storage = Storage(options, machine.mesh)
-    units = [_unit(model, model.calls[i], i, costs, machine, storage) for i in calls]
+    units = _units(model, calls, costs, machine, storage)
     vocabulary = vocabulary_cost(model, mode_of(wanted.vocabulary).head, costs, machine, wanted.head_chunks)
     parts = _Parts(model, calls, units, costs, machine, microbatches, wanted, options, vocabulary, activations)
     if pins is not None and pins.actions is not None:
         written = Schedule.from_text(pins.actions)
-        return _pipeline(parts, written, pins, lambda costs, _: lower(written, costs.seconds))
+        return _pipeline(parts, written, pins, lambda costs, free_bytes: written)
     if wanted.schedule != SYNTHESIZED:
         name = _schedule_name(wanted, machine.sizes["pp"])
-        draft = _generate(parts, name, wanted.chunks, None)
-        return _pipeline(parts, draft, pins, partial(_named, parts, name))
+        draft = _draft(parts, name)
+        return _pipeline(parts, draft, pins, partial(_named, parts, name, draft))
     return _best_synthesized(parts, pins)
 
 
@@ -188,16 +191,18 @@ def _laid_out(
     *,
     offloads: bool = False,
 ) -> Pipeline:
-    """Cut for what ``draft`` keeps, then schedule by the costs of that cut and the bytes left for activations."""
+    """Cut for what ``draft`` keeps, then schedule by the costs of that cut and the bytes left for activations.
+    ``schedule_for`` gives compute actions."""
     found = _fit(parts, draft, pins, device_inflight(draft) if offloads else kept_stages(draft))
     cut, stages = found.cut, _stages(parts.calls, found.cut)
     if draft.is_asynchronous:
         _refuse_ties(parts, stages)
-    costs = _schedule_costs(parts, stages, draft.placement, found.chosen)
+    costs = _schedule_costs(parts, stages, draft, found.chosen)
     free = _free_bytes(parts, stages, draft)
     # A schedule that is made for the memory would be one for the memory without the host's.
     room = [sys.maxsize] * len(free) if offloads else free
-    schedule = _with_moves(parts, schedule_for(costs, room), costs)
+    moves = weight_moves(parts.model, parts.options, parts.machine.lines.values())
+    schedule = lower(schedule_for(costs, room), costs.seconds, moves)
     if pins is not None:
         schedule = offload_activations(schedule, pins.offloads)
     elif offloads:
@@ -205,10 +210,9 @@ def _laid_out(
     return Pipeline(
         stages=stages,
         schedule=schedule,
-        timeline=simulate_timeline(schedule, costs),
+        timeline=simulate_timeline(schedule, costs, trusted=pins is None or pins.actions is None),
         inflight=kept_stages(schedule),
         bound_seconds=cut.bound_seconds,
-        order_seconds=_order_bound(schedule, costs),
         vocabulary=parts.vocabulary,
         activations=parts.activations,
         chosen=found.chosen,
@@ -223,8 +227,18 @@ def _order_bound(schedule: Schedule, costs: Costs) -> float:
     return makespan_bound(job)
 
 
-def _named(parts: _Parts, name: str, costs: Costs, free_bytes: list[int]) -> Schedule:
-    return lower(_generate(parts, name, parts.wanted.chunks, PassTimes.of(costs)), costs.seconds)
+def _draft(parts: _Parts, name: str) -> Schedule:
+    """The schedule for equal passes, which says what ranks keep. Where the passes' costs change it, it is made again;
+    ranks keep the most long before 4 microbatches each."""
+    row, ranks = SCHEDULES.get(name), parts.machine.sizes["pp"]
+    few = min(parts.microbatches, 4 * ranks) if row is not None and row.cost_aware else parts.microbatches
+    return _generate(replace(parts, microbatches=few), name, parts.wanted.chunks, None)
+
+
+def _named(parts: _Parts, name: str, draft: Schedule, costs: Costs, free_bytes: list[int]) -> Schedule:
+    if not draft.head and not SCHEDULES[name].cost_aware:
+        return draft  # the same, whatever passes take
+    return _generate(parts, name, parts.wanted.chunks, PassTimes.of(costs))
 
 
 def _best_synthesized(parts: _Parts, pins: Pins | None) -> Pipeline:
@@ -258,7 +272,7 @@ def _synthesized(draft: Schedule, costs: Costs, free_bytes: list[int]) -> Schedu
         head=draft.head,
         embedding=draft.embedding,
     )
-    return found.schedule
+    return _passes(found.schedule)
 
 
 def _free_bytes(parts: _Parts, stages: tuple[tuple[int, ...], ...], draft: Schedule) -> list[int]:
@@ -269,18 +283,14 @@ def _free_bytes(parts: _Parts, stages: tuple[tuple[int, ...], ...], draft: Sched
     return [max(0, parts.budget_bytes - parts.wanted.spared_bytes - bytes_) for bytes_ in held]
 
 
-def _with_moves(parts: _Parts, schedule: Schedule, costs: Costs) -> Schedule:
-    """The same list of compute actions, with those that gather weights and scatter gradients."""
-    moves = weight_moves(parts.model, parts.options, parts.machine.lines.values())
-    if moves == WeightMoves():
-        return schedule
-    return lower(Schedule.from_text(compute_only(schedule)), costs.seconds, moves)
-
-
 def compute_only(schedule: Schedule) -> str:
     """The text of a lowered schedule without what lowering adds; :func:`lay_out` takes it as ``actions``."""
-    lists = tuple(tuple(a for a in row if a.kind in COMPUTE) for row in schedule.lists)
-    return replace(schedule, lists=lists).to_text()
+    return _passes(schedule).to_text()
+
+
+def _passes(schedule: Schedule) -> Schedule:
+    """The compute actions of a lowered schedule."""
+    return replace(schedule, lists=tuple(tuple(a for a in row if a.kind in COMPUTE) for row in schedule.lists))
 
 
 def _refuse_ties(parts: _Parts, stages: tuple[tuple[int, ...], ...]) -> None:
@@ -326,36 +336,51 @@ def _generate(parts: _Parts, name: str, chunks: int | None, times: PassTimes | N
 def kept_stages(schedule: Schedule) -> tuple[int, ...]:
     """Per stage, how many microbatches its rank keeps of it when it keeps the most of all its stages."""
     most = [0] * schedule.stages
-    for actions in schedule.lists:
-        kept: Counter[int] = Counter()
-        peak = 0
-        for action in actions:
-            if action.kind in ("F", "B", "W"):
-                kept[action.stage] += 1 if action.kind == "F" else -1
-            if kept.total() > peak:
-                peak = kept.total()
-                for stage, count in kept.items():
-                    most[stage] = count
+    for rank, actions in enumerate(schedule.lists):
+        kept = {stage: 0 for stage, home in enumerate(schedule.placement) if home == rank}
+        total = peak = 0
+        for kind, _, stage, _ in actions:
+            if kind == "F":
+                total += 1
+                kept[stage] += 1
+            elif kind in ("B", "W"):
+                total -= 1
+                kept[stage] -= 1
+            if total > peak:
+                peak = total
+                for held, count in kept.items():
+                    most[held] = count
     return tuple(most)
 
 
-def _unit(model: Model, call: Call, index: int, costs: list[BlockCost], machine: Machine, storage: Storage) -> Unit:
-    cost = costs[call.block]
-    crossing = _crossing_bytes(model, index)
-    seconds = 2 * collective.seconds("send", crossing, 2, machine.links["pp"]) if machine.sizes["pp"] > 1 else 0.0
-    name = call.path or model.block_of(call).name
-    return Unit(name, cost.seconds, rank_state(model, [index], storage).device_bytes, 0, seconds, call.block)
+def _units(model: Model, calls: list[int], costs: list[BlockCost], machine: Machine, storage: Storage) -> list[Unit]:
+    """What the cut needs to know of ``calls``. Calls of one block whose parameters are stored alike hold as much."""
+    crossing = _crossing_bytes(model)
+    link = machine.links["pp"]
+    sent = {b: 2 * collective.seconds("send", b, 2, link) for b in set(crossing)} if machine.sizes["pp"] > 1 else {}
+    held: dict[tuple[int, tuple[ParameterInfo, ...]], int] = {}
+    units = []
+    for index in calls:
+        call = model.calls[index]
+        key = call.block, tuple(replace(model.parameters[name], name="", aliases=()) for name in call.parameters)
+        if key not in held:
+            held[key] = rank_state(model, [index], storage).device_bytes
+        name, seconds = call.path or model.block_of(call).name, sent.get(crossing[index], 0.0)
+        units.append(Unit(name, costs[call.block].seconds, held[key], 0, seconds, call.block))
+    return units
 
 
-def _crossing_bytes(model: Model, index: int) -> int:
-    """Bytes of the values made before call ``index`` and used from it on (what tables make is recomputed)."""
-    crossing = {
-        value
-        for call in model.calls[index:]
-        for value in call.operands
-        if 0 <= value.call < index and _block_of(model, value.call).kind not in STAGELESS
-    }
-    return sum(info(_block_of(model, v.call).outputs[v.output]).meta.bytes for v in crossing)
+def _crossing_bytes(model: Model) -> list[int]:
+    """By call, bytes of the values made before it and used from it on (what tables make is recomputed)."""
+    last = {value: index for index, call in enumerate(model.calls) for value in call.operands if value.call >= 0}
+    outputs = [block.outputs for block in model.blocks]
+    changes = [0] * (len(model.calls) + 1)
+    for value, index in last.items():
+        if _block_of(model, value.call).kind not in STAGELESS:
+            bytes_ = info(outputs[model.calls[value.call].block][value.output]).meta.bytes
+            changes[value.call + 1] += bytes_
+            changes[index + 1] -= bytes_
+    return list(itertools.accumulate(changes[:-1]))
 
 
 def _block_of(model: Model, call: int) -> Block:
@@ -405,39 +430,44 @@ def _stages(calls: list[int], cut: Partition) -> tuple[tuple[int, ...], ...]:
 
 def _step_seconds(parts: _Parts, stages: tuple[tuple[int, ...], ...], placement: Sequence[int]) -> tuple[float, ...]:
     split = parts.vocabulary.parameters // parts.storage.shards({}) if parts.vocabulary else 0
-    elements = [split] * parts.machine.sizes["pp"]
+    calls: list[list[int]] = [[] for _ in range(parts.machine.sizes["pp"])]
     for home, stage in zip(placement, stages, strict=True):
-        elements[home] += parts.storage.elements(parts.model, stage)
+        calls[home] += stage
+    elements = [split + parts.storage.elements(parts.model, mine) for mine in calls]
     return tuple(step.optimizer_seconds(count, parts.machine.device) for count in elements)
 
 
 def _schedule_costs(
     parts: _Parts,
     stages: tuple[tuple[int, ...], ...],
-    placement: Sequence[int],
+    draft: Schedule,
     chosen: Mapping[int, Alternative],
 ) -> Costs:
-    model, machine, vocabulary = parts.model, parts.machine, parts.vocabulary
+    model, machine, vocabulary, placement = parts.model, parts.machine, parts.vocabulary, draft.placement
     per_stage = [[parts.costs[model.calls[i].block] for i in stage] for stage in stages]
-    cut = {i: unit.cut_seconds / 2 for i, unit in zip(parts.calls, parts.units, strict=True)}
-    send_backward = tuple(0.0 if k == 0 else cut[stage[0]] for k, stage in enumerate(stages))
-    moves = MoveCosts(model, parts.options, machine)
+    beside = between(model, stages, parts.costs, machine, placement)
+    moves = MoveCosts(model, parts.options, machine, stages, placement)
     tables = [i for i, call in enumerate(model.calls) if model.block_of(call).kind == VOCABULARY]
+    weights = tuple(sum(c.weight_seconds for c in s) for s in per_stage)
+    backward = tuple(
+        sum(c.backward_seconds for c in s) + sum(chosen[i].seconds for i in stage) + b.backward_seconds
+        for s, stage, b in zip(per_stage, stages, beside, strict=True)
+    )
+    completing = weights if draft.split or parts.wanted.schedule == SYNTHESIZED else backward
     return Costs(
-        forward_seconds=tuple(sum(c.forward_seconds for c in s) for s in per_stage),
-        backward_seconds=tuple(
-            sum(c.backward_seconds for c in s) + sum(chosen[i].seconds for i in stage)
-            for s, stage in zip(per_stage, stages, strict=True)
+        forward_seconds=tuple(
+            sum(c.forward_seconds for c in s) + b.forward_seconds for s, b in zip(per_stage, beside, strict=True)
         ),
-        send_forward_seconds=(*send_backward[1:], 0.0),
-        send_backward_seconds=send_backward,
-        reduce_seconds=tuple(map(moves.reduce_seconds, stages)),
+        backward_seconds=backward,
+        send_forward_seconds=tuple(b.send_forward_seconds for b in beside),
+        send_backward_seconds=tuple(b.send_backward_seconds for b in beside),
+        reduce_seconds=tuple(map(moves.left_to_reduce, stages, completing)),
         gather_seconds=tuple(map(moves.gather_seconds, stages)),
-        scatter_seconds=tuple(map(moves.scatter_seconds, stages)),
+        scatter_seconds=tuple(map(moves.left_to_scatter, stages, completing)),
         gather_vocabulary_seconds=moves.gather_seconds(tables) / machine.sizes["pp"],
         activation_bytes=tuple(parts.activations.stage_bytes(stage, chosen) for stage in stages),
         step_seconds=_step_seconds(parts, stages, placement),
-        weight_seconds=tuple(sum(c.weight_seconds for c in s) for s in per_stage),
+        weight_seconds=weights,
         later_bytes=tuple(sum(c.later_bytes for c in s) for s in per_stage),
         vocabulary_seconds=vocabulary.seconds if vocabulary else {},
         logits_bytes=vocabulary.logits_bytes if vocabulary else 0,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from torch import fx
 
@@ -12,12 +13,12 @@ from autopar.cost_models import collective, step
 from autopar.graph import Choice, Meta
 from autopar.planner.op_costs import expert_imbalance, pass_seconds
 from autopar.rules.base import Op, Rule
-from autopar.spmd import P, R, Type, transition
+from autopar.spmd import P, R, Transition, Type, transition
 
 STATE_COPIES = 4
 """A trained parameter is kept with its gradient and the two moments of AdamW."""
 
-FORBIDDEN_SECONDS = 1e4
+FORBIDDEN_SECONDS = 1e8
 """Price of a change that can't be executed: a solution that pays it is a refusal, and names the op."""
 
 
@@ -35,6 +36,9 @@ class Prices(Protocol):
 
     def op(self, node: fx.Node, op: Op, rule: Rule, choice: Choice) -> float: ...
 
+    def ops(self, node: fx.Node, op: Op, rule: Rule, choices: Sequence[Choice]) -> list[float]:
+        """Of each of its choices."""
+
     def change(self, meta: Meta, src: Type, dst: Type, *, per_step: bool, from_tables: bool) -> float | None: ...
 
     def update(self, elements: int) -> float: ...
@@ -49,17 +53,35 @@ class RankPrices:
     link: Link
     microbatches: int
     paired: bool = False
+    known: dict[tuple[Any, ...], float] = field(default_factory=dict, compare=False, repr=False)
+    """Changes priced before."""
 
     def op(self, node: fx.Node, op: Op, rule: Rule, choice: Choice) -> float:
         """Forward and backward seconds of one rank, the communication inside the op's form included."""
+        return self.ops(node, op, rule, (choice,))[0]
+
+    def ops(self, node: fx.Node, op: Op, rule: Rule, choices: Sequence[Choice]) -> list[float]:
+        """:meth:`op` of each choice. What a rank computes depends only on which operands and results are split, and in
+        how many pieces it is done: that is found out once for choices that have it in common."""
+        known: dict[tuple[Any, ...], tuple[float, float]] = {}
+        found = []
+        for choice in choices:
+            unequal = 1.0 if self.paired else rule.imbalance(op, choice, self.size)
+            split = tuple(kind.is_shard for kind in choice.operands)
+            key = split, choice.result.is_shard, unequal, rule.pieces(op, choice, self.size)
+            if key not in known:
+                known[key] = pass_seconds(node, op, rule, choice, self.size, self.device, unequal)
+            found.append(self._with_messages(op, rule, choice, known[key]) * expert_imbalance(node, choice))
+        return found
+
+    def _with_messages(self, op: Op, rule: Rule, choice: Choice, passes: tuple[float, float]) -> float:
         there, back = rule.communication(op, choice, self.size), rule.communication_back(op, choice, self.size)
+        if not there and not back:
+            return sum(passes)
         messages = (there, back if op.result.needs_grad else [])
         inside = [sum(self._collective(kind, bytes_) for kind, bytes_ in some) for some in messages]
-        unequal = 1.0 if self.paired else rule.imbalance(op, choice, self.size)
-        passes = pass_seconds(node, op, rule, choice, self.size, self.device, unequal)
         overlaps = rule.overlaps(op, choice)
-        each = sum(max(own, sent) if overlaps else own + sent for own, sent in zip(passes, inside, strict=True))
-        return each * expert_imbalance(node, choice)
+        return sum(max(own, sent) if overlaps else own + sent for own, sent in zip(passes, inside, strict=True))
 
     def change(self, meta: Meta, src: Type, dst: Type, *, per_step: bool, from_tables: bool) -> float | None:
         """Seconds of a transition both ways; ``per_step``: its backward runs once per step (gradients of
@@ -69,6 +91,12 @@ class RankPrices:
         way = transition(src, dst)
         if way is None or (dst == P and not may_be_term(meta)):
             return None
+        key = way.forward, way.backward, meta.bytes, meta.needs_grad, per_step, from_tables
+        if key not in self.known:
+            self.known[key] = self._change(way, meta, per_step, from_tables)
+        return self.known[key]
+
+    def _change(self, way: Transition, meta: Meta, per_step: bool, from_tables: bool) -> float:
         forward = self._one_way(way.forward, meta)
         backward = self._one_way(way.backward, meta) if meta.needs_grad else 0.0
         if per_step and way.backward is not None and meta.needs_grad:
@@ -83,7 +111,7 @@ class RankPrices:
 
     def _one_way(self, kind: str | None, meta: Meta) -> float:
         if kind is None:
-            return meta.bytes / self.size / self.device.memory_bytes_per_second
+            return meta.bytes / self.size / self.device.achievable_memory_bytes_per_second
         return self._collective(kind, meta.bytes // self.size if kind == "all_to_all" else meta.bytes)
 
     def _collective(self, kind: str, bytes_: int) -> float:
@@ -102,6 +130,9 @@ class MicrobatchPrices:
 
     def op(self, node: fx.Node, op: Op, rule: Rule, choice: Choice) -> float:
         return FORBIDDEN_SECONDS if rule.communication(op, choice, 2) else 0.0
+
+    def ops(self, node: fx.Node, op: Op, rule: Rule, choices: Sequence[Choice]) -> list[float]:
+        return [self.op(node, op, rule, choice) for choice in choices]
 
     def change(self, meta: Meta, src: Type, dst: Type, *, per_step: bool, from_tables: bool) -> float | None:
         if src == dst:

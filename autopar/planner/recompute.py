@@ -1,4 +1,4 @@
-"""Which runs of a block's ops to recompute in the backward: the whole trade of bytes against seconds, by CP-SAT.
+"""Which runs of a block's ops to recompute in the backward: the whole trade of bytes against seconds, exactly.
 
 What a *region* does (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; torch's checkpoint without
 reentrance): a contiguous run of ops whose tensors are dropped after the forward. Its inputs are kept instead; the first
@@ -8,20 +8,19 @@ nothing if it keeps operands only.
 Sets
     ops i = 1..n in the order they run; memories m (:mod:`autopar.planner.saved`: views share one) of ``bytes_m``
     keeps_i: memories that i's backward needs; uses_i: pairs (m, p): i reads memory m through a result of op p < i
-Variables (binary)
-    x_i: i lies in a region; s_i: a region starts with i; k_m: m is kept                     :func:`_regions`
-    f_i: i runs again as a whole; a_i: i is reached, at least by what it keeps of operands   :func:`_rerun`
-Constraints
-    s_i <= x_i,  s_i >= x_i - x_(i-1)                                                        :func:`_regions`
-    k_m >= 1 - x_i                      m in keeps_i: an op outside keeps what it needs      :func:`_kept`
-    k_m >= x_i + s_j - 1                (m, p) in uses_i, p < j <= i: an input of a region   :func:`_kept`
-    f_i >= x_i                          i keeps its result, or something made inside         :func:`_rerun`
-    a_i >= x_i                          i keeps anything                                     :func:`_rerun`
-    a_i >= f_i,  f_i >= a_(i+1) - s_(i+1)     an op is reached through those before it       :func:`_rerun`
+Choice
+    regions [a, b], apart from each other; K: the memories that are kept
+    keeps_i in K                         i in no region: an op outside keeps what it needs
+    m in K                               (m, p) in uses_i, p < a <= i <= b: an input of a region
+    rerun [a, b] = a..b, without b if b keeps operands only; b keeps something, or the region could end before
 Objectives
-    bytes   = sum bytes_m k_m + sum extra_i (1 - x_i)
-    seconds = sum seconds_i f_i
-    min w_b bytes + w_s seconds, then fewer regions, then fewer ops in them                  :class:`_Search`
+    bytes   = sum bytes_m over K + sum extra_i over ops outside
+    seconds = sum seconds_i over reruns
+    min w_b bytes + w_s seconds, then fewer regions, then fewer ops in them
+
+For given weights, a dynamic program over (next op, memories kept so far that an op to come could ask for) is exact
+(:class:`_Chain`): the next op lies outside, or one of the regions begins with it. A block keeps few memories that are
+asked for more than once, so there are few states (of more than 2^14 for one op, the cheapest are gone on from).
 
 The frontier is the lower convex hull of all (bytes, seconds): its ends are solved lexicographically, and between two
 neighbours the weights that value both alike find the point farthest below their line or prove that there is none
@@ -34,10 +33,12 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from typing import NamedTuple
 
-from ortools.sat.python import cp_model
 from torch import fx
 
 from autopar.graph import AxisRef, Block, info
@@ -54,6 +55,7 @@ POINTS = 8
 """As many points of a frontier are looked for."""
 
 _UNITS = 1 << 20
+_STATES = 1 << 14
 _LARGEST = 400  # ops of a block; of a larger one only the whole is recomputed, or nothing
 
 
@@ -131,7 +133,7 @@ def frontier(problem: Problem, points: int = POINTS, *, silent: bool = False) ->
     none = evaluate(problem, ())
     if problem.size > _LARGEST or not none.saved_bytes:
         return [none]
-    search = _Search(problem, _Scale.of(problem), silent)
+    search = _Search(problem, silent)
     first, last = search.best(2 * _UNITS, 1), search.best(1, 2 * _UNITS)
     found = {first.regions: first, last.regions: last}
     waiting = [(-_area(none, first, last), 0, first, last)]
@@ -173,21 +175,12 @@ class _Scale:
         return round(count / self.second_unit)
 
 
-@dataclass(frozen=True)
-class _Variables:
-    inside: list[cp_model.IntVar]
-    starts: list[cp_model.IntVar]
-    kept: list[cp_model.IntVar]
-    again: list[cp_model.IntVar]
-
-
-@dataclass(frozen=True)
 class _Search:
     """The choices that are looked through."""
 
-    problem: Problem
-    scale: _Scale
-    silent: bool
+    def __init__(self, problem: Problem, silent: bool) -> None:
+        self.problem, self.scale = problem, _Scale.of(problem)
+        self.chain = _Chain(problem, silent)
 
     def below(self, left: Point, right: Point) -> Point | None:
         """A point below the line through two; None where it is proven that there is none."""
@@ -200,79 +193,94 @@ class _Search:
         return found if value < line * (1 - 1e-9) else None
 
     def best(self, second_weight: int, byte_weight: int) -> Point:
-        """The best choice under these weights, proven; then the one with fewer regions, then with fewer ops."""
-        problem, scale = self.problem, self.scale
-        model = cp_model.CpModel()
-        inside, starts = _regions(model, problem, self.silent)
-        kept = _kept(model, problem, inside, starts)
-        again = _rerun(model, problem, inside, starts)
-        bytes_ = sum(scale.bytes_(b) * k for b, k in zip(problem.bytes_, kept, strict=True))
-        extra = sum(scale.bytes_(b) * (1 - x) for b, x in zip(problem.extra_bytes, inside, strict=True))
-        seconds = sum(scale.seconds(t) * f for t, f in zip(problem.seconds, again, strict=True))
-        ties = sum(inside) + (problem.size + 1) * sum(starts)
-        weighed = byte_weight * (bytes_ + extra) + second_weight * seconds
-        model.minimize(weighed * (problem.size + 1) ** 2 + ties)
-        solver = cp_model.CpSolver()
-        solver.parameters.num_workers = 1  # the same regions on every machine
-        solver.parameters.random_seed = 0
-        solver.parameters.max_deterministic_time = 10.0
-        solver.solve(model)
-        return evaluate(problem, _read(solver, inside, starts))
+        return evaluate(self.problem, self.chain.best(second_weight, byte_weight))
 
 
-def _regions(
-    model: cp_model.CpModel, problem: Problem, silent: bool
-) -> tuple[list[cp_model.IntVar], list[cp_model.IntVar]]:
-    inside = [model.new_bool_var(f"x{i}") for i in range(problem.size)]
-    starts = [model.new_bool_var(f"s{i}") for i in range(problem.size)]
-    for i, (x, s) in enumerate(zip(inside, starts, strict=True)):
-        model.add(s <= x)
-        model.add(s >= x - inside[i - 1] if i else s >= x)
-        if silent and problem.communicates[i]:
-            model.add(x == 0)
-    return inside, starts
+class _Run(NamedTuple):
+    """A region by its last op: what it asks to be kept (bits), the seconds of its rerun (scaled), its ops."""
+
+    last: int
+    asked: int
+    seconds: int
+    size: int
 
 
-def _kept(
-    model: cp_model.CpModel, problem: Problem, inside: list[cp_model.IntVar], starts: list[cp_model.IntVar]
-) -> list[cp_model.IntVar]:
-    kept = [model.new_bool_var(f"k{m}") for m in range(len(problem.bytes_))]
-    for i in range(problem.size):
-        for m in problem.keeps[i]:
-            model.add(kept[m] >= 1 - inside[i])
-        for m, p in problem.uses[i]:
-            if p < 0:
-                model.add(kept[m] >= inside[i])
-                continue
-            for j in range(p + 1, i + 1):
-                model.add(kept[m] >= inside[i] + starts[j] - 1)
-    return kept
+class _Chain:
+    """A block's ops as the dynamic program takes them; sets of memories are bits, those of no bytes left out."""
+
+    def __init__(self, problem: Problem, silent: bool) -> None:
+        self.size, self.scale = problem.size, _Scale.of(problem)
+        counted = [m for m, bytes_ in enumerate(problem.bytes_) if bytes_]
+        self.bit = {m: 1 << k for k, m in enumerate(counted)}
+        self.weights = [self.scale.bytes_(problem.bytes_[m]) for m in counted]
+        self.keeps = [self._bits(keeps) for keeps in problem.keeps]
+        self.extra = [self.scale.bytes_(bytes_) for bytes_ in problem.extra_bytes]
+        self.seconds = [0, *itertools.accumulate(self.scale.seconds(t) for t in problem.seconds)]
+        self.runs = [list(self._runs(problem, first, silent)) for first in range(problem.size)]
+        asked = [k | self._bits(m for m, _ in u) for k, u in zip(self.keeps, problem.uses, strict=True)]
+        self.later = [*itertools.accumulate(reversed(asked), or_, initial=0)][::-1]
+        self.sums = {0: 0}
+
+    def _bits(self, memories: Iterable[int]) -> int:
+        return reduce(or_, (self.bit.get(m, 0) for m in memories), 0)
+
+    def _runs(self, problem: Problem, first: int, silent: bool) -> Iterator[_Run]:
+        """The regions that begin with an op, but for those that could end before."""
+        asked = 0
+        for last in range(first, problem.size):
+            if silent and problem.communicates[last]:
+                return
+            asked |= self._bits(m for m, p in problem.uses[last] if p < first)
+            if problem.keeps_any[last]:
+                end = last + bool(problem.keeps_made[last])
+                yield _Run(last, asked, self.seconds[end] - self.seconds[first], last + 1 - first)
+
+    def bytes_of(self, bits: int) -> int:
+        """Of a set of memories, scaled."""
+        if bits not in self.sums:
+            lowest = bits & -bits
+            self.sums[bits] = self.weights[lowest.bit_length() - 1] + self.bytes_of(bits ^ lowest)
+        return self.sums[bits]
+
+    def best(self, second_weight: int, byte_weight: int) -> Regions:
+        """The best regions under these weights; then the fewest, then those with the fewest ops."""
+        unit = (self.size + 1) ** 2
+        byte_price, second_price = byte_weight * unit, second_weight * unit
+        costs: list[dict[int, int]] = [{} for _ in range(self.size + 1)]
+        origins: list[dict[int, tuple[int, int]]] = [{} for _ in range(self.size + 1)]
+        costs[0][0] = 0
+
+        def reach(place: int, kept: int, cost: int, origin: tuple[int, int]) -> None:
+            kept &= self.later[place]
+            if cost < costs[place].get(kept, cost + 1):
+                costs[place][kept] = cost
+                origins[place][kept] = origin
+
+        for first in range(self.size):
+            for kept, cost in self._cheapest(costs[first]):
+                outside = self.bytes_of(self.keeps[first] & ~kept) + self.extra[first]
+                reach(first + 1, kept | self.keeps[first], cost + byte_price * outside, (first, kept))
+                for last, asked, seconds, size in self.runs[first]:
+                    more = byte_price * self.bytes_of(asked & ~kept) + second_price * seconds
+                    reach(last + 1, kept | asked, cost + more + size + self.size + 1, (~first, kept))
+        return _regions(origins, self.size)
+
+    def _cheapest(self, costs: dict[int, int]) -> Iterable[tuple[int, int]]:
+        if len(costs) <= _STATES:
+            return costs.items()
+        return heapq.nsmallest(_STATES, costs.items(), key=lambda item: item[1])
 
 
-def _rerun(
-    model: cp_model.CpModel, problem: Problem, inside: list[cp_model.IntVar], starts: list[cp_model.IntVar]
-) -> list[cp_model.IntVar]:
-    again = [model.new_bool_var(f"f{i}") for i in range(problem.size)]
-    reached = [model.new_bool_var(f"a{i}") for i in range(problem.size)]
-    for i in range(problem.size):
-        model.add(reached[i] >= again[i])
-        if problem.keeps_made[i]:
-            model.add(again[i] >= inside[i])
-        if problem.keeps_any[i]:
-            model.add(reached[i] >= inside[i])
-        if i + 1 < problem.size:
-            model.add(again[i] >= reached[i + 1] - starts[i + 1])
-    return again
-
-
-def _read(solver: cp_model.CpSolver, inside: Sequence[cp_model.IntVar], starts: Sequence[cp_model.IntVar]) -> Regions:
-    regions: list[Region] = []
-    for i, (x, s) in enumerate(zip(inside, starts, strict=True)):
-        if solver.value(s):
-            regions.append((i, i))
-        elif solver.value(x):
-            regions[-1] = (regions[-1][0], i)
-    return tuple(regions)
+def _regions(origins: Sequence[Mapping[int, tuple[int, int]]], size: int) -> Regions:
+    """The regions on the way to the end; an origin whose op is negated began one."""
+    found: list[Region] = []
+    place, kept = size, 0
+    while place:
+        first, kept = origins[place][kept]
+        if first < 0:
+            found.append((~first, place - 1))
+        place = first if first >= 0 else ~first
+    return tuple(reversed(found))
 
 
 def problem_of(

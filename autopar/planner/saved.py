@@ -238,15 +238,24 @@ def kept_storages(
     """
     sizes: dict[Storage, int] = {}
     for index in calls:
-        block, call = model.block_of(model.calls[index]), model.calls[index]
-        analysis = found[call.block]
-        places = {node: k for k, node in enumerate(block.inputs)}
-        for owner in kept[index].owners:
-            if owner not in places:
-                sizes[index, owner, ()] = analysis.owned_bytes[owner]
-            elif (storage := storage_of_input(model, found, index, places[owner])) is not None:
-                sizes[storage] = analysis.owned_bytes[owner]
+        bytes_ = found[model.calls[index].block].owned_bytes
+        for owner, storage in storages_of(model, found, index, kept[index].owners).items():
+            sizes[storage] = bytes_[owner]
     return sizes
+
+
+def storages_of(
+    model: Model, found: Sequence[BlockSaved], index: int, owners: Collection[fx.Node]
+) -> dict[fx.Node, Storage]:
+    """Where the memory of ``owners`` in the block of a call lies; without what the step holds anyway."""
+    places = {node: k for k, node in enumerate(model.block_of(model.calls[index]).inputs)}
+    storages: dict[fx.Node, Storage] = {}
+    for owner in owners:
+        if owner not in places:
+            storages[owner] = index, owner, ()
+        elif (storage := storage_of_input(model, found, index, places[owner])) is not None:
+            storages[owner] = storage
+    return storages
 
 
 def storage_of_input(model: Model, found: Sequence[BlockSaved], index: int, position: int) -> Storage | None:

@@ -10,7 +10,7 @@ from autopar.errors import ShardingError
 from autopar.graph import Model, info, op_name, operands, where
 from autopar.mesh import Mesh
 from autopar.options import Options
-from autopar.planner.sharding import sequence_lengths
+from autopar.planner.spreading import sequence_lengths
 from autopar.rules import lookup
 from autopar.rules.attention import is_causal, way
 from autopar.rules.base import Op

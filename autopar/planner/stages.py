@@ -1,19 +1,23 @@
-"""Where to cut a model into contiguous pipeline stages: an ILP over the folded calls, solved by CP-SAT.
+"""Where to cut a model into contiguous pipeline stages, so that the slowest rank is as fast as can be.
 
 Sets
     units i = 0..n-1 (calls in order: embedding, layers, head with loss), stages k = 0..K-1, ranks r = placement[k]
 Variables
-    c_k in 0..n, c_0 = 0, c_K = n, c_k < c_{k+1}            first unit of stage k           :func:`_cuts`
-    T >= seconds of every rank, L >= seconds of every stage, M >= bytes of every rank       :func:`_maximum`
+    c_k in 0..n, c_0 = 0, c_K = n, c_k < c_{k+1}            first unit of stage k
 Objective
-    min T (the slowest rank sets the pace of a pipeline), then L at that T, then M at both
+    min T (the slowest rank sets the pace of a pipeline), then L, the longest stage, at that T, then M, the bytes of the
+    largest rank, at both; then the later cuts (early stages wait less for the end of a step)
 Constraints
-    seconds_k = time[c_{k+1}] - time[c_k] + send[c_k] + send[c_{k+1}]   prefix sums by element  :func:`_stage_seconds`
-    bytes_k   = state[c_{k+1}] - state[c_k] + inflight_k * (saved[c_{k+1}] - saved[c_k] + shared)  :func:`_stage_bytes`
-    T, M      : sums over the stages of a rank; bytes of a rank <= budget                       :func:`_per_rank`
+    seconds_k = time[c_{k+1}] - time[c_k] + send[c_k] + send[c_{k+1}]                              :class:`.CutTable`
+    bytes_k   = state[c_{k+1}] - state[c_k] + inflight_k * (saved[c_{k+1}] - saved[c_k] + shared)  :class:`.CutTable`
+    T, M      : sums over the stages of a rank; bytes of a rank <= budget
 
 ``inflight_k`` is how many microbatches the schedule keeps between forward and backward of stage k when its rank keeps
-the most; ``shared`` is what the units of a stage keep together, once each microbatch.
+the most; ``shared`` is what the units of a stage keep together, once each microbatch. Seconds are counted in whole
+nanoseconds, bytes in whole KiB of each unit.
+
+Where every rank has one stage this is exact (:mod:`autopar.planner.cuts`); where ranks have several it is searched for
+(:mod:`autopar.planner.chunk_cuts`).
 """
 
 from __future__ import annotations
@@ -24,11 +28,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ortools.sat.python import cp_model
-
 from autopar.errors import BudgetError, StageError
 from autopar.plan import bytes_text
-from autopar.planner.cp import solve
+from autopar.planner.chunk_cuts import fastest_chunks, leanest_chunks
+from autopar.planner.cuts import CutTable, fastest, leanest
 
 _NANOSECOND = 1e-9
 _KIB = 1024
@@ -68,30 +71,29 @@ def partition(
 
     Raises StageError where there are fewer units than stages, or no partition fits ``budget_bytes`` per rank.
     """
-    stages = len(inflight)
-    placement = range(stages) if placement is None else placement
-    check_count(units, stages, len(set(placement)))
-    model = cp_model.CpModel()
-    cuts = _cuts(model, len(units), stages)
-    seconds = _stage_seconds(model, units, cuts)
-    bytes_ = _per_rank(_stage_bytes(model, units, cuts, inflight, shared_bytes), placement)
-    if budget_bytes is not None:
-        for term in bytes_:
-            model.add(term <= budget_bytes // _KIB)
-    slowest = _maximum(model, _per_rank(seconds, placement), "slowest")
-    longest = _maximum(model, seconds, "longest")
-    largest = _maximum(model, bytes_, "largest")
-    model.minimize(slowest)
-    solver = solve(model)
-    if solver is None:
-        raise too_large(stages, budget_bytes or 0, _least(units, inflight, placement, shared_bytes))
-    bound = solver.best_objective_bound * _NANOSECOND
-    for settled, objective in ((slowest, longest), (longest, largest)):
-        model.add(settled <= solver.value(settled))
-        model.minimize(objective)
-        solver = solve(model) or solver
-    starts = tuple(solver.value(c) for c in cuts[:-1])
-    return Partition(starts, solver.value(slowest) * _NANOSECOND, bound)
+    placement = range(len(inflight)) if placement is None else placement
+    check_count(units, len(inflight), len(set(placement)))
+    found = find_partition(units, inflight, budget_bytes, placement, shared_bytes)
+    if found is None:
+        least = leanest_partition(units, inflight, placement, shared_bytes)[1]
+        raise too_large(len(inflight), budget_bytes or 0, least)
+    return found
+
+
+def find_partition(
+    units: Sequence[Unit],
+    inflight: Sequence[int],
+    budget_bytes: int | None,
+    placement: Sequence[int],
+    shared_bytes: int,
+) -> Partition | None:
+    """:func:`partition` of as many units as there are stages and more; None where none fits."""
+    table = _table(units, inflight, placement, shared_bytes)
+    budget = None if budget_bytes is None else budget_bytes // _KIB
+    found = (fastest if table.is_straight else fastest_chunks)(table, budget)
+    if found is None:
+        return None
+    return Partition(found.starts, found.slowest * _NANOSECOND, found.bound * _NANOSECOND)
 
 
 def even_partition(units: Sequence[Unit], stages: int, placement: Sequence[int] | None = None) -> Partition:
@@ -131,13 +133,6 @@ def _per_rank(terms: Sequence[Any], placement: Sequence[int]) -> list[Any]:
     return [sum(t for t, home in zip(terms, placement, strict=True) if home == rank) for rank in sorted(set(placement))]
 
 
-def _maximum(model: cp_model.CpModel, terms: Sequence[cp_model.LinearExprT], name: str) -> cp_model.IntVar:
-    bound = model.new_int_var(0, 1 << 60, name)
-    for term in terms:
-        model.add(bound >= term)
-    return bound
-
-
 def too_large(stages: int, budget_bytes: int, least_bytes: int, how: str = "", hint: str = "") -> BudgetError:
     """The refusal that says what would do; ``how`` is the leanest way, ``hint`` one more way out."""
     return BudgetError(
@@ -150,74 +145,23 @@ def too_large(stages: int, budget_bytes: int, least_bytes: int, how: str = "", h
 
 def leanest_partition(
     units: Sequence[Unit], inflight: Sequence[int], placement: Sequence[int], shared_bytes: int = 0
-) -> Partition:
-    """The partition whose largest rank is smallest."""
-    return _leanest(units, inflight, placement, shared_bytes)[0]
-
-
-def _least(units: Sequence[Unit], inflight: Sequence[int], placement: Sequence[int], shared_bytes: int) -> int:
-    return _leanest(units, inflight, placement, shared_bytes)[1]
-
-
-def _leanest(
-    units: Sequence[Unit], inflight: Sequence[int], placement: Sequence[int], shared_bytes: int
 ) -> tuple[Partition, int]:
-    """And what its largest rank needs."""
-    model = cp_model.CpModel()
-    cuts = _cuts(model, len(units), len(inflight))
-    bytes_ = _per_rank(_stage_bytes(model, units, cuts, inflight, shared_bytes), placement)
-    model.minimize(_maximum(model, bytes_, "largest"))
-    solver = solve(model)
-    assert solver is not None  # only the order of the cuts constrains it
-    return Partition(tuple(solver.value(c) for c in cuts[:-1]), 0.0, 0.0), round(solver.objective_value) * _KIB
+    """The partition whose largest rank is smallest, and the bytes of that rank."""
+    table = _table(units, inflight, placement, shared_bytes)
+    starts, kib = (leanest if table.is_straight else leanest_chunks)(table)
+    return Partition(starts, 0.0, 0.0), kib * _KIB
 
 
-def _cuts(model: cp_model.CpModel, units: int, stages: int) -> list[cp_model.IntVar]:
-    cuts = [model.new_int_var(k, units - (stages - k), f"c{k}") for k in range(stages + 1)]
-    model.add(cuts[0] == 0)
-    model.add(cuts[-1] == units)
-    for a, b in itertools.pairwise(cuts):
-        model.add(a < b)
-    return cuts
-
-
-def _stage_seconds(
-    model: cp_model.CpModel, units: Sequence[Unit], cuts: list[cp_model.IntVar]
-) -> Sequence[cp_model.LinearExprT]:
-    time = _prefix([_nanoseconds(u.seconds) for u in units])
-    send = [0] + [_nanoseconds(u.cut_seconds) for u in units[1:]] + [0]
-    at = [_element(model, time, cut, "time") for cut in cuts]
-    wire = [_element(model, send, cut, "send") for cut in cuts]
-    return [at[k + 1] - at[k] + wire[k] + wire[k + 1] for k in range(len(cuts) - 1)]
-
-
-def _stage_bytes(
-    model: cp_model.CpModel,
-    units: Sequence[Unit],
-    cuts: list[cp_model.IntVar],
-    inflight: Sequence[int],
-    shared_bytes: int,
-) -> Sequence[cp_model.LinearExprT]:
-    state = _prefix([_kib(u.state_bytes) for u in units])
-    saved = _prefix([_kib(u.saved_bytes) for u in units])
-    held = [_element(model, state, cut, "state") for cut in cuts]
-    kept = [_element(model, saved, cut, "saved") for cut in cuts]
-    shared = _kib(shared_bytes)
-    return [held[k + 1] - held[k] + inflight[k] * (kept[k + 1] - kept[k] + shared) for k in range(len(inflight))]
-
-
-def _element(model: cp_model.CpModel, table: list[int], index: cp_model.IntVar, name: str) -> cp_model.IntVar:
-    value = model.new_int_var(min(table), max(table), f"{name}_{index}")
-    model.add_element(index, table, value)
-    return value
-
-
-def _prefix(values: Sequence[int]) -> list[int]:
-    return [0, *itertools.accumulate(values)]
-
-
-def _nanoseconds(seconds: float) -> int:
-    return round(seconds / _NANOSECOND)
+def _table(units: Sequence[Unit], inflight: Sequence[int], placement: Sequence[int], shared_bytes: int) -> CutTable:
+    return CutTable(
+        seconds=tuple(round(u.seconds / _NANOSECOND) for u in units),
+        sends=tuple(round(u.cut_seconds / _NANOSECOND) for u in units),
+        state=tuple(_kib(u.state_bytes) for u in units),
+        saved=tuple(_kib(u.saved_bytes) for u in units),
+        shared=_kib(shared_bytes),
+        inflight=tuple(inflight),
+        placement=tuple(placement),
+    )
 
 
 def _kib(bytes_: int) -> int:

@@ -103,7 +103,7 @@ def _head_seconds(block: Block, algorithm: str, cost: BlockCost, machine: Machin
         "T": backward - early + again,
         "CAST_X": collective.seconds("broadcast", hidden.bytes, ranks, link),
         "STATS": collective.seconds("all_gather", _STATISTICS * _WIDE * tokens * ranks, ranks, link),
-        "SUM_X": collective.seconds("all_reduce", hidden.bytes, ranks, link),
+        "SUM_X": collective.seconds("reduce", hidden.bytes, ranks, link),
     }
     if algorithm == "naive":
         seconds |= {
@@ -128,6 +128,6 @@ def _embedding_seconds(block: Block, machine: Machine) -> dict[str, float]:
     return {
         "E": compute.seconds(0, 2 * made.bytes, "float32", machine.device),
         "G": compute.seconds(0, made.bytes + 4 * table, "float32", machine.device),
-        "SUM_E": collective.seconds("all_reduce", made.bytes, ranks, link),
+        "SUM_E": collective.seconds("reduce", made.bytes, ranks, link),
         "CAST_E": collective.seconds("broadcast", made.bytes, ranks, link),
     }

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
 import torch
+from torch import fx
 
 from autopar.cluster import Link
-from autopar.cost_models import collective
+from autopar.cost_models import collective, step
 from autopar.graph import Model, info
+from autopar.mesh import DATA
 from autopar.options import Options
+from autopar.passes.hoist import parameter_sums
 from autopar.planner.block_costs import DataLine, Machine
-from autopar.schedules.weight_moves import WeightMoves
+from autopar.schedules.weight_moves import LARGE_BYTES, WeightMoves
 
 
 def weight_moves(model: Model, options: Options, lines: Iterable[DataLine]) -> WeightMoves:
@@ -27,19 +32,33 @@ def weight_moves(model: Model, options: Options, lines: Iterable[DataLine]) -> W
 
 
 @dataclass(frozen=True)
+class _Over:
+    """Which ranks have terms of a gradient: those of a line along ``axes``, of ``further`` axes, and the pipeline
+    ranks that hold the weight. ``is_other``: not just those of all of the line."""
+
+    line: DataLine
+    axes: tuple[str, ...]
+    further: tuple[str, ...]
+    holders: tuple[int, ...]
+    is_other: bool
+
+
+@dataclass(frozen=True)
 class MoveCosts:
     """Seconds that the weights of some calls and their gradients are on their way.
 
     Masters on the host are copied at the device's ``host_bytes_per_second``: this rank's part, before it is gathered,
-    and back once its gradient is summed.
+    and back once its gradient is summed. ``stages`` and their ``placement`` say which weights are tied across ranks.
     """
 
     model: Model
     options: Options
     machine: Machine
+    stages: Sequence[Sequence[int]] = ()
+    placement: Sequence[int] = ()
 
     def gather_seconds(self, calls: Sequence[int]) -> float:
-        """One gather of all weights of ``calls``: a collective for each call, in the dtype that is computed with."""
+        """One gather of all weights of ``calls``, in the dtype that is computed with: small ones of a call together."""
         return math.fsum(
             _seconds("all_gather", gathered, self._shards(line), line.shard) + self._host(gathered, line)
             for line, gathered, _ in self._calls(calls)
@@ -54,19 +73,79 @@ class MoveCosts:
         )
 
     def reduce_seconds(self, calls: Sequence[int]) -> float:
-        """What REDUCE has left to sum, and to copy to the host."""
-        sums: Counter[DataLine] = Counter()
-        for line, _, sent in self._calls(calls):
-            sums[line] += sent
-        return math.fsum(self._reduce_seconds(sent, line) for line, sent in sums.items())
+        """What REDUCE has left to sum, and to copy to the host: of each parameter over all ranks that have terms."""
+        sums: Counter[_Over] = Counter()
+        for name, node in self._trained(calls):
+            sums[self._over(name, node)] += self._sent_bytes(name, node)
+        once: Counter[DataLine] = Counter()
+        for over, sent in sums.items():
+            once[over.line] += sent if over.axes else 0
+        rest = math.fsum(self._rest_seconds(sent, over) for over, sent in sums.items())
+        to_host = math.fsum(self._host(sent, over.line) for over, sent in sums.items())
+        return rest + to_host + math.fsum(self._once_seconds(sent, line) for line, sent in once.items())
 
-    def _reduce_seconds(self, sent: int, line: DataLine) -> float:
-        shards = self._shards(line)
-        if shards == 1:
-            return _seconds("all_reduce", sent, line.size, line.whole) + self._host(sent, line)
-        once = _seconds("reduce_scatter", sent, shards, line.shard) if self.options.zero == 1 else 0.0
-        rest = _seconds("all_reduce", sent // shards, line.size // shards, line.replicate)
-        return once + rest + self._host(sent, line)
+    def left_to_reduce(self, calls: Sequence[int], pass_seconds: float) -> float:
+        """What REDUCE has left when the stage's last backward, or its weight gradients, end."""
+        return step.left_seconds(self.reduce_seconds(calls), len(calls), pass_seconds)
+
+    def left_to_scatter(self, calls: Sequence[int], pass_seconds: float) -> float:
+        """What SCATTER has left when a backward ends."""
+        return step.left_seconds(self.scatter_seconds(calls), len(calls), pass_seconds)
+
+    def _once_seconds(self, sent: int, line: DataLine) -> float:
+        """The part of the sums within shards."""
+        shards = self._shards(line) if self.options.zero == 1 else 1
+        return _seconds("reduce_scatter", sent, shards, line.shard)
+
+    def _rest_seconds(self, sent: int, over: _Over) -> float:
+        """The part across shards: between ranks of the group that have the same part, if there are several."""
+        line, shards = over.line, self._shards(over.line)
+        rest, link = (line.size, line.whole) if shards == 1 else (line.size // shards, line.replicate)
+        if over.is_other:
+            rest, link = self._joint(over, shards)
+        return _seconds("all_reduce", sent // shards, rest, link)
+
+    def _over(self, name: str, node: fx.Node) -> _Over:
+        """Ranks that compute the same of a weight have no terms of their own. Without a cluster that says what other
+        groups cost, a gradient is a sum over its line."""
+        mesh, types, sums = self.machine.mesh, info(node).types(), self._sums[name]
+        line = mesh.data_axes([axis for axis, kind in types.items() if kind.is_shard])
+        if self.machine.cluster is None:
+            return _Over(self.machine.line(types), line, (), (0,), is_other=False)
+        axes = tuple(axis for axis in line if axis in sums)
+        further = tuple(axis for axis in sums if axis not in DATA and mesh.size(axis) > 1)
+        holders = self._holders.get(name, (0,))
+        is_other = bool(further) or len(holders) > 1 or axes != line
+        return _Over(self.machine.line(types), axes, further, holders, is_other)
+
+    def _joint(self, over: _Over, shards: int) -> tuple[int, Link]:
+        """Size and link of a group along several axes."""
+        mesh, cluster = self.machine.mesh, self.machine.cluster
+        assert cluster is not None
+        line = mesh.group(0, *over.axes)[::shards]
+        across = [index * mesh.stride("pp") for index in over.holders]
+        ranks = sorted(r + o + p for r in line for o in mesh.group(0, *over.further) for p in across)
+        stride = min((b - a for a, b in pairwise(ranks)), default=1)
+        return len(ranks), cluster.link(len(ranks), stride, mesh.world)
+
+    @cached_property
+    def _sums(self) -> Mapping[str, tuple[str, ...]]:
+        return parameter_sums(self.model)
+
+    @cached_property
+    def _holders(self) -> Mapping[str, tuple[int, ...]]:
+        """Pipeline ranks that hold a weight of several stages."""
+        found: dict[str, set[int]] = {}
+        for home, stage in zip(self.placement, self.stages, strict=True):
+            for name in {name for call in stage for name in self.model.calls[call].parameters}:
+                found.setdefault(name, set()).add(home)
+        return {name: tuple(sorted(homes)) for name, homes in found.items()}
+
+    @cached_property
+    def _tied(self) -> frozenset[str]:
+        """Weights of several stages."""
+        found = Counter(n for stage in self.stages for n in {n for i in stage for n in self.model.calls[i].parameters})
+        return frozenset(name for name, count in found.items() if count > 1)
 
     def _shards(self, line: DataLine) -> int:
         return line.shards if self.options.zero else 1
@@ -78,17 +157,34 @@ class MoveCosts:
         return bytes_ / self._shards(line) / rate if on_host else 0.0
 
     def _calls(self, calls: Sequence[int]) -> Iterator[tuple[DataLine, int, int]]:
-        """Per call and line, bytes of its weights as they are gathered, and of their gradients as they are sent."""
-        for call in (self.model.calls[index] for index in calls):
-            gathered: Counter[DataLine] = Counter()
-            sent: Counter[DataLine] = Counter()
+        """Per call and line, bytes of its weights as they are gathered, and of their gradients as they are sent. What
+        several calls share counts to the first; what is large, or several stages share, travels by itself."""
+        gathered: dict[tuple[int, str], Counter[DataLine]] = defaultdict(Counter)
+        sent: dict[tuple[int, str], Counter[DataLine]] = defaultdict(Counter)
+        for call, name, node in self._used(calls):
+            line, meta = self.machine.line(info(node).types()), info(node).meta
+            key = (call, name if name in self._tied or meta.bytes >= LARGE_BYTES else "")
+            gathered[key][line] += meta.bytes
+            sent[key][line] += self._sent_bytes(name, node) if self._over(name, node).axes else 0
+        yield from ((line, gathered[key][line], sent[key][line]) for key in gathered for line in gathered[key])
+
+    def _trained(self, calls: Sequence[int]) -> Iterator[tuple[str, fx.Node]]:
+        yield from ((name, node) for _, name, node in self._used(calls))
+
+    def _used(self, calls: Sequence[int]) -> Iterator[tuple[int, str, fx.Node]]:
+        """The trained parameters of calls by name, each once."""
+        seen: set[str] = set()
+        for index in calls:
+            call = self.model.calls[index]
             for name, node in zip(call.parameters, self.model.block_of(call).parameters, strict=True):
-                known, data = self.model.parameters[name], info(node)
-                if known.trainable and not known.is_buffer:
-                    line, meta = self.machine.line(data.types()), data.meta
-                    gathered[line] += meta.bytes
-                    sent[line] += meta.numel * self._sent_dtype(known.master or meta.dtype).itemsize
-            yield from ((line, gathered[line], sent[line]) for line in gathered)
+                known = self.model.parameters[name]
+                if known.trainable and not known.is_buffer and name not in seen:
+                    seen.add(name)
+                    yield index, name, node
+
+    def _sent_bytes(self, name: str, node: fx.Node) -> int:
+        meta = info(node).meta
+        return meta.numel * self._sent_dtype(self.model.parameters[name].master or meta.dtype).itemsize
 
     def _sent_dtype(self, master: torch.dtype) -> torch.dtype:
         return getattr(torch, self.options.reduce_dtype) if self.options.reduce_dtype else master

@@ -30,6 +30,10 @@ def is_causal(op: Op) -> bool:
     return op.name == OFFSET or (op.name == RING and bool(op.kwargs.get("causal")))
 
 
+def is_attention(op: Op) -> bool:
+    return op.name in RULES
+
+
 def heads(op: Op) -> tuple[int, int] | None:
     """Heads of queries and of keys, which a split by heads has to divide; None for an op that is no attention."""
     if op.name not in RULES or len(op.operands[0].shape) < 4:
@@ -161,6 +165,9 @@ class _Attention(Spec):
 
     def overlaps(self, op: Op, choice: Choice) -> bool:
         return choice.form == RING
+
+    def is_fused(self, op: Op) -> bool:
+        return True
 
     def imbalance(self, op: Op, choice: Choice, size: int) -> float:
         return _busiest(size) if is_causal(op) and choice.form in (OFFSET, RING) else 1.0

@@ -18,14 +18,14 @@ and added by :func:`legal_choices`, so an op without a rule runs whole on every 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
 import torch
 from torch import fx
 
 from autopar.graph import Choice, Meta, info, op_name, operands
-from autopar.spmd import I, P, R, divides
+from autopar.spmd import I, P, R, Type, divides
 
 Splits = list[set[int]]
 """Per dim of a value: the ``outer`` of every shard worth trying; 1 is a plain contiguous shard."""
@@ -43,6 +43,8 @@ class Op:
     kwargs: dict[str, Any]
     operands: tuple[Meta, ...]
     outputs: tuple[Meta, ...]
+    found: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """What rules have found out about it, each by a key of its own: an op is asked the same many times."""
 
     @classmethod
     def of(cls, node: fx.Node) -> Op:
@@ -152,6 +154,15 @@ class Rule(Protocol):
     def expert_operands(self, op: Op) -> tuple[int, ...]:
         """Positions of the operands that are a stack of weights, one per expert, along dim 0."""
 
+    def is_linear(self, op: Op) -> bool:
+        """Whether gradients of the operands follow from that of the result alone, as those of a sum do."""
+
+    def is_fused(self, op: Op) -> bool:
+        """Whether it is several products with what stands between in one kernel, as attention is."""
+
+    def looked_up(self, op: Op) -> tuple[int, ...]:
+        """Positions of the operands of which no more is read than the result shows, as of an embedding's table."""
+
 
 @dataclass(frozen=True)
 class Whole:
@@ -194,6 +205,15 @@ class Whole:
     def expert_operands(self, op: Op) -> tuple[int, ...]:
         return ()
 
+    def is_linear(self, op: Op) -> bool:
+        return False
+
+    def is_fused(self, op: Op) -> bool:
+        return False
+
+    def looked_up(self, op: Op) -> tuple[int, ...]:
+        return ()
+
 
 def legal_choices(rule: Rule, op: Op, size: int, inputs: Sequence[Splits], output: Splits) -> list[Choice]:
     """All legal choices of ``op`` on an axis of ``size`` ranks, the whole ones first, without repeats.
@@ -212,6 +232,8 @@ def legal_choices(rule: Rule, op: Op, size: int, inputs: Sequence[Splits], outpu
 
 
 def _without_gradient_is_replicate(choice: Choice, op: Op) -> Choice:
+    if choice.result != I and I not in choice.operands:
+        return choice
     taken = tuple(
         R if kind == I and not meta.needs_grad else kind
         for kind, meta in zip(choice.operands, op.operands, strict=True)
@@ -222,7 +244,12 @@ def _without_gradient_is_replicate(choice: Choice, op: Op) -> Choice:
 
 def _fits(choice: Choice, op: Op, size: int) -> bool:
     """Shards divide evenly, and what is pending can be added up."""
-    pairs = [*zip(op.operands, choice.operands, strict=True), *((m, choice.result) for m in op.outputs)]
-    if any(kind == P and meta.dtype == torch.bool for meta, kind in pairs):
+    if not all(_may_be(meta, kind, size) for meta, kind in zip(op.operands, choice.operands, strict=True)):
         return False
-    return all(kind.dim < len(meta.shape) and divides(meta.shape, kind, size) for meta, kind in pairs)
+    return all(_may_be(meta, choice.result, size) for meta in op.outputs)
+
+
+def _may_be(meta: Meta, kind: Type, size: int) -> bool:
+    if kind.is_shard:
+        return kind.dim < len(meta.shape) and divides(meta.shape, kind, size)
+    return kind != P or meta.dtype != torch.bool

@@ -172,11 +172,11 @@ def _value_is_zero(op: Op) -> Iterable[tuple[int, ...]]:
 
 
 RULES: dict[str, Rule] = {
-    "aten.embedding.default": Spec(_embedding, linear=through(0), forms=_rows, local=_local_embedding),
-    "embedding_sharded": Spec("v! n, ... -> ... n", linear=through(0)),
-    "aten.index_select.default": Spec(_index_select, linear=through(0)),
-    "aten.gather.default": Spec(_gather, linear=through(0)),
-    "aten.index.Tensor": Spec(_index, linear=through(0)),
+    "aten.embedding.default": Spec(_embedding, linear=through(0), forms=_rows, local=_local_embedding, tables=(0,)),
+    "embedding_sharded": Spec("v! n, ... -> ... n", linear=through(0), tables=(0,)),
+    "aten.index_select.default": Spec(_index_select, linear=through(0), tables=(0,)),
+    "aten.gather.default": Spec(_gather, linear=through(0), tables=(0,)),
+    "aten.index.Tensor": Spec(_index, linear=through(0), tables=(0,)),
     "aten.index_put.default": Spec(_index_put, forms=_put_in_parts),
     "aten.index_add.default": Spec(_index_add, linear=through(0, 2), forms=_added_in_parts),
     "aten.index_copy.default": Spec(_index_add, linear=through(0, 2)),

@@ -6,6 +6,7 @@ Cross entropy may also be split over its classes: three numbers per token are ex
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from autopar.graph import AxisRef, Choice
 from autopar.rules.base import Communication, Local, Op, Rule
@@ -60,6 +61,20 @@ def _statistics(op: Op, choice: Choice) -> Communication:
     return [("all_reduce", one), ("all_reduce", 3 * one)]
 
 
+@dataclass(frozen=True)
+class _CrossEntropy(Spec):
+    """``sweeps``: how often a pass goes through the logits, beside reading them once and writing their gradient.
+
+    torch's kernels read rows three times and write them, then clear a gradient and go through it twice; split over
+    classes, the maximum, the differences, the exponentials and their sum are kernels of their own in the forward.
+    """
+
+    sweeps: float = 0.0
+
+    def inner_bytes(self, op: Op) -> int:
+        return round(self.sweeps * op.operands[0].bytes)
+
+
 def _elementwise(reduction_position: int) -> Spec:
     def compute(op: Op) -> str | None:
         reduction = op.arg(reduction_position, "reduction", _MEAN)
@@ -71,10 +86,10 @@ def _elementwise(reduction_position: int) -> Spec:
 
 
 RULES: dict[str, Rule] = {
-    "aten.cross_entropy_loss.default": Spec(
-        _by_class, sums=True, forms=_classes_split, local=_local_cross_entropy, inside=_statistics
+    "aten.cross_entropy_loss.default": _CrossEntropy(
+        _by_class, sums=True, forms=_classes_split, local=_local_cross_entropy, inside=_statistics, sweeps=3.0
     ),
-    "cross_entropy_sharded": Spec(_sharded, sums=True, inside=_statistics),
+    "cross_entropy_sharded": _CrossEntropy(_sharded, sums=True, inside=_statistics, sweeps=2.5),
     "aten.nll_loss_nd.default": Spec(_by_class, sums=True),
     "aten.nll_loss.default": Spec(_by_class, sums=True),
     "aten.mse_loss.default": _elementwise(2),

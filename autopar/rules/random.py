@@ -5,17 +5,27 @@ Emitted code seeds them per rank: alike on axes where the result is whole, diffe
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
-from autopar.rules.base import Rule
+from autopar.rules.base import Op, Rule
 from autopar.rules.spec import Spec, shape_arg
+
+
+@dataclass(frozen=True)
+class _Dropout(Spec):
+    """Its mask is written, and read by the backward, a byte for each element."""
+
+    def inner_bytes(self, op: Op) -> int:
+        return op.result.numel
+
 
 _DRAWN = Spec("... -> ...")
 _MADE = Spec(" -> ...", local=shape_arg(0, "size"))
 
 RULES: dict[str, Rule] = {
-    "aten.dropout.default": _DRAWN,
-    "aten.native_dropout.default": _DRAWN,
+    "aten.dropout.default": _Dropout("... -> ..."),
+    "aten.native_dropout.default": _Dropout("... -> ..."),
     "aten.alpha_dropout.default": _DRAWN,
     "aten.bernoulli.default": _DRAWN,
     "aten.bernoulli.p": _DRAWN,

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from autopar.graph import Choice
+import torch
+from torch import fx
+
+from autopar.graph import Choice, info, is_getitem, is_view, op_name, operands
 from autopar.rules.base import Local, Op, Rule
 from autopar.rules.lines import dim, dims, line, names, permuted, whole
 from autopar.rules.moves import Moves, reshaped
@@ -151,6 +154,39 @@ def _pad_is_linear(op: Op) -> Iterable[tuple[int, ...]]:
 
 def _zero_pad_is_linear(op: Op) -> Iterable[tuple[int, ...]]:
     return ((0,),) if not op.arg(2, "value", 0) else ()
+
+
+_CONTIGUOUS = "aten.contiguous.default"
+_RESHAPES = ("aten.reshape.default", "aten.reshape_as.default", "aten.flatten.using_ints", _CONTIGUOUS)
+_ATTENTION = "aten.scaled_dot_product_attention.default"
+
+
+def copies(node: fx.Node) -> bool:
+    """Whether a reshape moves elements, as where it merges dims that a transpose has brought together.
+
+    Views are made of a tensor without values, as the op before them lays its result out: in the order of its dims, but
+    for attention, whose kernels have heads behind positions (those for values of another width than queries may not).
+    """
+    if op_name(node) not in _RESHAPES:
+        return False
+    chain: list[fx.Node] = []
+    source = operands(node)[0]
+    while is_view(source) and len(operands(source)) == 1 and not is_getitem(source):
+        chain.append(source)
+        source = operands(source)[0]
+    shape = info(source).meta.shape
+    given = torch.empty(shape, device="meta")
+    if op_name(source) == _ATTENTION and shape[-1] == info(operands(source)[0]).meta.shape[-1]:
+        given = torch.empty((*shape[:-3], shape[-2], shape[-3], shape[-1]), device="meta").transpose(-2, -3)
+    for view in reversed(chain):
+        given = _viewed(view, given)
+    made = given.contiguous() if op_name(node) == _CONTIGUOUS else given.reshape(info(node).meta.shape)
+    return made is not given and made._base is None
+
+
+def _viewed(view: fx.Node, tensor: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = view.target(*(tensor if isinstance(a, fx.Node) else a for a in view.args), **view.kwargs)  # type: ignore[operator]
+    return made
 
 
 RULES: dict[str, Rule] = {

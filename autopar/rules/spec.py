@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from autopar.graph import Choice, Meta
@@ -81,8 +82,17 @@ class Letters:
     whole: frozenset[str]
 
     def splittable(self) -> list[str]:
-        letters = (letter for dims in (*self.operands, self.result) for letter in dims)
-        return [letter for letter in dict.fromkeys(letters) if letter and letter not in self.whole]
+        return [letter for letter in self.places if letter not in self.whole]
+
+    @cached_property
+    def places(self) -> dict[str, list[tuple[int, int]]]:
+        """Where each letter is: (operand, dim), and (how many operands there are, dim) for the result."""
+        found: dict[str, list[tuple[int, int]]] = {}
+        for number, dims in enumerate((*self.operands, self.result)):
+            for dim, letter in enumerate(dims):
+                if letter:
+                    found.setdefault(letter, []).append((number, dim))
+        return found
 
     def split(self, letter: str, outer: int) -> tuple[tuple[Type, ...], Type | None]:
         """Types of the operands, and of the result (None: the letter vanishes) when ``letter`` is split."""
@@ -94,8 +104,7 @@ class Letters:
 
     def splits(self, letter: str, inputs: Sequence[Splits], output: Splits) -> list[set[int]]:
         """The sets of split points of every dim that the letter names."""
-        places = [*zip(self.operands, inputs, strict=True), (self.result, output)]
-        return [splits[d] for dims, splits in places for d, name in enumerate(dims) if name == letter]
+        return [(inputs[n] if n < len(inputs) else output)[dim] for n, dim in self.places[letter]]
 
 
 @dataclass(frozen=True)
@@ -104,7 +113,7 @@ class Spec(Whole):
 
     ``sum_form`` names the runtime op to call where a vanishing letter is split, if it isn't the op itself;
     ``forms`` yields choices that no letter gives; ``inside`` is what forms communicate; ``allows`` refuses
-    choices.
+    choices; ``tables`` are the operands that are only looked up.
     """
 
     line: Line
@@ -116,21 +125,26 @@ class Spec(Whole):
     allows: Callable[[Op, Choice, int], bool] = lambda op, choice, size: True
     inside: Callable[[Op, Choice], Communication] = lambda op, choice: []
     flop_count: Callable[[Op, Letters], int] = lambda op, letters: 0
+    tables: tuple[int, ...] = ()
 
     def match(self, op: Op) -> Letters | None:
         """Assign letters to the dims of ``op``; None where it doesn't fit the line."""
-        line = self.line if isinstance(self.line, str) else self.line(op)
-        return None if line is None else match(line, op)
+        if self.line not in op.found:
+            line = self.line if isinstance(self.line, str) else self.line(op)
+            op.found[self.line] = None if line is None else match(line, op)
+        letters: Letters | None = op.found[self.line]
+        return letters
 
     def link(self, op: Op, inputs: Sequence[Splits], output: Splits) -> None:
         letters = self.match(op)
         if letters is None:
             return
         for letter in letters.splittable():
-            sets = letters.splits(letter, inputs, output)
-            union = set().union(*sets)
-            for one in sets:
-                one |= union
+            first, *others = letters.splits(letter, inputs, output)
+            if any(other != first for other in others):
+                union = first.union(*others)
+                for one in (first, *others):
+                    one |= union
 
     def choices(self, op: Op, size: int, inputs: Sequence[Splits], output: Splits) -> Iterator[Choice]:
         letters = self.match(op)
@@ -153,9 +167,19 @@ class Spec(Whole):
     def localize(self, op: Op, choice: Choice, size: int, axis: str) -> Local:
         return self.local(op, choice, size, axis)
 
+    def is_linear(self, op: Op) -> bool:
+        return tuple(range(len(op.operands))) in self.linear(op)
+
+    def looked_up(self, op: Op) -> tuple[int, ...]:
+        return self.tables
+
     def flops(self, op: Op) -> int:
-        letters = self.match(op)
-        return self.flop_count(op, letters) if letters else 0
+        key = self.line, self.flop_count
+        if key not in op.found:
+            letters = self.match(op)
+            op.found[key] = self.flop_count(op, letters) if letters else 0
+        count: int = op.found[key]
+        return count
 
     def communication(self, op: Op, choice: Choice, size: int) -> Communication:
         return self.inside(op, choice)

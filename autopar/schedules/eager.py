@@ -13,7 +13,7 @@ from math import inf
 from typing import Final, NamedTuple, Protocol
 
 from autopar.errors import ScheduleError
-from autopar.schedules.actions import Action
+from autopar.schedules.actions import ABSENT, Action, make
 from autopar.schedules.exchanges import HEAD_PASSES
 from autopar.schedules.pass_times import PassTimes
 
@@ -138,7 +138,7 @@ class Eager:
 
     def _start(self, rank: int, chosen: Pass, now: float) -> None:
         kind, microbatch, stage = chosen
-        end = self.occupy(rank, Action(*chosen), now, self.seconds(chosen))
+        end = self.occupy(rank, make((*chosen, ABSENT)), now, self.seconds(chosen))
         if kind == "F":
             if stage == 0:
                 self._vocabulary.first_started(microbatch, now)

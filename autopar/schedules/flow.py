@@ -12,7 +12,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Final, NamedTuple
 
-from autopar.schedules.actions import KINDS, Action, Schedule
+from autopar.schedules.actions import ABSENT, KINDS, Action, Schedule, make
 from autopar.schedules.exchanges import HEAD_PASSES, exchanges, passes
 
 
@@ -51,6 +51,10 @@ _SENT: Final = {kind: [flow for flow in FLOWS if flow.source == kind and flow.se
 _CARRIES: Final = {name: flow for flow in FLOWS for name in (flow.send, flow.receive) if name}
 
 
+SENDS: Final = tuple(flow.send for flow in FLOWS if flow.send)
+RECEIVES: Final = tuple(flow.receive for flow in FLOWS if flow.receive)
+
+
 class Channel(NamedTuple):
     """An ordered stream of messages from one pipeline rank to another, carried by sends of one kind."""
 
@@ -81,14 +85,14 @@ def counterpart(rank: int, action: Action) -> Action:
     """What the peer of a send or receive on ``rank``'s list does at the other end of the message."""
     flow = _CARRIES[action.kind]
     if is_send(action):
-        return Action(flow.receive, action.microbatch, action.stage + flow.offset, rank)
-    return Action(flow.send, action.microbatch, action.stage - flow.offset, rank)
+        return make((flow.receive, action.microbatch, action.stage + flow.offset, rank))
+    return make((flow.send, action.microbatch, action.stage - flow.offset, rank))
 
 
 def pass_of(schedule: Schedule, role: str, microbatch: int, stage: int) -> Action:
     """The action that plays ``role`` there: ``B`` is ``I`` where the backward is split."""
     split = role == "B" and (microbatch, stage) in schedule.split
-    return Action("I" if split else role, microbatch, stage)
+    return make(("I" if split else role, microbatch, stage, ABSENT))
 
 
 def needs(schedule: Schedule, action: Action, rank: int) -> Iterator[Action]:
@@ -104,7 +108,7 @@ def needs(schedule: Schedule, action: Action, rank: int) -> Iterator[Action]:
         for before, after in pairwise(HEAD_PASSES[schedule.head]):
             if after == action.kind:
                 yield Action(before, action.microbatch)
-    yield from _exchanged(schedule, action)
+    yield from exchanged(schedule, action)
     if is_exchange(action):
         yield from _contributes(schedule, action, rank)
 
@@ -117,11 +121,13 @@ def _flows_into(schedule: Schedule, action: Action, rank: int) -> Iterator[Actio
         if schedule.placement[stage] == rank:
             yield pass_of(schedule, flow.source, action.microbatch, stage)
         else:
-            yield Action(flow.receive, action.microbatch, action.stage, schedule.placement[stage])
+            yield make((flow.receive, action.microbatch, action.stage, schedule.placement[stage]))
 
 
-def _exchanged(schedule: Schedule, action: Action) -> Iterator[Action]:
+def exchanged(schedule: Schedule, action: Action) -> Iterator[Action]:
     """The exchanges whose result ``action`` uses."""
+    if not schedule.head:
+        return
     for kind, at in _into(schedule.head, schedule.embedding).get(_ROLE.get(action.kind, action.kind), ()):
         if not at or action.stage == _stage(schedule, at):
             yield Action(kind, action.microbatch)
@@ -164,7 +170,32 @@ def sends(schedule: Schedule, action: Action) -> Iterator[Action]:
     for flow in _SENT[_ROLE.get(action.kind, action.kind)]:
         stage = action.stage + flow.offset
         if 0 <= stage < schedule.stages and schedule.placement[stage] != rank:
-            yield Action(flow.send, action.microbatch, action.stage, schedule.placement[stage])
+            yield make((flow.send, action.microbatch, action.stage, schedule.placement[stage]))
+
+
+class Wire(NamedTuple):
+    """How a pass is tied to another rank: by which kinds of action, and the other pass's stage and rank."""
+
+    send: str
+    receive: str
+    stage: int
+    rank: int
+
+
+Wires = dict[tuple[str, int], Wire]
+
+
+def wires(schedule: Schedule) -> tuple[Wires, Wires]:
+    """By kind and stage of a pass: what it receives, and what it sends. Passes without have no entry."""
+    into, out = Wires(), Wires()
+    for stage, rank in enumerate(schedule.placement):
+        for kind in STAGE_KINDS:
+            for table, flows, way in ((into, _INTO, -1), (out, _SENT, 1)):
+                for flow in flows[_ROLE.get(kind, kind)]:
+                    other = stage + way * flow.offset
+                    if 0 <= other < schedule.stages and schedule.placement[other] != rank:
+                        table[kind, stage] = Wire(flow.send, flow.receive, other, schedule.placement[other])
+    return into, out
 
 
 def maker(schedule: Schedule, send: Action) -> Action:
@@ -178,13 +209,13 @@ def rank_passes(schedule: Schedule, rank: int) -> Iterator[Action]:
         if home != rank:
             continue
         for microbatch in range(schedule.microbatches):
-            yield Action("F", microbatch, stage)
+            yield make(("F", microbatch, stage, ABSENT))
             backward = pass_of(schedule, "B", microbatch, stage)
             yield backward
             if backward.kind == "I":
-                yield Action("W", microbatch, stage)
+                yield make(("W", microbatch, stage, ABSENT))
             if schedule.is_asynchronous:
-                yield Action("UPDATE", microbatch, stage)
+                yield make(("UPDATE", microbatch, stage, ABSENT))
     for kind in passes(schedule.head, schedule.embedding):
         for microbatch in range(schedule.microbatches):
             yield Action(kind, microbatch)

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator
 from dataclasses import replace
+from typing import Final
 
 from autopar.errors import ScheduleError
-from autopar.schedules.actions import Action, Schedule
-from autopar.schedules.flow import (
-    BACKWARDS,
-    COMPUTE,
-    STAGE_KINDS,
-    Channel,
-    channel,
-    counterpart,
-    is_receive,
-    needs,
-    sends,
-)
+from autopar.schedules.actions import ABSENT, Action, Schedule, make
+from autopar.schedules.flow import BACKWARDS, COMPUTE, STAGE_KINDS, Wire, Wires, counterpart, wires
 from autopar.schedules.order import Seconds, exchange_posts
 from autopar.schedules.weight_moves import WeightMoves, gather_posts, scatter_of, scatters
 
@@ -38,10 +28,11 @@ def lower(schedule: Schedule, seconds: Seconds | None = None, moves: WeightMoves
     _require_compute(schedule)
     moves = moves or WeightMoves()
     _require_steps(schedule, moves)
-    messages = _messages(schedule)
+    into, out = wires(schedule)
+    messages = _messages(schedule, out)
     posts = exchange_posts(schedule, seconds)
-    lowerings = (_Lowering(schedule, rank, messages, posts[rank], moves) for rank in range(schedule.ranks))
-    return replace(schedule, lists=tuple(tuple(lowering.run()) for lowering in lowerings))
+    rows = (_Lowering(schedule, rank, messages, posts[rank], moves, into, out) for rank in range(schedule.ranks))
+    return replace(schedule, lists=tuple(tuple(row.run()) for row in rows))
 
 
 def _require_steps(schedule: Schedule, moves: WeightMoves) -> None:
@@ -71,13 +62,18 @@ def _require_compute(schedule: Schedule) -> None:
                 )
 
 
-def _messages(schedule: Schedule) -> dict[Channel, deque[Action]]:
-    """Per channel, the receives of its messages in the order in which they are sent."""
-    messages: dict[Channel, deque[Action]] = defaultdict(deque)
+Messages = dict[tuple[int, int, str], deque[Action]]
+"""By sender, receiver and kind of send: the receives of a channel's messages in the order in which they are sent."""
+
+
+def _messages(schedule: Schedule, out: Wires) -> Messages:
+    messages: Messages = defaultdict(deque)
     for rank, actions in enumerate(schedule.lists):
-        for action in actions:
-            for send in sends(schedule, action):
-                messages[channel(rank, send)].append(counterpart(rank, send))
+        for kind, microbatch, stage, _ in actions:
+            wire = out.get((kind, stage))
+            if wire is not None:
+                receive = make((wire.receive, microbatch, wire.stage, rank))
+                messages[rank, wire.rank, wire.send].append(receive)
     return messages
 
 
@@ -88,55 +84,73 @@ class _Lowering:
         self,
         schedule: Schedule,
         rank: int,
-        messages: dict[Channel, deque[Action]],
+        messages: Messages,
         posts: dict[int, list[Action]],
         moves: WeightMoves,
+        into: Wires,
+        out: Wires,
     ) -> None:
         self.schedule, self.rank, self.messages, self.posts = schedule, rank, messages, posts
         self.gathers, self.scatters = gather_posts(schedule, rank, moves), moves.scatters
-        self.received: set[Action] = set()
-        self.left = Counter(key for action in schedule.lists[rank] if (key := _reduction(action)) is not None)
+        self.into, self.out = into, out
+        self.early: set[Action] = set()
+        self.left: Counter[Action] = Counter()
+        if not schedule.is_asynchronous:
+            counts = Counter((kind, stage) for kind, _, stage, _ in schedule.lists[rank])
+            for (kind, stage), count in counts.items():
+                if (reduction := _reduction(kind, stage)) is not None:
+                    self.left[reduction] += count
 
-    def run(self) -> Iterator[Action]:
+    def run(self) -> list[Action]:
         actions = self.schedule.lists[self.rank]
-        yield from self.gathers.pop(0, ())  # before anything that waits
+        row = self.gathers.pop(0, [])  # before anything that waits
         for index, action in enumerate(actions):
-            yield from self.posts.get(index, ())
-            for need in needs(self.schedule, action, self.rank):
-                if is_receive(need):
-                    yield from self._receive(action, need)
-            yield from self.gathers.get(index, ())
-            yield action
-            yield from sends(self.schedule, action)
+            kind, microbatch, stage, _ = action
+            if self.posts:
+                row += self.posts.get(index, ())
+            wire = self.into.get((kind, stage))
+            if wire is not None:
+                self._receive(row, action, make((wire.receive, microbatch, stage, wire.rank)), wire)
+            if self.gathers:
+                row += self.gathers.get(index, ())
+            row.append(action)
+            wire = self.out.get((kind, stage))
+            if wire is not None:
+                row.append(make((wire.send, microbatch, stage, wire.rank)))
             if self.scatters and scatters(action):
-                yield scatter_of(action)
-            yield from self._reduce(action)
-        yield from self.posts.get(len(actions), ())
-        yield Action("STEP")
+                row.append(scatter_of(action))
+            if self.left and (reduction := _reduction(kind, stage)) is not None:
+                self._reduce(row, reduction)
+        row += self.posts.get(len(actions), ())
+        row.append(Action("STEP"))
+        return row
 
-    def _receive(self, action: Action, need: Action) -> Iterator[Action]:
-        while need not in self.received:
-            queue = self.messages[channel(self.rank, need)]
-            if not queue:
-                raise ScheduleError(
-                    f"schedule {self.schedule.name!r}, rank {self.rank}: {action} needs {need}, but rank {need.peer} "
-                    f"never makes what {counterpart(self.rank, need)} would send"
-                )
-            receive = queue.popleft()
-            self.received.add(receive)
-            yield receive
-
-    def _reduce(self, action: Action) -> Iterator[Action]:
-        key = _reduction(action)
-        if key is None or self.schedule.is_asynchronous:
+    def _receive(self, row: list[Action], action: Action, need: Action, wire: Wire) -> None:
+        if need in self.early:
             return
-        self.left[key] -= 1
-        if not self.left[key]:
-            yield key
+        queue = self.messages[wire.rank, self.rank, wire.send]
+        while queue:
+            receive = queue.popleft()
+            row.append(receive)
+            if receive == need:
+                return
+            self.early.add(receive)
+        raise ScheduleError(
+            f"schedule {self.schedule.name!r}, rank {self.rank}: {action} needs {need}, but rank {need.peer} "
+            f"never makes what {counterpart(self.rank, need)} would send"
+        )
+
+    def _reduce(self, row: list[Action], reduction: Action) -> None:
+        self.left[reduction] -= 1
+        if not self.left[reduction]:
+            row.append(reduction)
 
 
-def _reduction(action: Action) -> Action | None:
-    """The reduction of the gradients that ``action`` makes."""
-    if action.kind in BACKWARDS:
-        return Action("REDUCE", stage=action.stage)
-    return Action("REDUCE_V") if action.kind in ("T", "G") else None
+_OF_VOCABULARY: Final = Action("REDUCE_V")
+
+
+def _reduction(kind: str, stage: int) -> Action | None:
+    """The reduction of the gradients that a pass makes."""
+    if kind in BACKWARDS:
+        return make(("REDUCE", ABSENT, stage, ABSENT))
+    return _OF_VOCABULARY if kind in ("T", "G") else None

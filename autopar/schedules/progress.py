@@ -25,12 +25,12 @@ rank). So one run that ends proves that all do.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 
 from autopar.errors import ScheduleError
 from autopar.schedules.actions import Action, Schedule
-from autopar.schedules.flow import Channel, channel, is_exchange, is_receive, is_send, needs
+from autopar.schedules.flow import RECEIVES, SENDS, Channel, channel, exchanged, is_exchange
 
 
 def run_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
@@ -44,9 +44,8 @@ def run_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
         actions = schedule.lists[rank]
         while run.position[rank] < len(actions):
             action = actions[run.position[rank]]
-            if run.blocks(rank, action):
+            if not run.take(rank, action):
                 break
-            run.take(rank, action)
             run.position[rank] += 1
             yield rank, action
     if run.waiting or run.awaiting:
@@ -60,39 +59,40 @@ class _Run:
         self.schedule = schedule
         self.position = [0] * schedule.ranks
         self.ready = deque(range(schedule.ranks))
-        self.in_flight: Counter[Channel] = Counter()
+        self.in_flight: dict[Channel, int] = defaultdict(int)
         self.waiting: dict[Channel, int] = {}
         self.posted: dict[Action, set[int]] = defaultdict(set)
         self.awaiting: dict[Action, list[int]] = {}
-        self._exchanges = bool(schedule.head)
 
-    def blocks(self, rank: int, action: Action) -> bool:
-        """Whether ``rank`` has to wait before ``action``; it is woken when it can go on."""
-        if is_receive(action):
+    def take(self, rank: int, action: Action) -> bool:
+        """Run ``action``, or wait before it: the rank is woken when it can go on."""
+        kind = action.kind
+        if kind in RECEIVES:
             stream = channel(rank, action)
             if not self.in_flight[stream]:
                 self.waiting[stream] = rank
-                return True
-        elif self._exchanges and not is_send(action):
-            for need in needs(self.schedule, action, rank):
-                if is_exchange(need) and len(self.posted[need]) < self.schedule.ranks:
-                    self.awaiting.setdefault(need, []).append(rank)
-                    return True
-        return False
-
-    def take(self, rank: int, action: Action) -> None:
-        if is_receive(action):
-            self.in_flight[channel(rank, action)] -= 1
-        elif is_send(action):
+                return False
+            self.in_flight[stream] -= 1
+        elif kind in SENDS:
             stream = channel(rank, action)
             self.in_flight[stream] += 1
             if stream in self.waiting:
                 self.ready.append(self.waiting.pop(stream))
-        elif is_exchange(action):
+        elif self.schedule.head:
+            return self._take_with_exchanges(rank, action)
+        return True
+
+    def _take_with_exchanges(self, rank: int, action: Action) -> bool:
+        for need in exchanged(self.schedule, action):
+            if len(self.posted[need]) < self.schedule.ranks:
+                self.awaiting.setdefault(need, []).append(rank)
+                return False
+        if is_exchange(action):
             posted = self.posted[action]
             posted.add(rank)
             if len(posted) == self.schedule.ranks:
                 self.ready.extend(self.awaiting.pop(action, ()))
+        return True
 
     def waits_for(self) -> dict[int, tuple[int, str]]:
         """Waiting rank -> a rank it waits for, and what it waits in."""

@@ -12,27 +12,17 @@ gathers have, whichever is later.
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Final, NamedTuple
 
 from autopar.errors import ArgumentError
 from autopar.schedules.actions import Action, Schedule
 from autopar.schedules.check import check
-from autopar.schedules.flow import (
-    COMPUTE,
-    EXCHANGES,
-    STAGE_KINDS,
-    VOCABULARY_KINDS,
-    Channel,
-    channel,
-    is_exchange,
-    needs,
-)
-from autopar.schedules.progress import run_order
-from autopar.schedules.weight_moves import GATHERS, PASSES, gather_of, moves_of
+from autopar.schedules.flow import COMPUTE, EXCHANGES, VOCABULARY_KINDS
+from autopar.schedules.sweep import Sweep, sweep_of
 
 
 @dataclass(frozen=True)
@@ -187,13 +177,21 @@ class Kept(NamedTuple):
     bytes: int
 
 
+class Swept(NamedTuple):
+    """A sweep, and when each of its steps starts and ends."""
+
+    sweep: Sweep
+    starts: list[float]
+    ends: list[float]
+
+
 _KEEPERS: Final = ("F", "B", "I", "W", "S", "T", "OFFLOAD", "FETCH")
 _KEEPS_FROM_START: Final = ("F", "S", "FETCH")
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """One training step of ``schedule``; ``events`` rank by rank, each in the order of its list.
+    """One training step of ``schedule``; ``events`` rank by rank, each in the order of its list, from ``swept``.
 
     Per pipeline rank: ``busy_seconds`` of compute and optimizer; ``peak_in_flight``, the most (microbatch,
     stage) pairs between forward and the last pass of their backward; ``peak_activation_bytes``, the most bytes kept.
@@ -202,12 +200,25 @@ class Timeline:
 
     schedule: Schedule
     costs: Costs
-    events: tuple[Event, ...]
     makespan_seconds: float
     busy_seconds: tuple[float, ...]
     peak_in_flight: tuple[int, ...]
     peak_activation_bytes: tuple[int, ...]
-    exposed_communication_seconds: float
+    swept: Swept = field(repr=False, compare=False)
+
+    @cached_property
+    def events(self) -> tuple[Event, ...]:
+        starts, ends = self.swept.starts, self.swept.ends
+        return tuple(
+            Event(rank, action, starts[index], ends[index])
+            for rank, (row, places) in enumerate(zip(self.schedule.lists, self.swept.sweep.rows, strict=True))
+            for action, index in zip(row, places, strict=True)
+        )
+
+    @cached_property
+    def exposed_communication_seconds(self) -> float:
+        free = self.swept.sweep.run(_seconds(self.schedule, self.swept.sweep, self.costs.without_communication()))
+        return self.makespan_seconds - max(free[1])
 
     @property
     def idle_seconds(self) -> tuple[float, ...]:
@@ -216,10 +227,11 @@ class Timeline:
 
     def kept(self, rank: int) -> list[Kept]:
         """What ``rank`` keeps for backwards over time: a point after each action that changes it."""
+        starts, ends = self.swept.starts, self.swept.ends
         changes = [
-            (event.start_seconds if event.action.kind in _KEEPS_FROM_START else event.end_seconds, event.action)
-            for event in self.events
-            if event.rank == rank and event.action.kind in _KEEPERS
+            (starts[index] if action.kind in _KEEPS_FROM_START else ends[index], action)
+            for action, index in zip(self.schedule.lists[rank], self.swept.sweep.rows[rank], strict=True)
+            if action.kind in _KEEPERS
         ]
         points, count, bytes_ = [], 0, 0
         for seconds, action in sorted(changes, key=lambda change: change[0]):  # an OFFLOAD may end after the next pass
@@ -235,32 +247,46 @@ class Timeline:
         return sum(self.idle_seconds) / total if total else 0.0
 
 
-def simulate_timeline(schedule: Schedule, costs: Costs) -> Timeline:
-    """Run a lowered schedule in simulated time.
+def simulate_timeline(schedule: Schedule, costs: Costs, *, trusted: bool = False) -> Timeline:
+    """Run a lowered schedule in simulated time. ``trusted``: its lists are as a generator and ``lower`` made them.
 
-    Raises ScheduleError where :func:`autopar.schedules.check` does, ArgumentError for costs of another number
-    of stages or ranks, or costs that aren't finite numbers from 0 up.
+    Raises ScheduleError where :func:`autopar.schedules.check` does (of trusted lists, only where ranks wait for each
+    other), ArgumentError for costs of another number of stages or ranks, or costs that aren't finite numbers from 0 up.
     """
-    check(schedule)
+    if not trusted:
+        check(schedule)
     _check_costs(schedule, costs)
-    events = _events(schedule, costs)
-    makespan_seconds = _makespan(events)
-    free_seconds = _makespan(_events(schedule, costs.without_communication()))
-    busy_seconds = [0.0] * schedule.ranks
-    for rank, action, start, end in events:
-        if action.kind in _OCCUPIES_RANK:
-            busy_seconds[rank] += end - start
+    sweep = sweep_of(schedule)
+    starts, ends = sweep.run(_seconds(schedule, sweep, costs))
+    changes = [costs.kept_bytes(action) for _, action in sweep.taken]
+    counts = [_COUNTS.get(action.kind, 0) for _, action in sweep.taken]
     timeline = Timeline(
         schedule=schedule,
         costs=costs,
-        events=tuple(events),
-        makespan_seconds=makespan_seconds,
-        busy_seconds=tuple(busy_seconds),
-        peak_in_flight=_peaks(schedule, lambda action: _COUNTS.get(action.kind, 0)),
-        peak_activation_bytes=_peaks(schedule, costs.kept_bytes),
-        exposed_communication_seconds=makespan_seconds - free_seconds,
+        makespan_seconds=max(ends),
+        busy_seconds=tuple(_busy(sweep, rank, starts, ends) for rank in range(schedule.ranks)),
+        peak_in_flight=_peaks(sweep, counts),
+        peak_activation_bytes=_peaks(sweep, changes),
+        swept=Swept(sweep, starts, ends),
     )
-    return _with_copies_on_their_way(timeline)
+    if any(action.kind == "OFFLOAD" for _, action in sweep.taken):
+        return _with_copies_on_their_way(timeline)
+    return timeline
+
+
+def _seconds(schedule: Schedule, sweep: Sweep, costs: Costs) -> list[float]:
+    """Of each of the sweep's kinds of action; in an asynchronous schedule, every UPDATE was a STEP."""
+    updated = schedule.is_asynchronous
+    return [0.0 if updated and action.kind == "STEP" else costs.seconds(rank, action) for rank, action in sweep.taken]
+
+
+def _busy(sweep: Sweep, rank: int, starts: Sequence[float], ends: Sequence[float]) -> float:
+    occupies = [action.kind in _OCCUPIES_RANK for _, action in sweep.taken]
+    total = 0.0
+    for index, place in zip(sweep.rows[rank], sweep.kinds[rank], strict=True):
+        if occupies[place]:
+            total += ends[index] - starts[index]
+    return total
 
 
 def _with_copies_on_their_way(timeline: Timeline) -> Timeline:
@@ -294,143 +320,9 @@ def _check_values(schedule: Schedule, name: str, values: tuple[float, ...], per:
             raise ArgumentError(f"{name} of {per} {index} is {value}; it must be finite, from 0 up")
 
 
-def _makespan(events: list[Event]) -> float:
-    return max(event.end_seconds for event in events)
-
-
-def _peaks(schedule: Schedule, change: Callable[[Action], int]) -> tuple[int, ...]:
-    """Per rank, the largest sum of the changes so far.
+def _peaks(sweep: Sweep, changes: Sequence[int]) -> tuple[int, ...]:
+    """Per rank, the largest sum of the changes so far, which each of the sweep's kinds of action makes.
 
     The order of the list decides it alone: a rank computes one action at a time.
     """
-    return tuple(max(accumulate(map(change, actions), initial=0)) for actions in schedule.lists)
-
-
-def _events(schedule: Schedule, costs: Costs) -> list[Event]:
-    clocks = _Clocks(schedule, costs)
-    events: list[list[Event]] = [[] for _ in schedule.lists]
-    for rank, action in run_order(schedule):
-        updated = schedule.is_asynchronous and action.kind == "STEP"  # every UPDATE was one
-        start, end = _ADVANCE[action.kind](clocks, rank, action, 0.0 if updated else costs.seconds(rank, action))
-        events[rank].append(Event(rank, action, start, end))
-    return [clocks.completed(event) for row in events for event in row]
-
-
-class _Clocks:
-    """When each rank, each channel, each rank's reductions and the exchanges are free next; all in seconds.
-
-    Each method runs one action as soon as it can run and returns its start and end.
-    """
-
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        self.schedule, self.costs = schedule, costs
-        self.streams = moves_of(schedule).gathers == "pass"
-        self.gathered: dict[Action, float] = {}  # gather -> when it is complete
-        self.rank = [0.0] * schedule.ranks
-        self.reductions = [0.0] * schedule.ranks
-        self.to_host = [0.0] * schedule.ranks
-        self.from_host = [0.0] * schedule.ranks
-        self.fetched: dict[Action | None, float] = {}  # OFFLOAD or FETCH -> when it is complete
-        self.channel: dict[Channel, float] = defaultdict(float)
-        self.arrivals: dict[Channel, deque[float]] = defaultdict(deque)
-        self.exchanges = 0.0
-        self.posts: dict[Action, list[float]] = defaultdict(list)
-        self.complete: dict[Action, float] = {}
-
-    def compute(self, rank: int, action: Action, seconds: float) -> tuple[float, float]:
-        start = self.rank[rank]
-        if self.schedule.head:
-            start = max([start, *self._exchanged(rank, action)])
-        start = max(start, self.gathered.get(_at_start(action), 0.0), self.fetched.get(_fetch_of(action), 0.0))
-        self.rank[rank] = start + seconds
-        if self.streams and action.kind in PASSES:
-            self.rank[rank] = max(self.rank[rank], self._streamed(rank, action, start))
-        return start, self.rank[rank]
-
-    def _streamed(self, rank: int, action: Action, start: float) -> float:
-        """When the gathers of a pass are complete: begun ahead, or by the pass itself."""
-        gather = gather_of(action)
-        if gather not in self.gathered:
-            begin = max(start, self.reductions[rank])
-            self.reductions[rank] = self.gathered[gather] = begin + self.costs.seconds(rank, gather)
-        return self.gathered[gather]
-
-    def gather(self, rank: int, action: Action, seconds: float) -> tuple[float, float]:
-        start, end = self.reduce(rank, action, seconds)
-        self.gathered[action] = end
-        return start, end
-
-    def _exchanged(self, rank: int, action: Action) -> list[float]:
-        return [self.complete[need] for need in needs(self.schedule, action, rank) if is_exchange(need)]
-
-    def send(self, rank: int, action: Action, seconds: float) -> tuple[float, float]:
-        stream = channel(rank, action)
-        start = max(self.rank[rank], self.channel[stream])
-        self.channel[stream] = start + seconds
-        self.arrivals[stream].append(start + seconds)
-        return start, start + seconds
-
-    def receive(self, rank: int, action: Action, seconds: float) -> tuple[float, float]:
-        start = self.rank[rank]
-        self.rank[rank] = max(start, self.arrivals[channel(rank, action)].popleft())
-        return start, self.rank[rank]
-
-    def exchange(self, rank: int, action: Action, seconds: float) -> tuple[float, float]:
-        """Posting takes no time; the end is known once the last rank has posted."""
-        posts = self.posts[action]
-        posts.append(max([self.rank[rank], *self._exchanged(rank, action)]))
-        if len(posts) == self.schedule.ranks:
-            self.exchanges = max(self.exchanges, *posts) + seconds
-            self.complete[action] = self.exchanges
-        return posts[-1], posts[-1]
-
-    def completed(self, event: Event) -> Event:
-        end = self.complete.get(event.action)
-        return event if end is None else event._replace(end_seconds=end)
-
-    def reduce(self, rank: int, action: Action, seconds: float) -> tuple[float, float]:
-        start = max(self.rank[rank], self.reductions[rank])
-        self.reductions[rank] = start + seconds
-        return start, self.reductions[rank]
-
-    def copy(self, rank: int, action: Action, seconds: float) -> tuple[float, float]:
-        stream = self.to_host if action.kind == "OFFLOAD" else self.from_host
-        there = self.fetched.get(Action("OFFLOAD", action.microbatch, action.stage), 0.0)
-        start = max(self.rank[rank], stream[rank], there)
-        stream[rank] = self.fetched[action] = start + seconds
-        return start, stream[rank]
-
-    def step(self, rank: int, action: Action, seconds: float) -> tuple[float, float]:
-        start = max(self.rank[rank], self.reductions[rank])
-        self.rank[rank] = start + seconds
-        return start, self.rank[rank]
-
-
-_OF_VOCABULARY: Final = Action("GATHER_V")
-
-
-def _at_start(action: Action) -> Action:
-    """The gather of the step that ``action`` needs, if there is one."""
-    return Action("GATHER", stage=action.stage) if action.stage >= 0 else _OF_VOCABULARY
-
-
-def _fetch_of(action: Action) -> Action | None:
-    """The FETCH that a backward waits for, if there is one."""
-    return Action("FETCH", action.microbatch, action.stage) if action.kind in ("B", "I") else None
-
-
-_ADVANCE: Final[Mapping[str, Callable[[_Clocks, int, Action, float], tuple[float, float]]]] = {
-    **dict.fromkeys((*STAGE_KINDS, *VOCABULARY_KINDS), _Clocks.compute),
-    **dict.fromkeys(EXCHANGES, _Clocks.exchange),
-    "SEND_F": _Clocks.send,
-    "SEND_B": _Clocks.send,
-    "RECV_F": _Clocks.receive,
-    "RECV_B": _Clocks.receive,
-    **dict.fromkeys(GATHERS, _Clocks.gather),
-    "SCATTER": _Clocks.reduce,
-    "OFFLOAD": _Clocks.copy,
-    "FETCH": _Clocks.copy,
-    "REDUCE": _Clocks.reduce,
-    "REDUCE_V": _Clocks.reduce,
-    "STEP": _Clocks.step,
-}
+    return tuple(max(accumulate(map(changes.__getitem__, places), initial=0)) for places in sweep.kinds)

@@ -24,6 +24,9 @@ PASSES: Final = ("F", "B", "I")
 
 GATHERS: Final = ("GATHER", "GATHER_V", "GATHER_F", "GATHER_B")
 
+LARGE_BYTES: Final = 2**20
+"""A weight of so many bytes travels by itself, without a copy; smaller ones of a layer are packed."""
+
 
 @dataclass(frozen=True)
 class WeightMoves:
@@ -47,8 +50,8 @@ def moves_of(schedule: Schedule) -> WeightMoves:
 def followers(row: Sequence[Action]) -> dict[Action, Action | None]:
     """For each pass of one rank's list that computes with weights: the next one, if it is of the same stage."""
     passes = [action for action in row if action.kind in PASSES]
-    ends = [*passes[1:], None]
-    return {a: b if b is not None and b.stage == a.stage else None for a, b in zip(passes, ends, strict=True)}
+    pairs = zip(passes, [*passes[1:], None], strict=False)  # a rank may have no stage, and so no pass
+    return {a: b if b is not None and b.stage == a.stage else None for a, b in pairs}
 
 
 def gather_of(action: Action) -> Action:

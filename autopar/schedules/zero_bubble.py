@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Final
 
 from autopar.schedules.actions import Action, Schedule
 from autopar.schedules.eager import Eager, InOrder, Pass, Policy
@@ -146,6 +147,10 @@ class Rule:
     late_stage_first: bool
 
 
+_HELD: Final = {"F": 1, "I": 0, "W": -1}
+_AHEAD: Final = {"F": 1, "I": -1, "W": 0}
+
+
 class _Greedy:
     """F and I in turn as they arrive, forwards of late stages first; W in the gaps, or where memory is full.
 
@@ -156,6 +161,7 @@ class _Greedy:
         ranks = len(rule.warm_ups)
         self.microbatches, self.limit, self.rule = microbatches, limit, rule
         self.stages = [[stage for stage, home in enumerate(placement) if home == rank] for rank in range(ranks)]
+        self.late_first = [stages[::-1] for stages in self.stages]
         self.done = {kind: [0] * len(placement) for kind in "FIW"}
         self.held = [0] * ranks
         self.ahead = [0] * ranks
@@ -174,18 +180,25 @@ class _Greedy:
     def _forward(self, run: Eager, rank: int, now: float) -> int | None:
         if self.ahead[rank] >= self.rule.warm_ups[rank]:
             return None
-        for later, stage in enumerate(reversed(self.stages[rank])):
-            if self.held[rank] + later < self.limit and self._arrived(run, "F", stage, now):
+        arrival, done, held = run.arrival["F"], self.done["F"], self.held[rank]
+        for stage in self.late_first[rank]:
+            if held >= self.limit:
+                return None
+            if done[stage] < self.microbatches and arrival[stage][done[stage]] <= now:
                 return stage
+            held += 1
         return None
 
     def _backward(self, run: Eager, rank: int, now: float) -> int | None:
-        stages = reversed(self.stages[rank]) if self.rule.late_stage_first else iter(self.stages[rank])
-        return next((stage for stage in stages if self._arrived(run, "I", stage, now)), None)
+        arrival, done = run.arrival["B"], self.done["I"]
+        for stage in (self.late_first if self.rule.late_stage_first else self.stages)[rank]:
+            if done[stage] < self.microbatches and arrival[stage][done[stage]] <= now:
+                return stage
+        return None
 
     def _weight(self, run: Eager, rank: int, now: float) -> int | None:
         """The stage whose W runs now, if it is in nobody's way."""
-        pending = [stage for stage in reversed(self.stages[rank]) if self.done["W"][stage] < self.done["I"][stage]]
+        pending = [stage for stage in self.late_first[rank] if self.done["W"][stage] < self.done["I"][stage]]
         if not pending:
             return None
         held_up = any(self._arrived(run, "F", stage, now) for stage in self.stages[rank])
@@ -198,8 +211,8 @@ class _Greedy:
         return microbatch < self.microbatches and run.arrival["F" if kind == "F" else "B"][stage][microbatch] <= now
 
     def _take(self, rank: int, kind: str, stage: int) -> Pass:
-        self.held[rank] += {"F": 1, "I": 0, "W": -1}[kind]
-        self.ahead[rank] += {"F": 1, "I": -1, "W": 0}[kind]
+        self.held[rank] += _HELD[kind]
+        self.ahead[rank] += _AHEAD[kind]
         if kind != "W":
             self.last[rank] = kind
         microbatch = self.done[kind][stage]

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import fx
 
-from autopar.codegen.edges import Change, changed_meta, edge
 from autopar.errors import GraphError
 from autopar.graph import Block, Call, Choice, Info, InputInfo, Meta, Model, Value, set_info
 from autopar.mesh import Mesh
+from autopar.passes.edges import Change, changed_meta, edge
 from autopar.spmd import I, P, R, S, Type
 
 MESH = Mesh(dp=2, tp=2)

@@ -31,6 +31,7 @@ from tests.expert_loop_models import (
 )
 from tests.fast_cluster import FAST
 from tests.models import Case, prepared
+from tests.pinned import compile_pinned
 from tests.ranks.test_parity import optimizer
 
 
@@ -49,7 +50,7 @@ def ops(model: Model) -> list[str]:
 
 
 def verified(case: Case, **options: Any) -> autopar.Verification:
-    job = autopar.compile(case.model, 1, sample=case.batch, cluster=FAST, **{"optimizer": optimizer, **options})
+    job = compile_pinned(case.model, 1, sample=case.batch, cluster=FAST, **{"optimizer": optimizer, **options})
     return job.verify(case.batch, steps=2)
 
 
@@ -85,7 +86,7 @@ def test_equal_to_eager(name: str) -> None:
 
 def test_experts_of_unequal_kinds_stay_whole_and_the_plan_says_why() -> None:
     case = prepared(lambda: looped(Unequal, 2, layers=1))
-    job = autopar.compile(case.model, 1, sample=case.batch, cluster=FAST, optimizer=optimizer)
+    job = compile_pinned(case.model, 1, sample=case.batch, cluster=FAST, optimizer=optimizer)
     assert "the 4 experts of layers.0.moe stay whole on every rank" in str(job.plan)
     assert "moe.experts.1" in job.plan.remarks[0]
     assert not any(parameter.stacked for parameter in job.lowered.parameters.values())

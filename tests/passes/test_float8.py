@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-import autopar
 from autopar.codegen import emit
 from autopar.errors import ArgumentError
 from autopar.mesh import Mesh
 from autopar.options import Options
 from tests.codegen.programs import cut, folded, load
 from tests.models import Case
+from tests.pinned import compile_pinned
 
 torchao = pytest.importorskip("torchao.float8", reason="make float8 installs torchao and runs these")
 
@@ -79,4 +79,4 @@ def test_numbers_are_those_of_torchao() -> None:
 def test_refusals(cluster: str, given: dict[str, str], message: str) -> None:
     one = case()
     with pytest.raises(ArgumentError, match=message):
-        autopar.compile(one.model, 1, sample=one.batch, cluster=cluster, float8=True, **given)
+        compile_pinned(one.model, 1, sample=one.batch, cluster=cluster, float8=True, **given)

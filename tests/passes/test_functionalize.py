@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-import autopar
 from autopar.capture import Flat, capture
 from autopar.errors import CaptureError
 from autopar.graph import info, is_mutating, op_name
 from autopar.passes.functionalize import functionalize
 from tests.fast_cluster import FAST
 from tests.models import Case, prepared
+from tests.pinned import compile_pinned
 from tests.ranks.test_parity import optimizer
 
 WIDTH, STEPS = 6, 4
@@ -188,7 +188,7 @@ def test_functional_programs_have_values_and_gradients_of_eager(name: str) -> No
 @pytest.mark.parametrize("name", sorted(set(WRITES) - MEAN_OVER_BATCH))
 def test_compiled_writes_equal_eager(name: str, mesh: dict[str, int], microbatches: int) -> None:
     made = prepared(lambda: case(WRITES[name]))
-    job = autopar.compile(
+    job = compile_pinned(
         made.model,
         mesh["dp"],
         sample=made.batch,

@@ -13,6 +13,7 @@ from autopar.spmd import I, S, Type
 from tests.fast_cluster import FAST
 from tests.models import make
 from tests.moe_models import family
+from tests.pinned import compile_pinned
 
 
 def stored(model: Model, axis: str) -> dict[str, Type]:
@@ -27,7 +28,7 @@ def stored(model: Model, axis: str) -> dict[str, Type]:
 
 def lowered(name: str, gpus: int, mesh: dict[str, int], experts: int = 8) -> Model:
     case = family(name, 8, experts=experts)
-    return autopar.compile(case.model, gpus, sample=case.batch, mesh=mesh, microbatches=1, cluster=FAST).lowered
+    return compile_pinned(case.model, gpus, sample=case.batch, mesh=mesh, microbatches=1, cluster=FAST).lowered
 
 
 def test_only_experts_are_split() -> None:
@@ -45,7 +46,7 @@ def test_biases_go_with_their_experts() -> None:
 
 def test_between_layers_a_sequence_is_split() -> None:
     case = make("llama", 8)
-    job = autopar.compile(case.model, 2, sample=case.batch, loss=case.loss, mesh={"cp": 2}, cluster=FAST)
+    job = compile_pinned(case.model, 2, sample=case.batch, loss=case.loss, mesh={"cp": 2}, cluster=FAST)
     assert set(stored(job.lowered, "cp").values()) == {I}
     layers = [block for block in job.lowered.blocks if "Layer" in block.name]
     assert layers

@@ -39,7 +39,7 @@ def mixtral() -> Model:
     )
     with torch.device("meta"):
         model = MixtralForCausalLM(config).to(torch.bfloat16)
-    ids = torch.zeros(4, 512, dtype=torch.long)
+    ids = torch.zeros(4, 16384, dtype=torch.long)
     return prepare(model, {"input_ids": ids, "labels": ids})[0]
 
 
@@ -98,11 +98,11 @@ def test_measured_loads_decide_for_each_layer() -> None:
     assert second.imbalance == 1.0
     assert built.plan.explain_experts().splitlines() == [
         f"experts of {LAYERS[0]}: 8, of which a token takes 2; 2 on each of 4 ranks of ep, S(0)",
-        "  a rank sends tokens of 1.5 MiB to experts of other ranks, and gets as much back",
+        "  a rank sends tokens of 48 MiB to experts of other ranks, and gets as much back",
         "  the fullest rank is reckoned with 1.67 times its share of tokens (no placement is below 1.67); "
         "hot ones are stored apart",
         f"experts of {LAYERS[1]}: 8, of which a token takes 2; 2 on each of 4 ranks of ep, S(0)",
-        "  a rank sends tokens of 1.5 MiB to experts of other ranks, and gets as much back",
+        "  a rank sends tokens of 48 MiB to experts of other ranks, and gets as much back",
     ]
     block = next(block for block in built.model.blocks if block.kind == "layer")
     product = next(node for node in block.ops if op_name(node) == "grouped_linear")

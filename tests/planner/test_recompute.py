@@ -25,6 +25,7 @@ from autopar.planner.recompute import Point, Problem, Regions, evaluate, frontie
 from benchmarks.models import MegatronGPT
 from tests.fast_cluster import FAST
 from tests.models import Case, tokens
+from tests.pinned import compile_pinned
 
 TABLE_4 = Path(__file__).parents[2] / "benchmarks/measurements/korthikanti_table4_layer_times.csv"
 
@@ -275,7 +276,7 @@ def test_a_budget_that_is_too_small_says_what_would_do(vocabulary: str) -> None:
 def test_a_plan_is_taken_as_it_is() -> None:
     case = gpt()
     plan = Plan.from_json(planned(case, budget_bytes=a_tight_budget(case)).to_json())
-    job = autopar.compile(case.model, 4, sample=case.batch, plan=plan)
+    job = compile_pinned(case.model, 4, sample=case.batch, plan=plan)
     assert "recompute(self." in job.source(0)
     assert "recompute(self." not in job.source(3)
     block = layer_of(plan)
@@ -283,7 +284,7 @@ def test_a_plan_is_taken_as_it_is() -> None:
     blocks = [b.model_copy(update={"recompute": wrong}) if b is block else b for b in plan.blocks]
     bad = plan.model_copy(update={"blocks": blocks, "digest": ""}).sealed()
     with pytest.raises(PlanError, match="which MegatronLayer hasn't"):
-        autopar.compile(case.model, 4, sample=case.batch, plan=bad)
+        compile_pinned(case.model, 4, sample=case.batch, plan=bad)
 
 
 def test_asynchronous_schedules_can_not_recompute() -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import autopar
 from autopar import simulate
 from autopar.batch import flatten
 from autopar.graph import Model, info
@@ -20,6 +19,7 @@ from autopar.runtime.job import build_modules
 from tests.codegen.programs import emit_alone, folded, load
 from tests.fast_cluster import FAST
 from tests.models import CASES, Case, Float64, gpt2, make, prepared
+from tests.pinned import compile_pinned
 
 
 def predicted(model: Model) -> int:
@@ -75,7 +75,7 @@ def test_of_one_rank(name: str, mesh: dict[str, int], head_chunks: int) -> None:
         case = make(name, 4)
         ranks = mesh["tp"] * mesh.get("dp", 1)
         options: Any = {"mesh": mesh, "cluster": FAST, "head_chunks": head_chunks}
-        job = autopar.compile(case.model, ranks, sample=case.batch, loss=case.loss, **options)
+        job = compile_pinned(case.model, ranks, sample=case.batch, loss=case.loss, **options)
     batch, _ = flatten(case.batch)
 
     def program(rank: int) -> int:

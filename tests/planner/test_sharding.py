@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
 import torch
+from torch import fx
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from autopar.api import prepare
 from autopar.cluster import Cluster
-from autopar.graph import Model, info
+from autopar.graph import Choice, Model, info
 from autopar.mesh import Mesh
+from autopar.planner import sharding
 from autopar.planner.build import Built, Request, build
+from autopar.planner.onehot import solve_milp
 from autopar.planner.pipeline import Wanted
+from autopar.planner.placement import Problem, Solution
 from autopar.planner.prices import RankPrices
 from autopar.planner.sharding import AxisProblem, solve_axis
+from autopar.planner.solve_placement import solve
+from autopar.rules.base import Op, Rule
 
 
 def llama(layers: int) -> Model:
@@ -83,3 +93,40 @@ def test_the_optimum_is_proven_and_a_budget_holds() -> None:
         assert solution.bound_seconds <= solution.seconds * (1 + 1e-6)
         assert solution.seconds <= solution.bound_seconds * (1 + 1e-4)
     assert free.seconds <= tight.seconds
+
+
+@pytest.mark.slow
+def test_elimination_finds_what_the_milp_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every axis of a model, with and without a budget that cuts."""
+    solved: list[Problem] = []
+
+    def both(problem: Problem) -> Solution:
+        solved.append(problem)
+        found, milp = solve(problem), solve_milp(problem)
+        assert found.seconds == pytest.approx(milp.seconds, rel=1e-4 if problem.budget_bytes else 1e-9)
+        assert found.bound_seconds <= milp.seconds * (1 + 1e-9)
+        return found
+
+    monkeypatch.setattr(sharding, "solve", both)
+    cluster = Cluster.load("h100")
+    prices = RankPrices(8, cluster.device, cluster.link(8, 1), microbatches=64)
+    total = 4 * sum(p.meta.bytes for p in llama(1).parameters.values())
+    solve_axis(llama(1), AxisProblem("tp", 8, prices, "model", budget_bytes=total // 4))
+    planned(2, dp=1, cp=2, tp=4)
+    assert len(solved) >= 3
+
+
+@dataclass(frozen=True)
+class Separately(RankPrices):
+    """Prices of all choices, each asked for by itself."""
+
+    def ops(self, node: fx.Node, op: Op, rule: Rule, choices: Sequence[Choice]) -> list[float]:
+        apart = [super(Separately, self).ops(node, op, rule, [choice])[0] for choice in choices]
+        assert apart == super().ops(node, op, rule, choices)
+        return apart
+
+
+def test_what_choices_have_in_common_is_priced_once_and_rightly() -> None:
+    cluster = Cluster.load("h100")
+    link = cluster.link(4, 1)
+    solve_axis(llama(1), AxisProblem("cp", 4, Separately(4, cluster.device, link, 8), "sequence"))

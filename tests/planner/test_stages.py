@@ -1,4 +1,4 @@
-"""The stage ILP against brute force."""
+"""Cuts into stages against brute force."""
 
 from __future__ import annotations
 
@@ -87,3 +87,50 @@ def test_even_cuts_count_layers() -> None:
     assert found.slowest_seconds == 12.0
     with pytest.raises(StageError, match="the model has 7 units"):
         even_partition(units, 8)
+
+
+def every_cut(units: list[Unit], stages: int) -> list[tuple[int, ...]]:
+    return [(0, *inner) for inner in itertools.combinations(range(1, len(units)), stages - 1)]
+
+
+def sizes(units: list[Unit], starts: tuple[int, ...], inflight: list[int]) -> list[int]:
+    ends = [*starts[1:], len(units)]
+    return [
+        sum(u.state_bytes + n * u.saved_bytes for u in units[a:b])
+        for n, a, b in zip(inflight, starts, ends, strict=True)
+    ]
+
+
+KIB = 2**10
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5), st.integers(0, 3)), min_size=4, max_size=8))
+def test_of_the_fastest_cuts_within_the_budget_the_leanest(rows: list[tuple[int, int, int]]) -> None:
+    units = [unit(t * 1e-3, state=s * KIB, saved=a * KIB) for t, s, a in rows]
+    inflight = [3, 2, 1]
+    largest = {starts: max(sizes(units, starts, inflight)) for starts in every_cut(units, 3)}
+    budget = sorted(largest.values())[len(largest) // 2]
+    found = partition(units, inflight, budget)
+    assert largest[found.starts] <= budget
+    best = min((slowest(units, starts), bytes_) for starts, bytes_ in largest.items() if bytes_ <= budget)
+    assert slowest(units, found.starts) == pytest.approx(best[0])
+    fastest = [s for s, b in largest.items() if b <= budget and slowest(units, s) <= best[0] * (1 + 1e-9)]
+    assert largest[found.starts] == min(largest[s] for s in fastest)
+
+
+@pytest.mark.parametrize(("ranks", "chunks", "layers"), [(4, 3, 32), (8, 2, 58), (16, 4, 126)])
+def test_many_chunks_of_equal_layers_are_cut_to_the_bound(ranks: int, chunks: int, layers: int) -> None:
+    """Too many cuts to try: the search reaches what no cut can beat, with stages nearly alike."""
+    units = [unit(0.1), *[unit(1.0, saved=KIB)] * layers, unit(0.4)]
+    placement = [*range(ranks)] * chunks
+    found = partition(units, [2] * (ranks * chunks), None, placement)
+    assert found.slowest_seconds == pytest.approx(found.bound_seconds)
+    assert slowest(units, found.starts) <= -(-layers // (ranks * chunks)) + 1
+
+
+@given(st.lists(st.integers(1, 9), min_size=6, max_size=9), st.integers(0, 3))
+def test_the_bound_of_chunks_is_below_every_cut(times: list[int], cut: int) -> None:
+    units = [unit(t * 1e-3, cut=cut * 1e-3) for t in times]
+    found = partition(units, [2] * 4, None, (0, 1, 0, 1))
+    assert found.bound_seconds <= found.slowest_seconds * (1 + 1e-9)
+    assert found.bound_seconds >= (sum(times) + 6 * cut) * 1e-3 / 2 * (1 - 1e-9)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-import autopar
 from autopar.cluster import Cluster
 from autopar.cost_models import collective
 from autopar.graph import Model
@@ -19,6 +18,7 @@ from autopar.planner.block_costs import DataLine, Machine
 from autopar.planner.zero import MoveCosts, weight_moves
 from autopar.schedules.weight_moves import WeightMoves
 from tests.fast_cluster import FAST
+from tests.pinned import compile_pinned
 
 DEPTH, WIDTH = 3, 8
 UNIT = 4 * WIDTH * WIDTH
@@ -29,7 +29,7 @@ LINK = FAST.link(2, 1, 2)
 @pytest.fixture(scope="module")
 def model() -> Model:
     layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
-    job = autopar.compile(
+    job = compile_pinned(
         layers, 1, sample=torch.randn(4, WIDTH), loss=lambda y, _: y.square().mean(), cluster=FAST, mesh={"dp": 1}
     )
     return job.lowered

@@ -14,10 +14,17 @@ from autopar.schedules import Action, Schedule, format_list, generate, lower, pa
 from autopar.schedules.actions import HEADS
 
 numbers = st.integers(0, 10_000)
+
+
+def action_of(kind: str, *numbers: int) -> Action:
+    """Hypothesis would give values to all fields of a named tuple."""
+    return Action(kind, *numbers)
+
+
 actions = st.one_of(
-    st.builds(Action, st.sampled_from(["F", "B", "I", "W", "UPDATE"]), numbers, numbers),
-    st.builds(Action, st.sampled_from(["E", "G", "S", "U", "T", "SUM_E", "CAST_X", "MAX", "STATS"]), numbers),
-    st.builds(Action, st.sampled_from(["SEND_F", "RECV_F", "SEND_B", "RECV_B"]), numbers, numbers, numbers),
+    st.builds(action_of, st.sampled_from(["F", "B", "I", "W", "UPDATE"]), numbers, numbers),
+    st.builds(action_of, st.sampled_from(["E", "G", "S", "U", "T", "SUM_E", "CAST_X", "MAX", "STATS"]), numbers),
+    st.builds(action_of, st.sampled_from(["SEND_F", "RECV_F", "SEND_B", "RECV_B"]), numbers, numbers, numbers),
     st.builds(lambda stage: Action("REDUCE", stage=stage), numbers),
     st.sampled_from([Action("STEP"), Action("REDUCE_V")]),
 )

@@ -1,15 +1,24 @@
-"""What happens between a value's producer and a call that takes it: transitions, or a sum before the step."""
+"""What happens between a value's producer and a call that takes it: transitions, or a sum before the step.
+
+Changes of nothing: what calls and stages have between them follows from the types that were solved, and code is written
+and costs are counted by it. A value that later stages take is sent on from stage to stage, once. It travels as it was
+made, unless all that take it want the same other type and that is smaller: then the transition comes before the cut.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from autopar.codegen.comments import MICROBATCHES
+from torch import fx
+
 from autopar.errors import GraphError
 from autopar.graph import INPUT_CALL, Meta, Model, Value, info
 from autopar.mesh import AXES, DATA, Mesh
 from autopar.spmd import P, R, S, Type, local_shape, transition
+
+MICROBATCHES = "mb"
+"""The axis of microbatches, on which nothing can be exchanged."""
 
 
 @dataclass(frozen=True)
@@ -127,3 +136,64 @@ def changed_meta(meta: Meta, change: Change, mesh: Mesh) -> Meta:
     if change.src.is_shard:
         shape[change.src.dim] *= size
     return replace(meta, shape=local_shape(tuple(shape), change.dst, size))
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A value that crosses at least one cut: made at place ``first``, last taken at ``last``; sent as ``meta``, after
+    ``changes``."""
+
+    value: Value
+    first: int
+    last: int
+    changes: tuple[Change, ...]
+    meta: Meta
+
+
+def wires(model: Model, mesh: Mesh, places: Mapping[int, int], edges: Mapping[tuple[int, int], Edge]) -> list[Wire]:
+    """What crosses cuts, in the order in which it is made; ``places`` are the stages of calls, ``edges`` by call and
+    input position."""
+    takers: dict[Value, list[tuple[int, Edge]]] = {}
+    for (call, _), into in edges.items():
+        if into.value.call in places and places[into.value.call] < places[call]:
+            takers.setdefault(into.value, []).append((places[call], into))
+    ordered = sorted(takers.items(), key=lambda item: (item[0].call, item[0].output))
+    return [_wire(model, mesh, places, value, found) for value, found in ordered]
+
+
+def _wire(model: Model, mesh: Mesh, places: Mapping[int, int], value: Value, takers: list[tuple[int, Edge]]) -> Wire:
+    made = info(model.block_of(model.calls[value.call]).outputs[value.output]).meta
+    changes = takers[0][1].changes
+    after = made
+    for change in changes:
+        after = changed_meta(after, change, mesh)
+    early = after.bytes < made.bytes and all(into.changes == changes for _, into in takers)
+    last = max(stage for stage, _ in takers)
+    return Wire(value, places[value.call], last, changes if early else (), after if early else made)
+
+
+def needed_tables(model: Model, values: Iterable[Value]) -> dict[int, frozenset[fx.Node]]:
+    """The ops of tables calls that ``values`` depend on, by call, in order."""
+    needed: dict[int, set[fx.Node]] = {}
+    waiting = [v for v in values if _from_tables(model, v)]
+    while waiting:
+        value = waiting.pop()
+        call = model.calls[value.call]
+        block = model.block_of(call)
+        found = backward_slice([block.outputs[value.output]])
+        needed.setdefault(value.call, set()).update(found)
+        reads = [v for node, v in zip(block.inputs, call.operands, strict=True) if node in found]
+        waiting += [v for v in reads if v.call != INPUT_CALL]
+    return {call: frozenset(needed[call]) for call in sorted(needed)}
+
+
+def backward_slice(outputs: Collection[fx.Node]) -> set[fx.Node]:
+    """All nodes that ``outputs`` depend on, themselves included."""
+    needed = set(outputs)
+    waiting = list(outputs)
+    while waiting:
+        for operand in waiting.pop().all_input_nodes:
+            if operand not in needed:
+                needed.add(operand)
+                waiting.append(operand)
+    return needed

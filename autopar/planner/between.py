@@ -1,0 +1,131 @@
+"""What a stage does beside its calls, each microbatch: changes of type between calls, tables, and messages to others.
+
+The emitted stage has them as code of its own (:mod:`autopar.passes.edges`), so no call costs them: a value that a layer
+takes in another type than it was made in is changed there, once for all that take it so; and what only depends on the
+batch (masks, rotary tables) is computed in every stage that uses it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.cost_models import collective
+from autopar.graph import INPUT_CALL, Meta, Model, Value, info
+from autopar.passes.edges import Edge, Wire, changed_meta, edge, needed_tables, wires
+from autopar.passes.vocabulary import vocabulary_calls
+from autopar.planner.block_costs import BlockCost, Both, Machine
+from autopar.planner.block_costs import Wire as Exchange
+from autopar.spmd import transition
+
+
+@dataclass(frozen=True)
+class Between:
+    """Seconds of a stage: added to its forward and backward, and of what it sends to the next stage and to the one
+    before, for a microbatch."""
+
+    forward_seconds: float
+    backward_seconds: float
+    send_forward_seconds: float
+    send_backward_seconds: float
+    wires: Mapping[Exchange, Both]
+    """What of the passes is sent, as :attr:`autopar.planner.block_costs.BlockCost.wires`."""
+
+
+def between(
+    model: Model,
+    stages: Sequence[Sequence[int]],
+    costs: Sequence[BlockCost],
+    machine: Machine,
+    placement: Sequence[int],
+) -> list[Between]:
+    """Of each stage of ``model``, which is local on all axes but pp. Neighbours on one rank send nothing."""
+    places = _places(model, stages)
+    edges = {
+        (call, position): edge(model, machine.mesh, call, position)
+        for call in places
+        for position in range(len(model.calls[call].operands))
+    }
+    crossing = wires(model, machine.mesh, places, edges)
+    found = []
+    for number, stage in enumerate(stages):
+        made = [w for w in crossing if w.first == number]
+        taken = {Edge(w.value, w.changes): w for w in crossing if w.first < number <= w.last}
+        wanted = [edges[call, k] for call in stage for k in range(len(model.calls[call].operands))]
+        wanted += [Edge(w.value, w.changes) for w in made]
+        passes = _changes(model, wanted, set(taken), machine)
+        there = number + 1 < len(stages) and placement[number + 1] != placement[number]
+        back = number > 0 and placement[number - 1] != placement[number]
+        sent = [w for w in crossing if w.first <= number < w.last]
+        found.append(
+            Between(
+                math.fsum(there for there, _ in passes.values()) + _tables(model, wanted, costs),
+                math.fsum(back for _, back in passes.values()),
+                _message(sent, machine) if there else 0.0,
+                _message([w for w in taken.values() if w.meta.needs_grad], machine) if back else 0.0,
+                passes,
+            )
+        )
+    return found
+
+
+def _places(model: Model, stages: Sequence[Sequence[int]]) -> dict[int, int]:
+    """Call -> stage; a vocabulary that is split over all ranks stands before the first and after the last."""
+    places = {call: number for number, stage in enumerate(stages) for call in stage}
+    split = vocabulary_calls(model)
+    if split is not None:
+        places[split.head] = len(stages)
+        if split.embedding is not None:
+            places[split.embedding] = -1
+    return places
+
+
+def _changes(model: Model, wanted: Sequence[Edge], known: set[Edge], machine: Machine) -> dict[Exchange, Both]:
+    """What is sent in the transitions that lead to all ``wanted`` edges, each once."""
+    found: dict[Exchange, list[Both]] = defaultdict(list)
+    for into in wanted:
+        for done in range(len(into.changes)):
+            step = Edge(into.value, into.changes[: done + 1])
+            if into.total_axes is not None or step in known:
+                continue
+            known.add(step)
+            for way, (kind, seconds) in enumerate(_transition(model, step, machine)):
+                if kind:
+                    found[step.changes[done].axis, kind].append((0.0, seconds) if way else (seconds, 0.0))
+    return {
+        wire: (math.fsum(f for f, _ in both), math.fsum(b for _, b in both)) for wire, both in sorted(found.items())
+    }
+
+
+def _transition(model: Model, step: Edge, machine: Machine) -> list[tuple[str, float]]:
+    """Kinds ("": none) and seconds of the last change of ``step``, forward and backward."""
+    meta = _meta(model, step.value)
+    for change in step.changes[:-1]:
+        meta = changed_meta(meta, change, machine.mesh)
+    change = step.changes[-1]
+    after, way = changed_meta(meta, change, machine.mesh), transition(change.src, change.dst)
+    assert way is not None
+    size, link = machine.sizes[change.axis], machine.links[change.axis]
+    bytes_ = max(meta.bytes, after.bytes)
+    kinds = (way.forward, way.backward if meta.needs_grad else None)
+    return [(kind or "", collective.seconds(kind, bytes_, size, link) if kind else 0.0) for kind in kinds]
+
+
+def _meta(model: Model, value: Value) -> Meta:
+    if value.call == INPUT_CALL:
+        return model.inputs[value.output].meta
+    return info(model.block_of(model.calls[value.call]).outputs[value.output]).meta
+
+
+def _tables(model: Model, wanted: Sequence[Edge], costs: Sequence[BlockCost]) -> float:
+    needed = needed_tables(model, [into.value for into in wanted if into.total_axes is None])
+    return math.fsum(
+        costs[model.calls[call].block].op_seconds.get(node, 0.0) for call, nodes in needed.items() for node in nodes
+    )
+
+
+def _message(crossing: Sequence[Wire], machine: Machine) -> float:
+    bytes_ = sum(w.meta.bytes for w in crossing)
+    return collective.seconds("send", bytes_, 2, machine.links["pp"]) if bytes_ else 0.0

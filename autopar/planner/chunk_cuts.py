@@ -1,0 +1,189 @@
+"""Where to cut a model whose pipeline ranks have several stages each.
+
+What counts are sums over the stages of a rank, which lie far apart in the chain. Few cuts are all tried. Of many, those
+with the most equal stages (:func:`~autopar.planner.cuts.least_squares`, by seconds and by bytes) are improved: one unit
+moves from one stage to another, and what lies between moves with it, as long as the ranks get faster (B. W. Kernighan
+and S. Lin's kind of local search, Bell System Technical Journal 49(2), 1970).
+
+The slowest rank is bounded by what any cut leaves it (:func:`_bound`): a sum of seconds that some choice of units has,
+no less than the mean of all ranks; and of n units that take so long or longer, some rank has n / ranks, rounded up.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from autopar.planner.cuts import NEVER, CutTable, FoundCut, Numbers, least_largest, least_squares
+
+_ALL = 5_000
+"""Up to so many cuts are all tried."""
+
+_SUMS = 200_000
+_STEPS = 500
+
+Key = tuple[int, ...]
+
+
+def fastest_chunks(table: CutTable, budget_kib: int | None) -> FoundCut | None:
+    """The best cut found within the budget of each rank; None where none was."""
+    budget = NEVER if budget_kib is None else budget_kib
+    bound = _bound(table)
+    key, starts = _best(_Search(table, budget, by_seconds=True), bound)
+    return None if key[0] else FoundCut(starts, key[1], min(key[1], bound))
+
+
+def leanest_chunks(table: CutTable) -> tuple[tuple[int, ...], int]:
+    """The cut found whose largest rank is smallest, and its KiB."""
+    key, starts = _best(_Search(table, NEVER, by_seconds=False), 0)
+    return starts, key[0]
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Cuts by rising keys: what exceeds the budget, the slowest rank, the longest stage, the largest rank; or, not
+    ``by_seconds``, by the largest rank first."""
+
+    table: CutTable
+    budget: int
+    by_seconds: bool
+
+    def keys(self, cuts: Numbers) -> Numbers:
+        """[cut, place in the key] of cuts [cut, stage and the end]."""
+        seconds, kib = self._stages(cuts)
+        slowest, largest = (self._per_rank(values).max(axis=1) for values in (seconds, kib))
+        if not self.by_seconds:
+            return np.stack([largest, slowest, seconds.max(axis=1)], axis=1)
+        excess = np.maximum(0, largest - self.budget)
+        return np.stack([excess, slowest, seconds.max(axis=1), largest], axis=1)
+
+    def _stages(self, cuts: Numbers) -> tuple[Numbers, Numbers]:
+        """Nanoseconds and KiB by [cut, stage]."""
+        table = self.table
+        passed = (table.time_to + table.send_at)[cuts[:, 1:]] - (table.time_to - table.send_at)[cuts[:, :-1]]
+        kept = np.diff(table.saved_to[cuts], axis=1) + table.shared
+        return passed, np.diff(table.state_to[cuts], axis=1) + np.array(table.inflight, dtype=np.int64) * kept
+
+    def _per_rank(self, values: Numbers) -> Numbers:
+        return np.stack([values[:, stages].sum(axis=1) for stages in self._held], axis=1)
+
+    @cached_property
+    def _held(self) -> list[list[int]]:
+        """The stages of each rank."""
+        placement = self.table.placement
+        return [[k for k, home in enumerate(placement) if home == rank] for rank in sorted(set(placement))]
+
+    def hot(self, cut: Numbers) -> set[int]:
+        """The stages that a better cut takes units from, most likely: of the fullest rank, and the longest stage."""
+        seconds, kib = self._stages(cut[None, :])
+        ranks = self._per_rank(seconds if self.by_seconds else kib)[0]
+        full = self._per_rank(kib)[0]
+        most = full if self.by_seconds and full.max() > self.budget else ranks
+        return {*self._held[int(most.argmax())], int(seconds[0].argmax())}
+
+    def least(self, cuts: Numbers) -> tuple[Key, Numbers]:
+        keys = self.keys(cuts)
+        place = np.lexsort(keys.T[::-1])[0]
+        return tuple(int(k) for k in keys[place]), cuts[place]
+
+
+def _best(search: _Search, bound: int) -> tuple[Key, tuple[int, ...]]:
+    """Nothing more is tried once a cut fits whose slowest rank takes ``bound``."""
+    table = search.table
+    inner, ends = table.units - 1, table.stages - 1
+    if math.comb(inner, ends) <= _ALL:
+        rows = itertools.combinations(range(1, table.units), ends)
+        key, cut = search.least(np.array([(0, *row, table.units) for row in rows], dtype=np.int64))
+    else:
+        tried: list[tuple[Key, Numbers]] = []
+        for starts in _beginnings(table):
+            tried.append(_improved(search, starts))
+            if tried[-1][0][:2] == (0, bound):
+                break
+        key, cut = min(tried, key=lambda item: item[0])
+    return key, tuple(int(c) for c in cut[:-1])
+
+
+def _beginnings(table: CutTable) -> Iterator[tuple[int, ...]]:
+    """Cuts of equal stages: of those whose longest stage is shortest, and by bytes."""
+    seconds = np.broadcast_to(table.stage_seconds, table.stage_kib.shape)
+    longest = least_largest(seconds, seconds < NEVER)
+    for costs, allowed in ((seconds, seconds <= longest), (table.stage_kib, table.stage_kib < NEVER)):
+        starts = least_squares(costs, allowed)
+        assert starts is not None  # cuts exist where there are units enough
+        yield starts
+
+
+def _improved(search: _Search, starts: Sequence[int]) -> tuple[Key, Numbers]:
+    """The best that is reached by steps, each the best of all that move one unit."""
+    cut = np.array([*starts, search.table.units], dtype=np.int64)
+    key = search.least(cut[None, :])[0]
+    moves, sources = _moves(search.table.stages)
+    for _ in range(_STEPS):
+        likely = moves[np.isin(sources, list(search.hot(cut)))]
+        step = _step(search, cut, key, likely) or _step(search, cut, key, moves)
+        if step is None:
+            break
+        key, cut = step
+    return key, cut
+
+
+def _step(search: _Search, cut: Numbers, key: Key, moves: Numbers) -> tuple[Key, Numbers] | None:
+    cuts = cut + moves
+    cuts = cuts[(cuts[:, 1:] > cuts[:, :-1]).all(axis=1)]
+    if not len(cuts):
+        return None
+    found = search.least(cuts)
+    return found if found[0] < key else None
+
+
+def _moves(stages: int) -> tuple[Numbers, Numbers]:
+    """[move, place of a cut]: a unit from stage i to stage j moves the cuts between them; and each move's i."""
+    i, j = (v[~np.eye(stages, dtype=np.bool_)] for v in np.indices((stages, stages)))
+    places = np.arange(stages + 1)
+    between = (places > np.minimum(i, j)[:, None]) & (places <= np.maximum(i, j)[:, None])
+    return np.where(between, np.where(i < j, -1, 1)[:, None], 0).astype(np.int64), i
+
+
+def _bound(table: CutTable) -> int:
+    """Nanoseconds that the slowest rank of any cut takes at least."""
+    ranks = len(set(table.placement))
+    crowded = max(-(-number // ranks) * s for number, s in enumerate(sorted(table.seconds, reverse=True), 1))
+    return max(crowded, _least_sum(table, ranks))
+
+
+def _least_sum(table: CutTable, ranks: int) -> int:
+    """The least sum of units and sends of a rank that isn't below the mean."""
+    least = min(table.sends[1:], default=0)
+    sent = 2 * (table.stages - 1) * least
+    mean = -(-(sum(table.seconds) + sent) // ranks)
+    if len(set(table.sends[1:])) > 1:
+        return mean
+    bounds = []
+    for rank in set(table.placement):
+        mine = [k for k, home in enumerate(table.placement) if home == rank]
+        ends = 2 * len(mine) - (0 in mine) - (table.stages - 1 in mine)
+        sums = _sums(Counter(table.seconds), len(mine), table.units - table.stages + len(mine))
+        if sums is None:
+            return mean
+        enough = sums[sums + ends * least >= mean]
+        if len(enough):
+            bounds.append(int(enough.min()) + ends * least)
+    return min(bounds, default=mean)
+
+
+def _sums(counts: Counter[int], fewest: int, most: int) -> Numbers | None:
+    """What ``fewest`` to ``most`` units may take together; None where there is too much of it."""
+    if math.prod(count + 1 for count in counts.values()) > _SUMS:
+        return None
+    sums, taken = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
+    for value, count in counts.items():
+        more = np.arange(count + 1)
+        sums, taken = (sums[:, None] + value * more).ravel(), (taken[:, None] + more).ravel()
+    return sums[(taken >= fewest) & (taken <= most)]

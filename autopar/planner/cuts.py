@@ -1,0 +1,156 @@
+"""Cuts of a chain into contiguous stages, exact where every rank has one: a dynamic program over (stage, end).
+
+The least largest cost of a stage is found for seconds, then for bytes of the cuts that are as fast; of those, the cut
+whose last stages begin last. O(K n^2) for K stages of n units.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Numbers = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+NEVER = 1 << 62
+"""The cost of a stage without units."""
+
+
+@dataclass(frozen=True)
+class CutTable:
+    """Units in whole nanoseconds and KiB: ``seconds``, ``sends`` (of a cut before it), ``state`` and ``saved`` of each;
+    ``shared`` by each stage; ``inflight`` and ``placement`` (a rank) of each stage."""
+
+    seconds: tuple[int, ...]
+    sends: tuple[int, ...]
+    state: tuple[int, ...]
+    saved: tuple[int, ...]
+    shared: int
+    inflight: tuple[int, ...]
+    placement: tuple[int, ...]
+
+    @property
+    def units(self) -> int:
+        return len(self.seconds)
+
+    @property
+    def stages(self) -> int:
+        return len(self.inflight)
+
+    @property
+    def is_straight(self) -> bool:
+        """Whether every rank has one stage."""
+        return len(set(self.placement)) == len(self.placement)
+
+    @cached_property
+    def send_at(self) -> Numbers:
+        """Nanoseconds by the place of a cut; none at the ends."""
+        return np.array([0, *self.sends[1:], 0], dtype=np.int64)
+
+    @cached_property
+    def time_to(self) -> Numbers:
+        return _prefix(self.seconds)
+
+    @cached_property
+    def state_to(self) -> Numbers:
+        return _prefix(self.state)
+
+    @cached_property
+    def saved_to(self) -> Numbers:
+        return _prefix(self.saved)
+
+    @cached_property
+    def stage_seconds(self) -> Numbers:
+        """[first, end]."""
+        before, after = self.time_to - self.send_at, self.time_to + self.send_at
+        return np.where(self._ordered, after[None, :] - before[:, None], NEVER)
+
+    @cached_property
+    def stage_kib(self) -> Numbers:
+        """[stage, first, end]."""
+        state, saved = (v[None, :] - v[:, None] for v in (self.state_to, self.saved_to))
+        inflight = np.array(self.inflight, dtype=np.int64)[:, None, None]
+        return np.where(self._ordered, state + inflight * (saved + self.shared), NEVER)
+
+    @cached_property
+    def _ordered(self) -> Flags:
+        places = np.arange(self.units + 1)
+        return places[:, None] < places[None, :]
+
+
+def _prefix(values: Sequence[int]) -> Numbers:
+    return np.array([0, *itertools.accumulate(values)], dtype=np.int64)
+
+
+class FoundCut(NamedTuple):
+    """First units; nanoseconds of the slowest rank, and a proven bound on them."""
+
+    starts: tuple[int, ...]
+    slowest: int
+    bound: int
+
+
+def fastest(table: CutTable, budget_kib: int | None) -> FoundCut | None:
+    """The best cut, proven, where every rank has one stage; None where none fits."""
+    seconds = np.broadcast_to(table.stage_seconds, table.stage_kib.shape)
+    allowed = (seconds < NEVER) if budget_kib is None else (table.stage_kib <= budget_kib)
+    slowest = least_largest(seconds, allowed)
+    if slowest >= NEVER:
+        return None
+    allowed = allowed & (seconds <= slowest)
+    largest = least_largest(table.stage_kib, allowed)
+    return FoundCut(latest(allowed & (table.stage_kib <= largest)), slowest, slowest)
+
+
+def leanest(table: CutTable) -> tuple[tuple[int, ...], int]:
+    """The cut whose largest stage is smallest, and its KiB."""
+    largest = least_largest(table.stage_kib, table.stage_kib < NEVER)
+    return latest(table.stage_kib <= largest), largest
+
+
+def least_largest(costs: Numbers, allowed: Flags) -> int:
+    """The least largest cost of a stage, given by [stage, first, end], over the cuts that are allowed."""
+    ends = np.full(costs.shape[1], NEVER, dtype=np.int64)
+    ends[0] = 0
+    for cost, is_allowed in zip(costs, allowed, strict=True):
+        ends = np.where(is_allowed, np.maximum(ends[:, None], cost), NEVER).min(axis=0)
+    return int(ends[-1])
+
+
+def latest(allowed: Flags) -> tuple[int, ...]:
+    """Of the cuts that are allowed, by [stage, first, end], the one whose last stage begins last, and so on."""
+    ends = np.zeros(allowed.shape[1], dtype=np.bool_)
+    ends[0] = True
+    reached = [ends]
+    for is_allowed in allowed[:-1]:
+        ends = (ends[:, None] & is_allowed).any(axis=0)
+        reached.append(ends)
+    starts, end = [], allowed.shape[1] - 1
+    for ends, is_allowed in zip(reversed(reached), reversed(allowed), strict=True):
+        end = int(np.flatnonzero(ends & is_allowed[:, end])[-1])
+        starts.append(end)
+    return tuple(reversed(starts))
+
+
+def least_squares(costs: Numbers, allowed: Flags) -> tuple[int, ...] | None:
+    """The allowed cut whose stages are the most equal: the least sum of squared costs; None where none is allowed."""
+    unit = max(1.0, float(costs[allowed].max(initial=1)))
+    ends = np.full(costs.shape[1], np.inf)
+    ends[0] = 0.0
+    firsts = []
+    for cost, is_allowed in zip(costs, allowed, strict=True):
+        sums = np.where(is_allowed, ends[:, None] + (cost / unit) ** 2, np.inf)
+        firsts.append(sums.argmin(axis=0))
+        ends = sums.min(axis=0)
+    if not np.isfinite(ends[-1]):
+        return None
+    starts = [costs.shape[1] - 1]
+    for first in reversed(firsts):
+        starts.append(int(first[starts[-1]]))
+    return tuple(reversed(starts[1:]))
