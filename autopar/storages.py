@@ -18,6 +18,8 @@ from torch import Tensor, UntypedStorage
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from autopar.shapes import Memory, ShapeTensor
+
 DispatchMode: Any = TorchDispatchMode  # it has no types
 
 # What they are given is new: made without an operation by torch.tensor(), copy.deepcopy() and torch.load().
@@ -57,7 +59,7 @@ class _Entry:
     """A live storage: its size when last seen, the phase and the event that made it, its kind where one is known."""
 
     size: int
-    reference: weakref.ref[UntypedStorage]
+    reference: weakref.ref[UntypedStorage | Memory]
     is_host: bool
     born: int
     serial: int
@@ -114,8 +116,7 @@ class StorageTracker(DispatchMode):  # type: ignore[misc]
 
     def mark(self, label: str, keeps: str = BUFFERS) -> None:
         """A new phase begins; what is made in it and outlives it is of the kind ``keeps``."""
-        for entry in list(self._live.values()):
-            self._reread(entry)
+        self._look()
         end = self._kinds((entry, entry.size) for entry in self._live.values() if not entry.is_host)
         if self._label:
             self.phases.append(Phase(self._label, self._start, self._peak_kinds(), end))
@@ -152,11 +153,11 @@ class StorageTracker(DispatchMode):  # type: ignore[misc]
         if func is _WHERE:
             return func(*args, **kwargs)
         self._operations += 1
-        given = _tensors([args, kwargs])
+        given = tensors_in([args, kwargs])
         for tensor in given:
             self._touch(tensor)
         result = func(*args, **kwargs)
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             if not self._touch(tensor):
                 self._see(tensor, func, given)
         return result
@@ -173,17 +174,21 @@ class StorageTracker(DispatchMode):  # type: ignore[misc]
         storage = tensor.untyped_storage()
         key = address(storage)
         if self._counts(tensor) and (func in _TAKE_NEW or all(address(t.untyped_storage()) != key for t in given)):
-            self._serial += 1
-            entry = _Entry(
-                storage.nbytes(),
-                weakref.ref(storage, self._releases(key)),
-                self._is_host(),
-                self._number,
-                self._serial,
-                self._keeps,
-            )
-            self._live[key] = entry
-            self._change(entry, entry.size)
+            self._begin(storage)
+
+    def _begin(self, storage: UntypedStorage | Memory) -> None:
+        """A storage is new."""
+        self._serial += 1
+        key, size = address(storage), storage.nbytes()
+        reference: weakref.ref[UntypedStorage | Memory] = weakref.ref(storage, self._releases(key))
+        entry = _Entry(size, reference, self._is_host(), self._number, self._serial, self._keeps)
+        self._live[key] = entry
+        self._change(entry, size)
+
+    def _look(self) -> None:
+        """At all storages."""
+        for entry in list(self._live.values()):
+            self._reread(entry)
 
     def _reread(self, entry: _Entry) -> None:
         """The size of a storage may have changed without an operation."""
@@ -222,7 +227,11 @@ class StorageTracker(DispatchMode):  # type: ignore[misc]
         for entry in list((self._live if every else self._resized).values()):
             self._reread(entry)
         if self.live_bytes > self._peak.bytes:
-            self._peak = _Moment(self.live_bytes, self._serial)
+            self._top()
+
+    def _top(self) -> None:
+        """There was never more."""
+        self._peak = _Moment(self.live_bytes, self._serial)
 
     def _releases(self, key: int) -> Callable[[object], None]:
         def release(_: object) -> None:
@@ -247,7 +256,7 @@ class StorageTracker(DispatchMode):  # type: ignore[misc]
         return {kind: bytes_ for kind, bytes_ in found.items() if bytes_}
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     """The tensors with a storage in nested lists, tuples and dictionaries."""
     found: list[Tensor] = []
     waiting = [value]
@@ -277,7 +286,7 @@ def unobserved() -> Iterator[None]:
 
 def is_data(tensor: Tensor) -> bool:
     """Whether the tensor holds values: fake and meta tensors don't."""
-    return not isinstance(tensor, FakeTensor) and not tensor.is_meta
+    return not isinstance(tensor, FakeTensor | ShapeTensor) and not tensor.is_meta
 
 
 def is_fake(tensor: Tensor) -> bool:
@@ -289,11 +298,11 @@ def wraps_others(types: Iterable[type]) -> bool:
     """Whether the types that a dispatch mode gets include tensors that are made of other tensors."""
     plain = torch._C._disabled_torch_dispatch_impl
     return any(
-        kind.__torch_dispatch__ is not plain and not issubclass(kind, FakeTensor)  # type: ignore[attr-defined]
+        kind.__torch_dispatch__ is not plain and not issubclass(kind, FakeTensor | ShapeTensor)  # type: ignore[attr-defined]
         for kind in types
     )
 
 
-def address(storage: UntypedStorage) -> int:
+def address(storage: UntypedStorage | Memory) -> int:
     """What tells live storages apart."""
     return int(storage._cdata)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
@@ -45,6 +45,10 @@ class Axis:
     def parts_of(self, index: int) -> tuple[int, ...]:
         """Which of those the rank at ``index`` holds, in the order in which it holds them."""
         return (index, 2 * self.size - 1 - index) if self.paired else (index,)
+
+
+Groups = Callable[..., list[tuple[int, ...]]]
+"""The groups of ranks along some axes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,8 +98,18 @@ class Axes(Mapping[str, Axis]):
     scope: str = ""
 
     @classmethod
-    def build(cls, mesh: Mesh, rank: int, device: torch.device | str, seed: int = 0, zero_ranks: int = 0) -> Axes:
-        """Join the groups of ``rank`` along every axis; all ranks of the world must call it.
+    def build(
+        cls,
+        mesh: Mesh,
+        rank: int,
+        device: torch.device | str,
+        seed: int = 0,
+        zero_ranks: int = 0,
+        *,
+        own: bool = False,
+    ) -> Axes:
+        """Join the groups of ``rank`` along every axis; all ranks of the world must call it. ``own``: make no others,
+        where nobody else takes part.
 
         ``zero_ranks``: how many neighbours make up a ``shard`` (0: all that split tokens). A mesh of one rank needs no
         torch.distributed. Raises ArgumentError where the initialised world has another size or gives this process
@@ -104,9 +118,10 @@ class Axes(Mapping[str, Axis]):
         _check_world(mesh, rank)
         alone = cls.alone(mesh, rank, device, seed, zero_ranks)
         world = replace(alone.world, group=dist.group.WORLD if mesh.world > 1 else None)
-        by_name = {name: _join(mesh, (name,), rank) for name in AXES}
-        lines = {axes: _joined_line(mesh, axes, rank, zero_ranks, by_name) for axes in mesh.data_lines()}
-        joints = {axes: _join(mesh, axes, rank) for axes in _joint_axes(mesh)}
+        groups = (lambda *axes: [mesh.group(rank, *axes)]) if own else mesh.groups
+        by_name = {name: _join(mesh, (name,), rank, groups) for name in AXES}
+        lines = {axes: _joined_line(mesh, axes, rank, zero_ranks, by_name, groups) for axes in mesh.data_lines()}
+        joints = {axes: _join(mesh, axes, rank, groups) for axes in _joint_axes(mesh)}
         return replace(alone, by_name=by_name, world=world, lines=lines, joints=joints)
 
     @classmethod
@@ -193,25 +208,25 @@ def _line(mesh: Mesh, axes: tuple[str, ...], rank: int, zero_ranks: int) -> Data
 
 
 def _joined_line(
-    mesh: Mesh, axes: tuple[str, ...], rank: int, zero_ranks: int, by_name: Mapping[str, Axis]
+    mesh: Mesh, axes: tuple[str, ...], rank: int, zero_ranks: int, by_name: Mapping[str, Axis], groups: Groups
 ) -> DataLine:
     """The same with groups."""
     alone = _line(mesh, axes, rank, zero_ranks)
     if not axes:
         return alone
-    whole = by_name[axes[0]] if len(axes) == 1 else _join(mesh, axes, rank)
+    whole = by_name[axes[0]] if len(axes) == 1 else _join(mesh, axes, rank, groups)
     if alone.shard.size == 1:
         return DataLine(whole, alone.shard, replace(alone.replicate, group=whole.group))
     if alone.replicate.size == 1:
         return DataLine(whole, replace(alone.shard, group=whole.group), alone.replicate)
-    parts = [shard_lines(line, alone.shard.size) for line in mesh.groups(*axes)]
+    parts = [shard_lines(line, alone.shard.size) for line in groups(*axes)]
     shard = _join_one_of([line for shards, _ in parts for line in shards], rank, alone.shard.name)
     replicate = _join_one_of([line for _, replicas in parts for line in replicas], rank, alone.replicate.name)
     return DataLine(whole, shard, replicate)
 
 
-def _join(mesh: Mesh, axes: tuple[str, ...], rank: int) -> Axis:
-    joined = _join_one_of(mesh.groups(*axes), rank, "_".join(axes))
+def _join(mesh: Mesh, axes: tuple[str, ...], rank: int, groups: Groups) -> Axis:
+    joined = _join_one_of(groups(*axes), rank, "_".join(axes))
     return replace(joined, paired=axes == ("cp",) and mesh.paired)
 
 

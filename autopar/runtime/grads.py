@@ -48,7 +48,8 @@ def reduce_ranks(parameter: Parameter, axes: Axes, placement: Sequence[int]) -> 
     places |= {name: list(range(axes[name].size)) for name in parameter.reduce if name not in data}
     if parameter.shared_stages:
         places["pp"] = sorted({placement[stage] for stage in parameter.shared_stages})
-    ranks = [axes.mesh.rank(**dict(zip(AXES, at, strict=True))) for at in product(*places.values())]
+    strides = [(axes.mesh.stride(name), at) for name, at in places.items()]
+    ranks = [sum(place) for place in product(*([stride * i for i in at] for stride, at in strides))]
     if line is not None and set(data) & set(parameter.reduce):  # the same rows of other copies
         ranks = [rank + other - axes.rank for rank in ranks for other in line.replicate.ranks]
     return tuple(sorted(ranks))

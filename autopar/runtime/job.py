@@ -7,9 +7,10 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -98,7 +99,17 @@ class Job:
     @cached_property
     def trainable(self) -> dict[str, Parameter]:
         """Every parameter that is trained on any rank, by name."""
-        return specs_of(p for program, _ in self._holders() for p in program.parameters)
+        vocabulary = self.vocabulary_program
+        programs: list[Program | VocabularyProgram] = [loaded.program for loaded in self.programs]
+        programs += [vocabulary.program] if vocabulary is not None else []
+        return specs_of(p for program in programs for p in program.parameters)
+
+    def like(self, **changes: Any) -> Job:
+        """With other fields, but the same programs: they are loaded once."""
+        other = replace(self, **changes)
+        for name in ("programs", "vocabulary_program", "trainable"):
+            other.__dict__[name] = getattr(self, name)
+        return other
 
     def check_optimizer(self) -> None:
         """Raise ArgumentError where optimizer or scheduler would be wrong on this mesh, before any rank starts."""
@@ -133,8 +144,9 @@ class Job:
 
     def _holders(self) -> Iterator[tuple[Program | VocabularyProgram, list[int]]]:
         """Every program, and the ranks that run it."""
+        homes = [self.mesh.coordinate(rank, "pp") for rank in range(self.mesh.world)]
         for stage, loaded in enumerate(self.programs):
-            yield loaded.program, [r for r in range(self.mesh.world) if stage in self.stages(r)]
+            yield loaded.program, [r for r, home in enumerate(homes) if home == self.schedule.placement[stage]]
         if self.vocabulary_program is not None:
             yield self.vocabulary_program.program, list(range(self.mesh.world))
 

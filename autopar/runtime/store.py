@@ -32,10 +32,7 @@ from autopar.runtime.program import Parameter, Program, VocabularyProgram
 from autopar.runtime.shards import stored_shape
 from autopar.runtime.units import SPANNING, layers, units
 from autopar.runtime.weights import Source, materialize
-
-LARGE_BYTES = 2**20
-"""From here on, a weight is gathered by a collective of its own, straight into its place."""
-
+from autopar.schedules.weight_moves import LARGE_BYTES
 
 _IN_FLIGHT = 2
 

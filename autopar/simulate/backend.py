@@ -119,7 +119,7 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         """What ``dist.new_group`` calls from torch 2.13 on, whatever backend it is asked for."""
         if self._rank not in ranks:
             return None
-        group = SimulatedGroup(self._rendezvous, self._rank, group_name, tuple(ranks))
+        group = type(self)(self._rendezvous, self._rank, group_name, tuple(ranks))
         describe(group, group_desc or "undefined")
         return group
 
@@ -291,16 +291,21 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         if tensor.numel() % self.size() or not tensor.is_contiguous():
             what = f"{'' if tensor.is_contiguous() else 'non-contiguous '}tensor of shape {list(tensor.shape)}"
             raise self._unusable(f"a {what} can't be {self.size()} equal parts in memory")
-        with unobserved():
-            return list(tensor.detach().view(self.size(), tensor.numel() // self.size()).unbind())
+        return self._cut(tensor, [])
 
     def _split(self, tensor: Tensor, rows: list[int]) -> list[Tensor]:
         """Along dim 0: so many ``rows`` for each rank, or equally many where that is empty."""
         rows = rows or [tensor.shape[0] // self.size()] * self.size()
         if sum(rows) != tensor.shape[0] or len(rows) != self.size():
             raise self._unusable(f"{tensor.shape[0]} rows can't be split as {rows} over {self.size()} ranks")
+        return self._cut(tensor, rows)
+
+    def _cut(self, tensor: Tensor, rows: list[int]) -> list[Tensor]:
+        """So many ``rows`` for each rank, or equal parts in memory where that is empty."""
         with unobserved():
-            return list(torch.split(tensor.detach(), rows))
+            if rows:
+                return list(torch.split(tensor.detach(), rows))
+            return list(tensor.detach().view(self.size(), tensor.numel() // self.size()).unbind())
 
     def _unusable(self, why: str) -> BaseException:
         error: MismatchError = diagnosis.unusable(self._rank, why, caller())

@@ -14,7 +14,7 @@ _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=[.\"'])|(?<=\w\[)\d+(?=\])")
 _RANGE: Final = re.compile(r"range\((\d+), (\d+)\)")
 """Of modules that a loop goes through."""
 
-_STAGE: Final = re.compile(r"\bstage=\d+,")
+_STAGE: Final = re.compile(r"\bstage=\d+,|\bplan_digest=\"\w*\",")
 
 
 def likeness(job: Job, rank: int) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """Measured memory of a job's ranks over one training step: how much when, and for what.
 
-Either all ranks run, simulated; or one of each kind runs alone on fake tensors, at the model's full size.
+Either all ranks run, simulated; or one of each kind runs alone on shapes (:mod:`autopar.shapes`), at the model's full
+size.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from autopar.runtime.modules import dtype_of
 from autopar.runtime.program import Parameter
 from autopar.runtime.shards import Positions, stored_shape
 from autopar.schedules import Action
+from autopar.shapes import Shapes
 from autopar.simulate.alone import run_alone
-from autopar.simulate.memory import MemoryTracker
+from autopar.simulate.memory import MemoryTracker, ShapeTracker
 from autopar.simulate.run import run
-from autopar.storages import ALLOCATED, BUFFERS, Phase, fake_tensors
+from autopar.storages import ALLOCATED, BUFFERS, Phase
 
 _KEEPS: Final = {
     **dict.fromkeys(("F", "S", "U", "E", "I"), "saved"),
@@ -70,11 +72,11 @@ def measured_memory(job: Job, batch: Mapping[str, Tensor]) -> list[RankMemory]:
 
 
 def fake_memory(job: Job, batch: Mapping[str, Tensor]) -> list[RankMemory]:
-    """Of every rank, from one of each pipeline index, alone and on fake tensors: the others hold the same shapes.
+    """Of every rank, from one of each pipeline index, alone and on shapes: the others hold the same.
 
     No arithmetic, no memory: whole models at full size.
     """
-    return of_each_index(job, lambda rank: on_fake_tensors(job, batch, rank, _measure_alone))
+    return of_each_index(job, lambda rank: on_shapes(job, batch, rank, _measure_alone))
 
 
 def of_each_index(job: Job, memory_of: Callable[[int], RankMemory]) -> list[RankMemory]:
@@ -86,24 +88,34 @@ def of_each_index(job: Job, memory_of: Callable[[int], RankMemory]) -> list[Rank
 Measure = Callable[[MemoryTracker, Job, Axes, Mapping[str, Tensor]], RankMemory]
 
 
-def on_fake_tensors(job: Job, batch: Mapping[str, Tensor], rank: int, measured: Measure) -> RankMemory:
-    """What ``measured`` says of ``rank``, alone, its weights and ``batch`` fake."""
-    options = job.options
-    if options.precision == "fp16":
-        options = options.model_copy(update={"precision": "bf16"})  # whether a step overflows depends on values
-    fake = replace(job, source=_Shapes(), options=options)
+def on_shapes(
+    job: Job, batch: Mapping[str, Tensor], rank: int, measured: Measure, shapes: Shapes | None = None
+) -> RankMemory:
+    """What ``measured`` says of ``rank``, alone, on weights and a ``batch`` without values. ``shapes`` may know what
+    operations make, from ranks before."""
+    fake = without_values(job)
 
     def program() -> RankMemory:
-        axes = job.axes(rank, "cpu")
+        axes = Axes.build(job.mesh, rank, "cpu", job.seed, job.options.zero_ranks, own=True)
         # Ranks tell each other which groups they want. There is nobody to tell.
         # And how many rows go to which expert is not known: the fullest rank gets what was reckoned.
         axes = replace(axes, world=Axis.of("world", [rank], rank, None), imbalance=1.0)
-        with fake_tensors():
-            given = {path: torch.empty(tensor.shape, dtype=tensor.dtype) for path, tensor in batch.items()}
-            with MemoryTracker(fake=True) as tracker:
-                return measured(tracker, fake, axes, given)
+        answers = shapes or Shapes()
+        given: dict[str, Tensor] = {path: answers.empty(t.shape, t.dtype) for path, t in batch.items()}
+        with ShapeTracker(answers) as tracker:
+            return measured(tracker, fake, axes, given)
 
     return run_alone(program, rank, job.mesh.world)
+
+
+def without_values(job: Job) -> Job:
+    """``job``, whose weights have shapes alone. Whether a step overflows depends on values: none does."""
+    if isinstance(job.source, _Shapes):
+        return job
+    options = job.options
+    if options.precision == "fp16":
+        options = options.model_copy(update={"precision": "bf16"})
+    return job.like(source=_Shapes(), options=options)
 
 
 class _Shapes:
@@ -165,10 +177,14 @@ def by_neighbours(actions: Iterable[Action]) -> bool:
 
 
 def warm_up(executor: Executor, batch: Mapping[str, Tensor]) -> None:
-    """One step, so that there is optimizer state: of one microbatch, where that is as good, and the rank alone."""
-    actions = executor.actions
+    """One step, so that there is optimizer state: of one microbatch, where that is as good, and the rank alone. Where
+    nothing else stays of a step, gradients come from nowhere instead."""
+    actions, options = executor.actions, executor.options
     if not by_neighbours(actions):
-        executor.actions = tuple(action for action in actions if action.microbatch <= 0)
+        alone = not (options.offload or options.powersgd)
+        executor.actions = tuple(a for a in actions if (a.kind == "STEP" if alone else a.microbatch <= 0))
+        for master in executor.masters.values() if alone else ():
+            master.grad = torch.empty_like(master)
     executor.step(batch)
     executor.actions = actions
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any, Self
+
+import torch
+
 from autopar.runtime.host import is_host_memory
-from autopar.storages import StorageTracker
+from autopar.shapes import Memory, Shapes, ShapeTensor, uncounted
+from autopar.storages import StorageTracker, address, tensors_in
 
 
 class MemoryTracker(StorageTracker):
@@ -11,3 +16,46 @@ class MemoryTracker(StorageTracker):
 
     def __init__(self, *, fake: bool = False) -> None:
         super().__init__(fake=fake, is_host=is_host_memory)
+
+
+class ShapeTracker(MemoryTracker):
+    """Within, operations make tensors without values, which ``shapes`` answers. Their bytes count, and those of small
+    constants that do have values. No storage is resized unseen."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        super().__init__()
+        self._shapes = shapes
+
+    def __enter__(self) -> Self:
+        self._shapes.on_memory, self._shapes.on_resize = self._begin, self._changed
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._shapes.on_memory = self._shapes.on_resize = uncounted
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if (types[0] is ShapeTensor and len(types) == 1) if types else _makes_tensors(func, args, kwargs):
+            return self._shapes.answer(func, args, kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _changed(self, memory: Memory) -> None:
+        entry = self._live.get(address(memory))
+        if entry is not None:
+            self._resize(entry, memory.nbytes())
+
+    def _look(self) -> None:
+        """There is nothing that wasn't seen."""
+
+    def _rise(self) -> None:
+        self._top()
+
+
+def _makes_tensors(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the operation makes tensors of nothing but numbers, on a device."""
+    on_meta = torch.device(kwargs.get("device") or "cpu").type == "meta"
+    return func.namespace == "aten" and not on_meta and not tensors_in([args, kwargs])

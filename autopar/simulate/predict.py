@@ -1,4 +1,4 @@
-"""Predicted memory of a job's ranks: each distinct pass once on fake tensors, composed along the action lists.
+"""Predicted memory of a job's ranks: each distinct pass once on shapes alone, composed along the action lists.
 
 An action of one kind in one stage takes and leaves the same bytes for every microbatch but a few: gradients are new in
 the first, may become wider when the second is added, and begin to be summed over ranks with the last. So a rank's step
@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -26,6 +26,7 @@ from autopar.runtime.job import Job
 from autopar.runtime.modules import dtype_of
 from autopar.schedules import Action, Schedule
 from autopar.schedules.actions import ABSENT
+from autopar.shapes import Shapes
 from autopar.simulate.likeness import likeness
 from autopar.simulate.measure import (
     BEGIN,
@@ -34,9 +35,10 @@ from autopar.simulate.measure import (
     by_neighbours,
     measure,
     of_each_index,
-    on_fake_tensors,
+    on_shapes,
     record,
     warm_up,
+    without_values,
 )
 from autopar.simulate.memory import MemoryTracker
 from autopar.storages import Phase
@@ -59,18 +61,29 @@ class _Tried:
         return replace(self.memory, phases=tuple(_composed(steps)))
 
 
-def predicted_memory(job: Job, batch: Mapping[str, Tensor]) -> list[RankMemory]:
+@dataclass(frozen=True)
+class Known:
+    """What was run before, for jobs that are like others but in part: what operations make, and what ranks took, by
+    all that it depends on."""
+
+    shapes: Shapes = field(default_factory=Shapes)
+    ranks: dict[Hashable, list[_Tried]] = field(default_factory=lambda: defaultdict(list))
+
+
+def predicted_memory(job: Job, batch: Mapping[str, Tensor], known: Known | None = None) -> list[RankMemory]:
     """Of every rank; of ``batch`` only shapes and dtypes count (the tensors may be on the meta device)."""
-    tried: dict[tuple[str, ...], list[_Tried]] = defaultdict(list)
+    before, job = known or Known(), without_values(job)
+    common = _common(job, batch)
 
     def predicted(rank: int) -> RankMemory:
         actions = job.schedule.lists[job.mesh.coordinate(rank, "pp")]
         if by_neighbours(actions):
-            return on_fake_tensors(job, batch, rank, measure)
-        keys = {action: _key(action, job.stages(rank), job.schedule.microbatches) for action in actions}
-        known = tried[likeness(job, rank)]
+            return on_shapes(job, batch, rank, measure, before.shapes)
+        stages = job.stages(rank)
+        keys = {action: _key(action, stages, job.schedule.microbatches) for action in actions}
+        known = before.ranks[common, likeness(job, rank)]
         if not any(one.phases.keys() >= set(keys.values()) for one in known):
-            memory = on_fake_tensors(job, batch, rank, _try)
+            memory = on_shapes(job, batch, rank, _try, before.shapes)
             by_label = {phase.label: phase for phase in memory.phases}
             run = [(key, by_label[str(action)]) for action, key in keys.items() if str(action) in by_label]
             known.insert(0, _Tried(memory, dict(reversed(run))))  # of those alike, the first
@@ -80,11 +93,33 @@ def predicted_memory(job: Job, batch: Mapping[str, Tensor]) -> list[RankMemory]:
     return of_each_index(job, predicted)
 
 
+def _common(job: Job, batch: Mapping[str, Tensor]) -> Hashable:
+    """What the memory of all ranks depends on beside their code."""
+    given = tuple((path, tuple(tensor.shape), tensor.dtype) for path, tensor in batch.items())
+    schedule = job.schedule
+    order = schedule.name, schedule.placement, schedule.microbatches, schedule.head
+    objects = _Object(job.optimizer), _Object(job.scheduler)
+    return given, order, job.mesh, job.options.model_dump_json(), objects, job.clip_norm
+
+
+@dataclass(frozen=True, eq=False)
+class _Object:
+    """Equal to itself alone, whatever it holds."""
+
+    value: object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Object) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
 def _try(tracker: MemoryTracker, job: Job, axes: Axes, batch: Mapping[str, Tensor]) -> RankMemory:
     """A step of this rank with the microbatches that the others are like."""
     alike = stand_ins(job.schedule.lists[axes["pp"].index], job.schedule.microbatches)
     tried = {action.microbatch for action in alike.values()}
-    executor = begin(tracker, replace(job, schedule=_only(job.schedule, tried)), axes)
+    executor = begin(tracker, job.like(schedule=_only(job.schedule, tried)), axes)
     warm_up(executor, batch)
     return record(tracker, executor, batch)
 

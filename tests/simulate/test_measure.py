@@ -16,15 +16,16 @@ from autopar.schedules import Action, generate
 from autopar.simulate.alone import run_alone
 from autopar.simulate.likeness import likeness
 from autopar.simulate.measure import RankMemory, fake_memory, measured_memory
-from autopar.simulate.predict import predicted_memory, stand_ins
+from autopar.simulate.predict import Known, predicted_memory, stand_ins
 from tests.fast_cluster import FAST
 from tests.models import make
+from tests.pinned import compile_pinned
 
 
 def compiled(name: str, mesh: dict[str, int], **options: Any) -> tuple[autopar.ParallelModel, dict[str, torch.Tensor]]:
     case = make(name, 8, torch.float32)
     given: dict[str, Any] = {"sample": case.batch, "loss": case.loss, "mesh": mesh, "cluster": FAST, **options}
-    job = autopar.compile(case.model, math.prod(mesh.values()), **given)
+    job = compile_pinned(case.model, math.prod(mesh.values()), **given)
     return job, {item.path: value for item, value in zip(job.plan.inputs, _values(case.batch), strict=True)}
 
 
@@ -110,7 +111,7 @@ class Chain(nn.Module):
 def test_ranks_with_the_same_code_are_run_once() -> None:
     """Those in the middle; each keeps as many microbatches in flight as it really does."""
     batch = {"x": torch.randn(16, 8)}
-    job = autopar.compile(Chain(12), 6, sample=batch, mesh={"pp": 6}, microbatches=8, cluster=FAST).job
+    job = compile_pinned(Chain(12), 6, sample=batch, mesh={"pp": 6}, microbatches=8, cluster=FAST).job
     kinds = [likeness(job, rank) for rank in range(6)]
     assert len(set(kinds)) < 6
     assert kinds[1] == kinds[2]
@@ -118,6 +119,21 @@ def test_ranks_with_the_same_code_are_run_once() -> None:
     predicted, alone = predicted_memory(job, batch), fake_memory(job, batch)
     assert [memory.peak_bytes for memory in predicted] == [memory.peak_bytes for memory in alone]
     assert predicted[1].peak_bytes > predicted[2].peak_bytes
+
+
+def test_what_was_run_serves_other_jobs_as_far_as_they_are_alike() -> None:
+    """The third has the code of the first; its optimizer's state is narrower."""
+    batch = {"x": torch.randn(4, 8)}
+    given: dict[str, Any] = {"sample": batch, "mesh": {"pp": 2}, "microbatches": 2, "cluster": FAST}
+    chain, known = Chain(2), Known()
+    options: list[dict[str, Any]] = [{"recompute": "none"}, {"recompute": "full"}, {"state_dtype": "bfloat16"}]
+    jobs = [compile_pinned(chain, 2, **given, **more).job for more in options]
+    found = [predicted_memory(job, batch, known) for job in jobs]
+    assert found == [predicted_memory(job, batch) for job in jobs]
+    assert found[0] != found[2]
+    runs = sum(map(len, known.ranks.values()))
+    assert found[1] == predicted_memory(jobs[1], batch, known)
+    assert runs == sum(map(len, known.ranks.values()))
 
 
 def test_fake_tensors_hold_what_real_ones_do() -> None:
