@@ -1,4 +1,5 @@
-"""The command line: ``autopar plan | show | simulate | memory | verify | train | timeline``, ``--json`` for machines"""
+"""The command line: ``autopar plan | show | simulate | memory | verify | train | timeline | calibrate``, ``--json`` for
+machines"""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from autopar.api import ParallelModel
+from autopar.calibrate import calibrate
+from autopar.calibrate.table import measurements, tables
 from autopar.command_options import JobOptions, takes_job
 from autopar.cost_models.catalogue import FORMULAS
 from autopar.errors import ArgumentError, AutoparError
@@ -24,9 +26,11 @@ from autopar.plan import Plan, bytes_text
 from autopar.report import (
     chrome_trace,
     compare,
+    live_progress,
     load_table,
     memory_svg,
     merged_trace,
+    print_explanation,
     read_steps,
     record,
     timeline_html,
@@ -79,10 +83,13 @@ def plan_command(
     svg: Svg = None,
     trace: Trace = None,
     measured: Annotated[Path | None, typer.Option(help="compare with what train --profile wrote here")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="print everything, as autopar show does")] = False,
     json_: Json = False,
 ) -> None:
-    """Plan a job; the model stays on the meta device unless the job is written."""
-    job = options.job(options.resolved(meta=True), gpus)
+    """Plan a job; the model stays on the meta device unless the job is written. --json prints the plan."""
+    named = options.resolved(meta=True)
+    with live_progress(Console(stderr=True, quiet=json_)) as progress:
+        job = options.job(named, gpus, progress)
     if out is not None:
         _write_atomically(out, job.plan.to_json())
     if write is not None:
@@ -91,7 +98,14 @@ def plan_command(
     if json_:
         print(job.plan.to_json(), end="")
         return
-    _show(_console(), job.plan, job)
+    console = _console()
+    if explain:
+        print_explanation(console, job.plan.explanation())
+    else:
+        console.print(job.plan.summary(), highlight=False, markup=False, soft_wrap=True)
+    if job.plan.mesh.pp > 1:
+        console.print()
+        console.print(render(job.timeline, width=min(console.width, 120)))
     if comparison:
         print(f"\n{comparison}")
 
@@ -133,7 +147,7 @@ def show_command(
     formula: Annotated[bool, typer.Option("--formula", help="print the cost formulas")] = False,
     json_: Json = False,
 ) -> None:
-    """Explain a plan, compare two, or print the cost models."""
+    """Explain a plan, compare two, or print the cost models; --json has all of it as raw values."""
     if formula:
         if json_:
             print(json.dumps({f.name: str(f) for f in FORMULAS}, indent=1))
@@ -145,17 +159,12 @@ def show_command(
         raise ArgumentError("name a plan.json to show, or use --formula")
     loaded = Plan.load(plan)
     if other is not None:
-        difference = loaded.diff(Plan.load(other))
-        print(json.dumps(difference.splitlines()) if json_ else difference or "the plans are equal")
-        return
-    print(loaded.to_json(), end="") if json_ else _show(_console(), loaded, None)
-
-
-def _show(console: Console, plan: Plan, job: ParallelModel | None) -> None:
-    console.print(plan.explain(), highlight=False, markup=False, soft_wrap=True)
-    if job is not None and plan.mesh.pp > 1:
-        console.print()
-        console.print(render(job.timeline, width=min(console.width, 120)))
+        differences = loaded.differences(Plan.load(other))
+        print(json.dumps(differences.to_json(), indent=1) if json_ else str(differences) or "the plans are equal")
+    elif json_:
+        print(json.dumps(loaded.explanation().to_json(), indent=1))
+    else:
+        print_explanation(_console(), loaded.explanation())
 
 
 @app.command("simulate")
@@ -264,6 +273,35 @@ def train_command(
         print(json.dumps({"losses": losses, "expert_load": steps_loads}) if json_ else f"loss per step: {text}")
         if load and not json_:
             _console().print(load_table(load, job.plan.experts))
+
+
+@app.command("calibrate")
+def calibrate_command(
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="write the cluster file here")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu (default: cuda where there is one)")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="fewer sizes and runs: less than a minute")] = False,
+    name: Annotated[str, typer.Option(help="of the cluster (default: the file's)")] = "",
+    json_: Json = False,
+) -> None:
+    """Measure this machine and write a cluster file. Under torchrun, on all nodes, the links between them too."""
+    speaks = os.environ.get("RANK", "0") == "0"
+    if out is not None and speaks and not (out.parent.is_dir() and os.access(out.parent, os.W_OK)):
+        raise ArgumentError(f"can't write {out}: {out.parent} is no folder that you may write to")
+    chosen = name or (out.stem if out is not None else "calibrated")
+    with Console(stderr=True, quiet=not speaks).status("measuring") as status:
+        found = calibrate(device, quick=quick, name=chosen, progress=lambda step: status.update(f"measuring {step}"))
+    if not speaks:
+        return
+    if out is not None:
+        _write_atomically(out, str(found.cluster))
+    if json_:
+        print(json.dumps({"cluster": str(found.cluster), "measured": measurements(found)}))
+        return
+    for table in tables(found):
+        _console().print(table)
+    if found.busy_cores > 0.5:
+        print(f"others kept {found.busy_cores:.1f} cores busy before this began: measure again on a quiet machine")
+    print(f"wrote {out}; plan on it: --cluster {out}" if out is not None else f"\n{found.cluster}")
 
 
 @app.command("timeline")

@@ -45,10 +45,18 @@ def test_plan_show_and_diff(model: str, tmp_path: Path) -> None:
     code, text = run("plan", model, "--gpus", "4", "--mesh", "pp=2,tp=2", *sizes, "-o", path)
     assert code == 0
     assert "pp 2 x dp 1 x tp 2" in text
-    assert "bubble" in text
+    assert "peak memory" in text
     assert "pp 2 x dp 1 x tp 2" in run("show", path)[1]
-    assert Plan.from_json(run("show", path, "--json")[1]) == Plan.load(path)
+    shown = json.loads(run("show", path, "--json")[1])
+    assert shown["digest"] == Plan.load(path).digest
+    assert shown["sections"]["time"]["rows"][-1]["exposed_seconds"] == Plan.load(path).step_seconds
     assert "plans are equal" in run("show", path, "--diff", path)[1]
+    other = str(tmp_path / "other.json")
+    code, text = run("plan", model, "--gpus", "4", "--mesh", "pp=2,dp=2", *sizes, "-o", other, "--json")
+    assert Plan.from_json(text) == Plan.load(other)
+    assert "tp: 2 -> 1" in run("show", path, "--diff", other)[1].splitlines()
+    found = json.loads(run("show", path, "--diff", other, "--json")[1])
+    assert {"group": "degrees", "path": "mesh_sizes.tp", "before": 2, "after": 1} in found
 
 
 def test_formulas(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Final
 
 from autopar.schedules.actions import Action
@@ -57,9 +56,8 @@ def rank_events(timeline: Timeline) -> list[list[Event]]:
 
 
 def kept_per_rank(timeline: Timeline) -> list[list[Kept]]:
-    """``timeline.kept(rank)`` of every rank, reading each event once."""
-    rows = rank_events(timeline)
-    return [replace(timeline, events=tuple(row)).kept(rank) for rank, row in enumerate(rows)]
+    """``timeline.kept(rank)`` of every rank."""
+    return [timeline.kept(rank) for rank in range(timeline.schedule.ranks)]
 
 
 def exchange_events(timeline: Timeline) -> dict[Action, tuple[float, float]]:

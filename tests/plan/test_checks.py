@@ -1,0 +1,102 @@
+"""A plan that isn't one gets one error, which names the field and what to do."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+import autopar
+from autopar.errors import PlanError
+from autopar.plan import Plan
+from tests.fast_cluster import FAST
+from tests.models import make
+from tests.pinned import PINNED
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    case = make("mlp", 8)
+    pinned = {"mesh": {"pp": 2, "tp": 2}, "microbatches": 2, "cluster": FAST, "chunks": 1, **PINNED}
+    return autopar.plan(case.model, 4, sample=case.batch, loss=case.loss, **pinned)
+
+
+def changed(plan: Plan, path: str, value: Any) -> str:
+    """The plan's JSON with another value at ``path``, and no digest to give that away."""
+    data = json.loads(plan.to_json()) | {"digest": ""}
+    at: Any = data
+    *steps, last = path.split(".")
+    for step in steps:
+        at = at[int(step) if isinstance(at, list) else step]
+    at[int(last) if isinstance(at, list) else last] = value
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("cost.step_seconds", float("nan"), "cost.step_seconds: Input should be a finite number"),
+        ("cost.step_seconds", float("inf"), "cost.step_seconds: Input should be a finite number"),
+        ("cost.step_seconds", "4.2", r"cost.step_seconds: Input should be a valid number \(it is '4.2'\)"),
+        ("cost.step_seconds", 1e3, "cost.parts: what is exposed adds up to .* not to step_seconds, 1000.0"),
+        ("cost.parts.0.exposed_seconds", -1.0, "cost.parts.0.exposed_seconds: .* greater than or equal to 0"),
+        ("cost.parts.0.name", "coffee", "cost.parts: 'coffee' is unknown; known parts are forward, backward"),
+        ("cost.rank", 2, "cost.rank: 2, but there are 2 pipeline ranks"),
+        ("cost.bound_seconds", 1e3, "cost.bound_seconds: 1000.0 is above step_seconds"),
+        ("mesh_sizes", {"pp": 4, "tp": 1}, "rank_plans: there are 2 for pp 4"),
+        ("mesh_sizes", {"pp": 0, "tp": 2}, "mesh axis 'pp' has size 0"),
+        ("mesh_sizes", {"pp": 2, "xp": 2}, r"unknown axes \['xp'\]"),
+        ("microbatches", 3, "batch_size: 8 doesn't divide into 3 microbatches x dp 1"),
+        ("microbatches", True, "microbatches: .* valid integer"),
+        ("batch_size", 0, "batch_size: .* greater than or equal to 1"),
+        ("chunks", 2, "stage_plans: there are 2 for pp 2 x 2 chunks"),
+        ("stage_plans.1.rank", 0, r"rank_plans\[0\].stages: \[0\], but stage_plans put \[0, 1\] there"),
+        ("stage_plans.1.rank", 7, r"stage_plans\[1\].rank: 7, but there are 2 pipeline ranks"),
+        ("stage_plans.1.last", 0, r"stage_plans\[1\].last: 0 is before its first call"),
+        ("stage_plans.0.recompute", [1], r"stage_plans\[0\].recompute: 1 entries for"),
+        ("rank_plans.0.peak_bytes", 5, r"rank_plans\[0\].peak_bytes: 5, but its kinds add up to"),
+        ("rank_plans.0.kinds", {"saved": -1}, "rank_plans.0.kinds.saved: .* greater than or equal to 0"),
+        ("blocks.0.nodes.0.choices", {"xp": "-> R"}, r"blocks\[.*\].nodes\[.*\].choices: axis 'xp' is unknown"),
+        ("blocks.0.nodes.0.choices", {"tp": "-> Q"}, r"choices.tp: '-> Q' doesn't read as"),
+        ("cluster_toml", "name = 3", "cluster_toml: "),
+        ("cluster", "abacus", "cluster: 'abacus', but cluster_toml describes"),
+        ("options", {"zero": 7}, "options.zero: .* less than or equal to 3"),
+        ("surprise", 1, "surprise: Extra inputs are not permitted"),
+        ("schedule", None, "schedule: Input should be a valid string"),
+    ],
+)
+def test_a_corrupt_plan_is_refused_by_field(plan: Plan, path: str, value: Any, words: str) -> None:
+    with pytest.raises(PlanError, match=rf"^plan is not a valid plan: .*({words}).*; plan again$") as caught:
+        Plan.from_json(changed(plan, path, value))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_an_untouched_plan_reads_back_with_and_without_its_digest(plan: Plan) -> None:
+    assert Plan.from_json(plan.to_json()) == plan
+    assert Plan.from_json(changed(plan, "digest", "")).sealed() == plan
+
+
+def test_a_search_names_points_of_the_right_size(plan: Plan) -> None:
+    point = {"gpus": 8, "mesh_sizes": {"pp": 2, "tp": 2}, "microbatches": 2, "schedule": "1f1b", "chunks": 1}
+    point |= {"vocabulary": "stage", "options": {}, "step_seconds": 1.0, "peak_bytes": 1}
+    search = {"free": [], "points": 5, "placed": 2, "laid_out": 2, "bound_seconds": 0.0, "runners_up": [point]}
+    with pytest.raises(PlanError, match=r"search.runners_up\[0\].mesh_sizes: .* is 4 ranks, but gpus is 8"):
+        Plan.from_json(changed(plan, "search", search))
+    with pytest.raises(PlanError, match=r"search\.placed: .* greater than or equal to 0"):
+        Plan.from_json(changed(plan, "search", search | {"runners_up": [], "placed": -1}))
+
+
+def test_experts_are_an_order_of_their_number(plan: Plan) -> None:
+    row = {"layer": "moe", "experts": 4, "choices": 2, "axes": ["ep"], "ranks": 2, "imbalance": 1.0, "bound": 1.0}
+    row |= {"order": [], "whole": [], "sent_bytes": 0}
+    for changes, words in (
+        ({"order": [0, 1, 2, 2]}, "order: isn't an order of 4 experts"),
+        ({"ranks": 3}, "ranks: 3 don't divide 4 experts"),
+        ({"choices": 5}, "choices: a token takes 5 of 4"),
+        ({"axes": ["xp"]}, "axes: axis 'xp' is unknown"),
+        ({"imbalance": 0.5}, "imbalance: .* greater than or equal to 1"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            Plan.from_json(changed(plan, "experts", [row | changes]))
+    assert Plan.from_json(changed(plan, "experts", [row])).experts[0].experts == 4
