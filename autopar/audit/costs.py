@@ -1,0 +1,190 @@
+"""What one rank's passes and moves of a step take, put together from what was seen of it.
+
+Figures are those of :class:`autopar.schedules.timeline.Costs`, under the same names, so that both can be laid side by
+side; nothing of the planner's own is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+from autopar.audit.flops import is_by_shape
+from autopar.audit.prices import Prices
+from autopar.audit.record import Message, Phase
+from autopar.audit.run import Seen
+from autopar.cost_models import step
+from autopar.rules import lookup
+from autopar.schedules import Costs
+from autopar.schedules.actions import Action, Schedule
+from autopar.schedules.flow import EXCHANGES, VOCABULARY_KINDS
+
+_EMPTY: Final = Phase()
+_REDUCTIONS: Final = ("all_reduce", "reduce_scatter")
+
+ASSUMED: Final = frozenset({*VOCABULARY_KINDS, "OFFLOAD", "FETCH"})
+"""Actions whose ops are none of the emitted text."""
+
+
+@dataclass(frozen=True)
+class SeenCosts:
+    """Of all stages and ranks of a step of ``schedule``; ``seen`` by pipeline index."""
+
+    schedule: Schedule
+    seen: Sequence[Seen]
+    prices: Prices
+    layers: Sequence[int]
+    """Of each stage, how many parts of it have gradients that are summed as they are complete."""
+    assumed: Costs
+    """What is taken from the planner: passes of a split vocabulary, and copies to the host and back."""
+
+    def _phase(self, kind: str, stage: int, microbatch: int = 0) -> Phase:
+        rank = self.schedule.placement[stage]
+        action = Action(kind, microbatch, stage) if kind not in ("GATHER", "REDUCE") else Action(kind, stage=stage)
+        return self.seen[rank].phases.get(str(action), _EMPTY)
+
+    def is_split(self, stage: int) -> bool:
+        """Whether the stage's backward is two passes."""
+        return (0, stage) in self.schedule.split
+
+    def _last(self) -> int:
+        return self.schedule.microbatches - 1
+
+    def forward_seconds(self, stage: int) -> float:
+        return self.prices.forward(self._phase("F", stage))
+
+    def backward_seconds(self, stage: int) -> float:
+        """Both parts of it, where it is split, and what it computes again."""
+        back = self._phase("I" if self.is_split(stage) else "B", stage)
+        return self.prices.backward(self._phase("F", stage)) + self.prices.again(back)
+
+    def weight_seconds(self, stage: int) -> float:
+        return self.prices.weights(self._phase("F", stage))
+
+    def send_forward_seconds(self, stage: int) -> float:
+        return self._sent("SEND_F", stage)
+
+    def send_backward_seconds(self, stage: int) -> float:
+        return self._sent("SEND_B", stage)
+
+    def _sent(self, kind: str, stage: int) -> float:
+        """All tensors of a boundary are one message."""
+        phases = self.seen[self.schedule.placement[stage]].phases
+        texts = (
+            str(a)
+            for a in self.schedule.lists[self.schedule.placement[stage]]
+            if (a.kind, a.microbatch, a.stage) == (kind, 0, stage)
+        )
+        return math.fsum(self.prices.together(phases[text].messages) for text in texts if text in phases)
+
+    def _reductions(self, stage: int, microbatch: int) -> Iterator[Message]:
+        """Sums of gradients that the backward of a microbatch starts, wherever it does."""
+        for kind in ("B", "I", "W", "SCATTER"):
+            yield from _started(self._phase(kind, stage, microbatch))
+
+    def scatter_seconds(self, stage: int) -> float:
+        """After each backward, where gradients are split."""
+        if not self._scatters:
+            return 0.0
+        sums = self.prices.messages(m for m in self._reductions(stage, 0) if m.kind == "reduce_scatter")
+        return self._left(sums, stage)
+
+    def reduce_seconds(self, stage: int) -> float:
+        """What the last backward and REDUCE start, but for that."""
+        started = [*self._reductions(stage, self._last()), *_started(self._phase("REDUCE", stage))]
+        sums = self.prices.together(m for m in started if not (self._scatters and m.kind == "reduce_scatter"))
+        return self._left(sums, stage)
+
+    def _left(self, sums: float, stage: int) -> float:
+        """Of sums that run beside the pass that makes their terms: what is left at its end."""
+        completing = self.weight_seconds(stage) if self.is_split(stage) else self.backward_seconds(stage)
+        return step.left_seconds(sums, self.layers[stage], completing)
+
+    @cached_property
+    def _scatters(self) -> bool:
+        return any(a.kind == "SCATTER" for row in self.schedule.lists for a in row)
+
+    def gather_seconds(self, stage: int) -> float:
+        """Once, or for a forward: what is gathered before it and in it."""
+        kinds = ("GATHER",) if not self._streams else ("GATHER_F", "F")
+        messages = [m for kind in kinds for m in self._phase(kind, stage).messages if m.kind == "all_gather"]
+        return self.prices.messages(m for m in messages if m.is_started)
+
+    @cached_property
+    def _streams(self) -> bool:
+        return any(a.kind in ("GATHER_F", "GATHER_B") for row in self.schedule.lists for a in row)
+
+    def step_seconds(self, rank: int) -> float:
+        return step.optimizer_seconds(self.seen[rank].updated, self.prices.cluster.device)
+
+    def back_flops(self, stage: int) -> tuple[int, int]:
+        """Of products whose kernels ran in the backward; and one more for each factor with a gradient.
+
+        Not of ops whose backward does their forward again, in an order of its own.
+        """
+        ops = [ran for ran in self._phase("F", stage).ops if not ran.again and ran.flops and not is_by_shape(ran)]
+        ops = [ran for ran in ops if not lookup(ran.op.name).repeats]
+        late = self._phase("W", stage).flops if self.is_split(stage) else 0
+        run = sum(ran.back_flops for ran in ops) + late
+        return run, sum(ran.flops * sum(m.needs_grad for m in ran.op.operands) for ran in ops)
+
+    def exchange_seconds(self, rank: int, kind: str) -> float:
+        """Of an exchange of the vocabulary, of the first microbatch."""
+        return self.prices.together(self.seen[rank].phases.get(str(Action(kind, 0)), _EMPTY).messages)
+
+    @cached_property
+    def gather_vocabulary_seconds(self) -> float:
+        phase = self.seen[0].phases.get("GATHER_V", _EMPTY)
+        return self.prices.messages(phase.messages)
+
+    def once_seconds(self, rank: int) -> float:
+        """Messages of a step that no action is for: before the first one, of clipping, and of the loss at the end."""
+        phases = self.seen[rank].phases
+        stray = [*phases[""].messages, *phases.get("STEP", _EMPTY).messages]
+        return self.prices.messages(stray)
+
+    def seconds(self, rank: int, action: Action) -> float:
+        """How long ``action`` takes on ``rank``; a receive takes none of its own."""
+        kind, stage = action.kind, action.stage
+        if kind == "I":
+            return self.backward_seconds(stage) - self.weight_seconds(stage)
+        if kind in ASSUMED:
+            return self.assumed.seconds(rank, action)
+        if kind in EXCHANGES:
+            return self.exchange_seconds(rank, kind)
+        if kind == "GATHER_V":
+            return self.gather_vocabulary_seconds
+        if kind in ("STEP", "UPDATE"):
+            return 0.0 if kind == "STEP" and self.schedule.is_asynchronous else self.step_seconds(rank)
+        name = _FIELDS.get(kind)
+        return self._of_stage(name, stage) if name else 0.0
+
+    @cached_property
+    def _known(self) -> dict[tuple[str, int], float]:
+        return {}
+
+    def _of_stage(self, name: str, stage: int) -> float:
+        if (name, stage) not in self._known:
+            self._known[name, stage] = getattr(self, name)(stage)
+        return self._known[name, stage]
+
+
+_FIELDS: Final = {
+    "F": "forward_seconds",
+    "B": "backward_seconds",
+    "W": "weight_seconds",
+    "SEND_F": "send_forward_seconds",
+    "SEND_B": "send_backward_seconds",
+    "GATHER": "gather_seconds",
+    "GATHER_F": "gather_seconds",
+    "GATHER_B": "gather_seconds",
+    "SCATTER": "scatter_seconds",
+    "REDUCE": "reduce_seconds",
+}
+
+
+def _started(phase: Phase) -> Iterator[Message]:
+    yield from (m for m in phase.messages if m.is_started and m.kind in _REDUCTIONS)

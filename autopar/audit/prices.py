@@ -1,0 +1,140 @@
+"""Seconds of what was seen, by the cost models: what a program's ops and messages take on a cluster.
+
+The formulas are those that the planner uses (:mod:`autopar.cost_models`, and of each op which of its bytes are moved,
+:mod:`autopar.planner.op_costs`); what goes into them was seen while the program ran: which ops, their shapes, the
+products of their kernels, which operands have gradients, and every message, forward and backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from autopar.audit.flops import flops_of
+from autopar.audit.record import Message, Phase, Ran
+from autopar.cluster import Cluster
+from autopar.cost_models import collective, compute
+from autopar.cost_models.compute import Work
+from autopar.graph import Choice
+from autopar.mesh import Mesh
+from autopar.planner.op_costs import work_of
+from autopar.rules import lookup
+from autopar.rules.base import Op
+from autopar.rules.experts import DISPATCH, DISPATCH_END, DISPATCH_START, EXCHANGE, ROUTE
+from autopar.spmd import R
+
+_LATER = frozenset({"linear", "matmul", "grouped_linear"})
+"""Functions of the runtime whose weight gradient ``W`` makes."""
+
+
+@dataclass(frozen=True)
+class Prices:
+    """On ``cluster``, in a job on ``mesh``."""
+
+    cluster: Cluster
+    mesh: Mesh
+
+    def message(self, message: Message) -> float:
+        """Of a message alone, on the slowest link that such groups cross."""
+        ranks = message.ranks
+        stride = min((b - a for a, b in pairwise(ranks)), default=1)
+        link = self.cluster.link(len(ranks), stride, self.mesh.world)
+        size = 2 if message.kind == "send" else len(ranks)
+        return collective.seconds(message.kind, message.bytes_, size, link)
+
+    def messages(self, messages: Iterable[Message]) -> float:
+        return math.fsum(map(self.message, messages))
+
+    def together(self, messages: Iterable[Message]) -> float:
+        """Of messages that are one, sent in pieces: buckets of gradients, say, share the latency of their kind."""
+        sums: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        for message in messages:
+            sums[message.kind, message.ranks] += message.bytes_
+        return self.messages(Message(kind, bytes_, ranks, True) for (kind, ranks), bytes_ in sums.items())
+
+    def forward(self, phase: Phase) -> float:
+        """What the ops of a forward take, with what they send; rows travel to experts beside what stands between."""
+        ops = list(_once(phase))
+        return math.fsum(self._forward(ran) for ran in ops) - math.fsum(self._hidden(ops, back=False))
+
+    def backward(self, phase: Phase) -> float:
+        """What the backward of that forward takes."""
+        ops = list(_once(phase))
+        return math.fsum(self._backward(ran) for ran in ops) - math.fsum(self._hidden(ops, back=True))
+
+    def weights(self, phase: Phase) -> float:
+        """The part of that which ``W`` takes, where the backward is split."""
+        ops = [ran for ran in phase.ops if not ran.again and ran.op.name in _LATER]
+        return math.fsum(self._backward(ran) / max(1, sum(m.needs_grad for m in ran.op.operands)) for ran in ops)
+
+    def again(self, phase: Phase) -> float:
+        """What a backward computes a second time: up to the op that is stopped, which counts if its kernel ran."""
+        return math.fsum(self._forward(ran) for ran in phase.ops if ran.again and (ran.is_done or ran.started))
+
+    def _forward(self, ran: Ran) -> float:
+        own, sent = self.compute(ran)[0], self.messages((*ran.messages, *self._counts(ran)))
+        return max(own, sent) if _overlaps(ran.op) else own + sent
+
+    def _counts(self, ran: Ran) -> Iterator[Message]:
+        """Before rows travel, ranks tell each other how many: without values there is nothing to tell."""
+        axes = ran.op.kwargs.get(EXCHANGE) if ran.op.name == ROUTE else None
+        if axes:
+            ((kind, bytes_),) = lookup(ROUTE).communication(ran.op, Choice((R,), R, EXCHANGE), 1)
+            yield Message(kind, bytes_, self.mesh.group(0, *(axis.name for axis in axes)), False)
+
+    def _backward(self, ran: Ran) -> float:
+        own, sent = self.compute(ran)[1], self.messages(ran.back_messages)
+        return max(own, sent) if _overlaps(ran.op) else own + sent
+
+    def _hidden(self, ops: Sequence[Ran], *, back: bool) -> Iterator[float]:
+        """What is computed between the two halves of a dispatch hides as much of its messages."""
+        start = 0
+        for place, ran in enumerate(ops):
+            if ran.op.name == DISPATCH_START:
+                start = place
+            elif ran.op.name == DISPATCH and ops[start].op.name == DISPATCH_START:
+                between = ops[start + 1 : place]
+                free = math.fsum(self._backward(r) if back else self._forward(r) for r in between)
+                both = (ops[start], ran)
+                yield min(free, *(self.messages(m for r in both for m in (r.back_messages if back else r.messages)),))
+
+    def compute(self, ran: Ran) -> tuple[float, float]:
+        """Forward and backward of an op, without what it sends; changes of type only send."""
+        op, device = ran.op, self.cluster.device
+        if op.name == DISPATCH_START or (ran.is_view and not ran.copied_bytes) or "src" in op.kwargs or not op.outputs:
+            return 0.0, 0.0
+        work = _work(ran)
+        backward = compute.backward_seconds(work, device) if op.result.needs_grad else 0.0
+        return compute.forward_seconds(work, device), backward
+
+
+def _work(ran: Ran) -> Work:
+    """What the cost models ask of an op: bytes from the tensors that it was given and made, products as they ran."""
+    op, flops = ran.op, flops_of(ran)
+    work = work_of(op, lookup(op.name), Choice((R,) * len(op.operands), R), 1)
+    if not flops:
+        return replace(work, flops=0)
+    dtype = str(op.operands[0].dtype).removeprefix("torch.")
+    factors = tuple(meta.numel for meta in op.operands if meta.needs_grad)
+    return replace(work, flops=flops, dtype=dtype, made=op.result.numel, factors=factors)
+
+
+def _once(phase: Phase) -> Iterator[Ran]:
+    """The ops of a forward; of a dispatch in two halves, the second is all of it."""
+    start: Ran | None = None
+    for ran in phase.ops:
+        if ran.again:
+            continue
+        if ran.op.name == DISPATCH_START:
+            start = ran
+        if ran.op.name == DISPATCH_END and start is not None:
+            ran = replace(ran, op=replace(start.op, name=DISPATCH, outputs=ran.op.outputs))
+        yield ran
+
+
+def _overlaps(op: Op) -> bool:
+    whole = Choice((R,) * len(op.operands), R, op.name)
+    return lookup(op.name).overlaps(op, whole)

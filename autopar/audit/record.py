@@ -1,0 +1,306 @@
+"""What a program does, seen while it runs: every op of its text, every message, and which pass each belongs to.
+
+Nothing here knows the graph that the text was written from. Ops are seen where the emitted text calls them
+(:class:`Calls`), with the shapes that they really have on a rank; products are counted in the kernels below them
+(:class:`Kernels`), by torch's own formulas, forward and backward; messages are those that process groups are asked for.
+What a backward does is told by the autograd node that is running: a node belongs to the op that made it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType, FunctionType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import flop_registry
+
+from autopar.graph import AxisRef, Meta
+from autopar.rules.base import Op
+from autopar.runtime.axes import Axes, Axis
+from autopar.simulate.calls import Call
+from autopar.storages import DispatchMode, address, is_fake
+
+_BETWEEN: Final = frozenset(
+    str(Path(torch.__file__).parent / name) for name in ("_ops.py", "_tensor.py", "overrides.py")
+)
+"""Torch's own code between a call in the text and what is called."""
+
+_MEASURED_LATER: Final = frozenset({"all_reduce", "all_gather", "reduce_scatter"})
+"""What reductions of gradients and gathers of weights are, which are started and not waited for."""
+
+_BACKWARDS: Final = ("B", "I", "W")
+
+_COMPOSITE: Final = {"matmul": "aten.matmul.default", "__matmul__": "aten.matmul.default"}
+"""Operators that are several kernels: the others are called by the name of theirs."""
+
+_OBJECT: Final = Meta((0,), torch.uint8)
+"""What an op made that gives no tensor: a routing, or rows on their way."""
+
+_TRANSPARENT: Final = frozenset({"declare", "recompute"})
+"""Functions of the runtime that are no ops: the text's own ops run inside of ``recompute``."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One collective or send, as this rank's process group is asked for it: ``ranks`` are the group's, ``bytes_`` as
+    :func:`autopar.cost_models.collective.seconds` counts them."""
+
+    kind: str
+    bytes_: int
+    ranks: tuple[int, ...]
+    is_started: bool
+    """Whether the rank goes on before it is done."""
+
+    @classmethod
+    def of(cls, call: Call) -> Message:
+        kind = call.terms.operation
+        sizes = [(_bytes(part.inputs), _bytes(part.outputs)) for part in call.parts]
+        bytes_ = (
+            sum(max(pair) for pair in sizes) if kind in ("all_gather", "reduce_scatter") else sum(a for a, _ in sizes)
+        )
+        return cls(kind, bytes_, call.group.ranks, call.is_async)
+
+
+@dataclass(eq=False)
+class Ran:
+    """One op of the text that ran. ``place`` is its line. ``is_view``: the result is an operand, by the op's schema;
+    ``copied_bytes``: of a view that had to be copied all the same. ``is_operator``: the text has an operator (``+``).
+
+    ``flops`` are those of the kernels below it; ``again``: it is part of a recomputation; ``is_done``: it was not
+    stopped there, as the last op of a recomputation is once nothing more is needed (``started``: after its kernel).
+    """
+
+    op: Op
+    place: str
+    is_view: bool
+    is_operator: bool
+    again: bool
+    flops: int = 0
+    back_flops: int = 0
+    copied_bytes: int = 0
+    is_done: bool = False
+    started: bool = False
+    messages: list[Message] = field(default_factory=list)
+    back_messages: list[Message] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Phase:
+    """What one action did: ops of the text, and messages and products that are no op's."""
+
+    ops: list[Ran] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    flops: int = 0
+
+
+class Log:
+    """What a rank did, by action; "" is before the first one and after the last."""
+
+    def __init__(self, files: Collection[str]) -> None:
+        self.files = frozenset(files)
+        self.phases: dict[str, Phase] = {"": Phase()}
+        self.kind = ""
+        self._phase = self.phases[""]
+        self._running: Ran | None = None  # in a forward
+        self._origin: Ran | None = None  # of the autograd node that runs
+        self._known: set[int] = set()
+        self._nodes: list[object] = []  # kept, so that no two have one id
+
+    def begin(self, action: object) -> None:
+        """What is seen from here on is of ``action``."""
+        self.kind = getattr(action, "kind", "")
+        self._phase = self.phases.setdefault(str(action) if action else "", Phase())
+        self._origin = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an op of the text is running: what it calls is part of it."""
+        return self._running is not None
+
+    def run(self, op: Op, function: Callable[[], Any], *, is_view: bool, is_operator: bool = False) -> Any:
+        """Run one op of the text."""
+        ran = Ran(op, _place(self.files), is_view, is_operator, again=self.kind in _BACKWARDS)
+        self._phase.ops.append(ran)
+        self._running = ran
+        try:
+            result = function()
+        finally:
+            self._running = None
+        ran.is_done = True
+        made = list(_tensors(result))
+        ran.op = replace(ran.op, outputs=tuple(map(_meta, made)) or (_OBJECT,))
+        self._own(ran, made)
+        return result
+
+    def _own(self, ran: Ran, made: Iterable[Tensor]) -> None:
+        """The nodes of results belong to ``ran``, but for those of an operand that is given back."""
+        for tensor in made:
+            node = tensor.grad_fn
+            if node is not None and id(node) not in self._known:
+                self._known.add(id(node))
+                self._nodes.append(node)
+                node.register_prehook(lambda _, ran=ran: self._enter(ran))
+
+    def _enter(self, ran: Ran) -> None:
+        self._origin = ran
+
+    def products(self, flops: int) -> None:
+        """A kernel ran, with so many operations of products."""
+        if self._running is not None:
+            self._running.flops += flops
+        elif self._origin is not None:
+            self._origin.back_flops += flops
+        else:
+            self._phase.flops += flops
+
+    def kernel(self, name: str, made: Sequence[Tensor], *, copied: bool) -> None:
+        """A kernel made something new, maybe of what it was given. An operator (``+``) is called by its name."""
+        ran = self._running
+        if ran is None:
+            return
+        ran.started = True
+        if copied and ran.is_view:
+            ran.copied_bytes += 2 * made[0].nbytes
+        if not ran.op.outputs:
+            ran.op = replace(ran.op, name=name if ran.is_operator else ran.op.name, outputs=tuple(map(_meta, made)))
+
+    def sent(self, call: Call) -> None:
+        """An operation that a process group is asked for."""
+        if call.terms.operation == "recv":
+            return
+        message = Message.of(call)
+        later = message.is_started and message.kind in _MEASURED_LATER
+        if self._running is not None:
+            self._running.messages.append(message)
+        elif self._origin is not None and not later and self.kind in _BACKWARDS:
+            self._origin.back_messages.append(message)
+        else:
+            self._phase.messages.append(message)
+
+
+class Calls(TorchFunctionMode):
+    """Sees the torch functions that the emitted text calls by itself; those of the runtime are :func:`watched`."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__()
+        self._log = log
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._log.is_open or not _is_called_by(sys._getframe(1), self._log.files):
+            return func(*args, **kwargs)
+        name, is_view = _name(func)
+        op = _op(name, args, kwargs)
+        return self._log.run(op, lambda: func(*args, **kwargs), is_view=is_view, is_operator="." not in name)
+
+
+class Kernels(DispatchMode):  # type: ignore[misc]
+    """Counts the products of kernels by torch's own formulas (``torch.utils.flop_counter``)."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__()
+        self._log = log
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        made = [tensor for tensor in _tensors(result) if is_fake(tensor)]
+        formula = flop_registry.get(func.overloadpacket)
+        self._log.products(formula(*args, **kwargs, out_val=result) if formula else 0)
+        given = {address(tensor.untyped_storage()) for tensor in _tensors([args, kwargs])}
+        if made and address(made[0].untyped_storage()) not in given:
+            self._log.kernel(f"{func.namespace}.{func.__name__}", made, copied=bool(given))
+        return result
+
+
+def watched(namespace: Mapping[str, Any], log: Log) -> dict[str, Any]:
+    """The functions of ``autopar.runtime`` in an emitted module, each as one that ``log`` sees."""
+    return {
+        name: _watch(item, log)
+        for name, item in namespace.items()
+        if isinstance(item, FunctionType) and item.__module__.startswith("autopar.runtime") and name not in _TRANSPARENT
+    }
+
+
+def _watch(function: FunctionType, log: Log) -> Callable[..., Any]:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if log.is_open:
+            return function(*args, **kwargs)
+        op = _op(function.__name__, args, kwargs)
+        return log.run(op, lambda: function(*args, **kwargs), is_view=False)
+
+    return called
+
+
+def _name(func: Any) -> tuple[str, bool]:
+    """``aten.linear.default``, and whether that gives back an operand; of a method, its own name."""
+    overload = func
+    if isinstance(func, type(torch.ops.aten.add)):
+        overload = getattr(func, func.overloads()[0])  # type: ignore[no-untyped-call]  # the text names any other
+    schema = getattr(overload, "_schema", None)
+    if schema is None:
+        name = getattr(func, "__name__", str(func))
+        return _COMPOSITE.get(name, name), name == "__getitem__"
+    aliases = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    return f"{overload.namespace}.{overload.__name__}", aliases
+
+
+def _op(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Op:
+    operands = tuple(map(_meta, _tensors([args, list(kwargs.values())])))
+    named = {key: _shown(value) for key, value in kwargs.items()}
+    return Op(name, tuple(_shown(a) for a in args), named, operands, ())
+
+
+def _shown(value: Any) -> Any:
+    """As a rule sees it: metadata for tensors, a reference for an axis."""
+    if isinstance(value, Tensor):
+        return _meta(value)
+    if isinstance(value, Axis):
+        return AxisRef(value.name, value.size, value.paired)
+    if isinstance(value, list | tuple):
+        return [_shown(item) for item in value]
+    return None if isinstance(value, Axes) else value
+
+
+def _meta(tensor: Tensor) -> Meta:
+    return Meta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """In order of appearance, one for each use."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _is_called_by(frame: FrameType | None, files: frozenset[str]) -> bool:
+    while frame is not None and frame.f_code.co_filename in _BETWEEN:
+        frame = frame.f_back
+    # a lambda in the text is an argument: what it does is part of the op that it is given to
+    return frame is not None and frame.f_code.co_filename in files and frame.f_code.co_name != "<lambda>"
+
+
+def _place(files: frozenset[str]) -> str:
+    """The innermost line of the text that is running."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename not in files:
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,0 +1,86 @@
+"""Runs the programs of a job on fake tensors, one rank of each pipeline index, to see what they do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from autopar.audit.record import Calls, Kernels, Log, Phase, watched
+from autopar.errors import PlanError
+from autopar.runtime.axes import Axis
+from autopar.runtime.executor import Executor
+from autopar.runtime.job import Job, start
+from autopar.runtime.modules import dtype_of
+from autopar.runtime.program import Parameter
+from autopar.runtime.shards import Positions, stored_shape
+from autopar.simulate.alone import run_alone
+from autopar.storages import fake_tensors
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank did in a step with the first and the last microbatch: by action, as its text. ``updated`` is how
+    many elements of parameters its optimizer updates."""
+
+    phases: Mapping[str, Phase]
+    updated: int
+
+
+def see(job: Job, batch: Mapping[str, Tensor]) -> list[Seen]:
+    """Of each pipeline index; of ``batch`` only shapes and dtypes count (the tensors may be on the meta device).
+
+    It is the rank with the last part of a sequence, which has the most to do where attention is causal.
+    """
+    last = job.mesh.cp - 1
+    return [_see(job, batch, job.mesh.rank(pp=index, cp=last)) for index in range(job.mesh.pp)]
+
+
+def _see(job: Job, batch: Mapping[str, Tensor], rank: int) -> Seen:
+    options = job.options
+    if options.precision == "fp16":
+        options = options.model_copy(update={"precision": "bf16"})  # whether a step overflows depends on values
+    fake = replace(job, source=_Shapes(), options=options)
+    log = Log([f"stage_{number}.py" for number in range(len(job.texts))] + ["vocabulary.py"])
+
+    def program() -> Seen:
+        axes = job.axes(rank, "cpu")
+        # Ranks tell each other which groups they want, and there is nobody to tell; how many rows go to which expert
+        # is not known, so the fullest rank gets what was reckoned.
+        axes = replace(axes, world=Axis.of("world", [rank], rank, None), imbalance=1.0)
+        with fake_tensors():
+            given = {path: torch.empty(tensor.shape, dtype=tensor.dtype) for path, tensor in batch.items()}
+            executor = start(fake, axes)
+            updated = sum(parameter.numel() for parameter in executor.masters.values())
+            _watch(executor, log)
+            with Kernels(log), Calls(log):
+                executor.step(given)
+        return Seen(log.phases, updated)
+
+    return run_alone(program, rank, job.mesh.world, on_call=log.sent)
+
+
+def _watch(executor: Executor, log: Log) -> None:
+    """Only the first and the last microbatch; no optimizer."""
+    count = 1 + max(action.microbatch for action in executor.actions)
+    some = (-1, 0, count - 1)
+    executor.actions = tuple(a for a in executor.actions if a.microbatch in some)
+    executor.optimizer = None
+    executor.on_action = log.begin
+    modules = [*executor.stages.values(), *([executor.vocabulary[0]] if executor.vocabulary else [])]
+    for module in modules:
+        namespace = type(module).forward.__globals__
+        namespace.update(watched(namespace, log))
+
+
+class _Shapes:
+    """A source of weights without values."""
+
+    def local(self, parameter: Parameter, axes: Positions) -> Tensor:
+        return torch.empty(stored_shape(parameter), dtype=dtype_of(parameter.master or parameter.dtype))
+
+    def save(self, directory: Path) -> tuple[str, str]:
+        raise PlanError("weights without values can't be saved; write the job with its own source")

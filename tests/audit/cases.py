@@ -1,0 +1,77 @@
+"""Plans whose every part is pinned, so that each is about one thing, and how to compile them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+import autopar
+from tests.fast_cluster import FAST
+from tests.models import make, prepared
+from tests.moe_models import family
+
+PINNED: Final[Mapping[str, Any]] = {
+    "schedule": "1f1b",
+    "vocabulary": "redistributed",
+    "zero": 0,
+    "recompute": "none",
+    "offload": (),
+    "head_chunks": 1,
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model by its name in tests.models, or ``moe_`` and that of a family of experts; degrees; other pins."""
+
+    model: str
+    mesh: Mapping[str, int]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float64
+    batch: int = 8
+
+    def __str__(self) -> str:
+        parts = [f"{axis}{size}" for axis, size in self.mesh.items()]
+        parts += [f"{name}={value}" for name, value in self.options.items()]
+        return "-".join([self.model, *parts, *([] if self.dtype == torch.float64 else [str(self.dtype)])])
+
+    def compile(self, **changes: Any) -> autopar.ParallelModel:
+        name = self.model.removeprefix("moe_")
+        moe = name != self.model
+        case = prepared(lambda: family(name, self.batch), self.dtype) if moe else make(name, self.batch, self.dtype)
+        gpus = 1
+        for axis, size in self.mesh.items():
+            gpus *= 1 if axis == "ep" else size
+        count = 2 * self.mesh["pp"] if self.mesh.get("pp", 1) > 1 else 1
+        given = {**PINNED, "microbatches": count, "cluster": FAST, **self.options, **changes}
+        return autopar.compile(case.model, gpus, sample=case.batch, loss=case.loss, mesh=self.mesh, **given)
+
+
+FAST_PLANS: Final = (
+    Plan("llama", {"pp": 2, "dp": 2, "tp": 2}, {"microbatches": 2}),  # messages, changes between calls, tables
+    Plan("nano_gpt", {"pp": 2, "dp": 2, "tp": 2}, {"microbatches": 2}),  # tied tables, sums over dp and tp
+    Plan("mlp", {"pp": 4}, {"schedule": "zb-h1"}),
+    Plan("mlp", {"pp": 2, "dp": 2}, {"schedule": "interleaved", "chunks": 2, "zero": 3}),
+    Plan("mlp", {"dp": 4}, {"zero": 2, "zero_ranks": 2}),
+    Plan("llama", {"cp": 2}, {"attention": "ring"}),
+    Plan("llama", {"dp": 2}, {"recompute": "selective"}),
+    Plan("gpt2", {"pp": 2}, {"vocabulary": "vocab-2"}),
+    Plan("moe_mixtral", {"dp": 2, "ep": 2}),
+)
+
+SLOW_PLANS: Final = (
+    Plan("encoder", {"dp": 2, "tp": 2}, {"zero": 1}),
+    Plan("gpt2", {"pp": 2, "dp": 2}, {"schedule": "zb-h1"}),
+    Plan("gpt2", {"pp": 4}, {"vocabulary": "vocab-1"}),
+    Plan("gpt2", {"dp": 2, "tp": 2}, {"head_chunks": 2}),
+    Plan("llama", {"cp": 2, "tp": 2}, {"attention": "heads"}),
+    Plan("llama", {"pp": 2, "cp": 2}, {"attention": "all_gather", "cp_order": "contiguous"}),
+    Plan("llama", {"dp": 2, "tp": 2}, {"recompute": "full", "precision": "bf16"}, torch.float32),
+    Plan("llama_tied", {"pp": 2, "dp": 2}, {"zero": 1}),
+    Plan("llama", {"pp": 2, "dp": 2}, {"schedule": "v-half", "zero": 2}),
+    Plan("moe_deepseek_v3", {"dp": 2, "ep": 2, "tp": 2}),
+    Plan("moe_qwen2_moe", {"dp": 4, "ep": 4}, {"zero": 1}),
+)

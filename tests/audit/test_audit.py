@@ -1,0 +1,145 @@
+"""What plans say that programs cost is what an evaluator reads off them, and a wrong price is seen."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import autopar
+from autopar.audit import Audit
+from autopar.audit.step import step_seconds
+from autopar.planner import between, block_costs, zero
+from autopar.schedules import Costs, generate, lower, simulate_timeline
+from autopar.schedules.weight_moves import WeightMoves
+from tests.audit.cases import FAST_PLANS, SLOW_PLANS, Plan
+
+
+def check(found: Audit) -> None:
+    assert found.ok, f"\n{found}"
+
+
+@pytest.mark.parametrize("plan", FAST_PLANS, ids=str)
+def test_programs_cost_what_plans_say(plan: Plan) -> None:
+    check(plan.compile().audit())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", SLOW_PLANS, ids=str)
+def test_programs_cost_what_more_plans_say(plan: Plan) -> None:
+    check(plan.compile().audit())
+
+
+def _half(function: Callable[..., float]) -> Callable[..., float]:
+    return lambda *args, **kwargs: function(*args, **kwargs) / 2
+
+
+def _changed(name: str, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that ``module`` asks of the cost models under ``name`` is half as much."""
+    model = module.collective
+    wrong = type("Wrong", (), {name: staticmethod(_half(getattr(model, name)))})
+    monkeypatch.setattr(module, "collective", wrong)
+
+
+SMALL = Plan("mlp", {"pp": 2, "dp": 2, "tp": 2}, {"microbatches": 2})
+
+
+@pytest.mark.parametrize(
+    ("module", "what"),
+    [(block_costs, "forward"), (between, "message forward"), (zero, "reduction of gradients")],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_wrong_price_of_a_collective_is_seen(module: Any, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _changed("seconds", module, monkeypatch)
+    found = SMALL.compile().audit()
+    assert f"stage 0: {what}" in [row.what for row in found.different]
+    assert not found.ok
+
+
+def test_a_wrong_price_of_an_op_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = block_costs.pass_seconds
+    monkeypatch.setattr(block_costs, "pass_seconds", lambda *given: (1.01 * right(*given)[0], right(*given)[1]))
+    found = SMALL.compile().audit()
+    assert {row.what for row in found.different} == {"stage 0: forward", "stage 1: forward", "step"}
+    assert 0 < found.different[0].difference < 0.01
+
+
+def test_a_wrong_program_is_seen() -> None:
+    """An op more than was planned, and a collective more."""
+    model = SMALL.compile()
+    text = model.job.texts[0]
+    relu = next(line for line in text.splitlines() if "aten.relu(" in line)
+    again = f"{relu}\n{relu.replace('aten.relu(', 'aten.neg(')}"
+    assert {"stage 0: forward", "stage 0: backward"} <= _different(model, text.replace(relu, again))
+    gather = next(line for line in text.splitlines() if "all_gather(" in line)
+    twice = f"{gather}\n{gather.replace(gather.split('=', maxsplit=1)[0].strip(), '_', 1)}"
+    assert "stage 0: forward" in _different(model, text.replace(gather, twice, 1))
+
+
+def _different(model: autopar.ParallelModel, text: str) -> set[str]:
+    job = replace(model.job, texts=(text, *model.job.texts[1:]))
+    return {row.what for row in autopar.audit.audit(_Planned(model.plan, job, model.timeline)).different}
+
+
+class _Planned:
+    def __init__(self, plan: Any, job: Any, timeline: Any) -> None:
+        self.plan, self.job, self.timeline = plan, job, timeline
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "head", "moves"),
+    [
+        ("gpipe", None, "", WeightMoves()),
+        ("1f1b", None, "vocab-1", WeightMoves("step")),
+        ("interleaved", 2, "", WeightMoves("pass", scatters=True)),
+        ("zb-h1", None, "", WeightMoves("pass")),
+        ("v-half", None, "", WeightMoves("step", scatters=True)),
+        ("dualpipe-v", None, "", WeightMoves()),
+    ],
+)
+def test_the_longest_path_is_the_timeline(name: str, chunks: int | None, head: str, moves: WeightMoves) -> None:
+    schedule = generate(name, 4, 8, chunks=chunks, head=head, embedding=bool(head))
+    stages, ranks = schedule.stages, schedule.ranks
+    costs = Costs(
+        forward_seconds=tuple(1.0 + 0.1 * k for k in range(stages)),
+        backward_seconds=tuple(2.0 + 0.3 * k for k in range(stages)),
+        send_forward_seconds=tuple(0.4 + 0.01 * k for k in range(stages)),
+        send_backward_seconds=tuple(0.5 + 0.02 * k for k in range(stages)),
+        reduce_seconds=tuple(3.0 + k for k in range(stages)),
+        activation_bytes=(1,) * stages,
+        step_seconds=tuple(0.7 + k for k in range(ranks)),
+        gather_seconds=tuple(1.5 + 0.2 * k for k in range(stages)),
+        scatter_seconds=tuple(0.6 + 0.1 * k for k in range(stages)),
+        gather_vocabulary_seconds=0.9,
+        vocabulary_seconds=dict.fromkeys(("S", "T", "E", "G", "SUM_X", "CAST_X", "STATS", "SUM_E"), (0.3,) * ranks),
+    )
+    lowered = lower(schedule, costs.seconds, moves) if moves != WeightMoves() else lower(schedule, costs.seconds)
+    assert step_seconds(lowered, costs.seconds) == pytest.approx(
+        simulate_timeline(lowered, costs).makespan_seconds, rel=1e-12
+    )
+
+
+def test_the_evaluator_reads_nothing_of_the_planner_but_what_an_op_moves() -> None:
+    folder = Path(autopar.audit.__file__).parent
+    trees = [ast.parse(path.read_text()) for path in sorted(folder.glob("*.py"))]
+    imported = {n.module for tree in trees for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module}
+    assert {name for name in imported if name.startswith("autopar.planner")} == {"autopar.planner.op_costs"}
+    assert not any(name.startswith(("autopar.passes", "autopar.codegen", "autopar.search")) for name in imported)
+
+
+def test_a_table_says_what_differs() -> None:
+    found = autopar.audit.Audit(
+        (autopar.audit.Row("stage 0: forward", 1.0, 1.0), autopar.audit.Row("step", 2.0, 2.5)),
+        (autopar.audit.Unpriced("the loss", 1e-6),),
+        ("S", "T"),
+    )
+    text = str(found)
+    assert not found.ok
+    assert "NOT equal" in text
+    assert "-20 %" in text
+    assert "not priced: the loss" in text
+    assert "not audited: S, T" in text
