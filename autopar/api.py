@@ -15,32 +15,24 @@ import torch
 from torch import nn
 
 from autopar import recipe, simulate
+from autopar.audit import Audit, audit
 from autopar.batch import Structure, flatten
-from autopar.capture import Loss, capture
+from autopar.capture import Loss
 from autopar.cluster import Cluster
 from autopar.codegen import EmittedStage, EmittedVocabulary, emit, emit_vocabulary
 from autopar.documents import check_documents, check_positions
 from autopar.errors import ArgumentError, PlanError
-from autopar.graph import Model, verify
+from autopar.graph import Model
 from autopar.mesh import Mesh
 from autopar.options import Given, Options
-from autopar.passes.canonicalize import canonicalize
-from autopar.passes.captured_loops import check_loops
-from autopar.passes.check_products import check_products
-from autopar.passes.expert_loops import expert_loops
-from autopar.passes.experts import experts
-from autopar.passes.fold import fold
-from autopar.passes.functionalize import functionalize
-from autopar.passes.mixed_precision import LOWER, has_autocast, mixed_precision
-from autopar.passes.normalize_losses import normalize_losses
-from autopar.passes.place_casts import place_casts
-from autopar.passes.shifted_losses import shifted_losses
-from autopar.passes.working_copies import working_copies
+from autopar.passes.mixed_precision import LOWER
 from autopar.plan import Plan
 from autopar.planner.build import Built, Request, build, cut_head
 from autopar.planner.pipeline import Wanted
 from autopar.planner.plan_recompute import regions_of_calls
+from autopar.preparation import Prepared, prepare
 from autopar.report import MemoryReport, memory_report
+from autopar.report.search_progress import Progress
 from autopar.runtime import Input, batches
 from autopar.runtime.executor import Executor
 from autopar.runtime.job import (
@@ -57,7 +49,9 @@ from autopar.runtime.modules import dtype_of
 from autopar.runtime.optimizers import GivenOptimizer, Maker, SchedulerMaker, adamw, maker
 from autopar.runtime.weights import RecipeSource, Source, StateSource
 from autopar.schedules import Schedule
-from autopar.simulate.predict import predicted_memory, waiting_bytes
+from autopar.search import Pins, choose
+from autopar.search.watching import Watcher, tell
+from autopar.simulate.predict import Known, predicted_memory, waiting_bytes
 from autopar.storages import BUFFERS, KINDS
 from autopar.verification import Verification, verify_job
 from autopar.write import write_directory
@@ -104,85 +98,62 @@ def compile(
     microbatch: int | None = None,
     cluster: str | Path | Cluster | None = None,
     plan: Plan | None = None,
-    schedule: str = "1f1b",
+    schedule: str | None = None,
     chunks: int | None = None,
-    vocabulary: str = "redistributed",
+    vocabulary: str | None = None,
     clip_norm: float | None = None,
     batch_dim: int = 0,
     seq_dim: int = 1,
     expert_load: str | Path | Mapping[str, Sequence[float]] | None = None,
     seed: int = 0,
+    progress: Progress | None = None,
     **options: Unpack[Given],
 ) -> ParallelModel:
     """Compile ``model`` for ``gpus`` ranks. The model is never modified.
+
+    Whatever isn't given of ``mesh``, ``microbatch(es)``, ``schedule``, ``chunks``, ``vocabulary`` and of the options
+    ``zero``, ``zero_ranks``, ``offload`` and ``head_chunks`` is searched for: the shortest step that fits.
 
     ``sample`` is what the one-device model is called with (a tensor, tuple or mapping; the global batch). The loss is
     the model's own (a scalar, ``.loss``, ``["loss"]`` or the first output) or ``loss(output, batch)``. ``optimizer`` is
     a torch optimizer over the model's parameters, or a function that makes one from
     :class:`autopar.runtime.optimizers.Parameters`, or several of those; ``scheduler`` makes a learning rate scheduler
-    from it, stepped when it is. ``mesh`` pins degrees, ``{"pp": 2, "dp": 2, "tp": 2}`` (default: all ``dp``); ``cp``
-    splits sequences, and ``ep`` says over how many of these ranks experts are split. ``microbatches`` per step, or
+    from it, stepped when it is. ``mesh`` pins degrees, some (``{"tp": 8}``) or all (``{"pp": 2, "dp": 2, "tp": 2}``:
+    sizes that multiply to ``gpus``); ``cp`` splits sequences, and ``ep`` says over how many of these ranks experts are
+    split. ``microbatches`` per step, or
     ``microbatch`` rows in each on a rank. ``schedule`` is the name of a pipeline schedule
     (:data:`autopar.schedules.SCHEDULES`; ``"synthesized"``: the best order for this model and cluster), ``chunks`` how
     many stages a pipeline rank holds, ``vocabulary`` how embedding and head are computed
     (:data:`autopar.planner.modes.MODES`). ``plan`` takes the decisions of an earlier plan. ``clip_norm`` clips the
     global gradient norm. ``batch_dim`` is the dim of batch tensors that ``dp`` and microbatches split, ``seq_dim`` the
     one that ``cp`` splits. ``expert_load`` is what experts had to do (:attr:`SimulationResult.expert_load`, or a file):
-    hot ones are stored apart. ``options`` are fields of :class:`autopar.Options`. Under ``torchrun``, rank 0 plans.
-    Raises CaptureError, BatchError, ShardingError, StageError, PlanError, ArgumentError.
+    hot ones are stored apart. ``options`` are fields of :class:`autopar.Options`. ``progress`` is told how the search
+    goes. Under ``torchrun``, rank 0 plans. Raises BudgetError with what would fit where nothing does; CaptureError, BatchError, ShardingError, StageError, PlanError, ArgumentError.
     """
-    sizes = _mesh(mesh, plan, gpus)
-    target, wanted = _cluster(cluster, plan), Wanted(schedule, vocabulary, chunks)
+    sizes, target = _mesh(mesh, plan, gpus), _cluster(cluster, plan)
     chosen = _precise(_options(options, plan), model, target, fixed=plan is not None or "precision" in options)
-    dims, split = (batch_dim, seq_dim), sizes.cp > 1
-    captured, constants, structure = prepare(model, sample, loss, dims, target.device.kind, chosen.precision, split)
-    count = _microbatches(captured, sizes, microbatches, microbatch)
-    given = (_source(model, constants, seed), maker(optimizer, model), scheduler, clip_norm, seed)
-    request = _request(sizes, count, target, plan, wanted, chosen, read_load(expert_load or {}))
-    built = _built(captured, request, plan, partial(_measured, partial(_job_of, given)))
+    prepared = Prepared(model, sample, loss, (batch_dim, seq_dim), target.device.kind, chosen.precision)
+    _check_plan(prepared[False if sizes is None else sizes.cp > 1], plan)
+    pins = Pins(gpus, mesh or {}, microbatches, microbatch, schedule, chunks, vocabulary, chosen, frozenset(options))
+    given = (_source(model, prepared.constants, seed), maker(optimizer, model), scheduler, clip_norm, seed)
+    measured = partial(_measured, partial(_job_of, given), Known())
+    watch = partial(tell, progress) if progress is not None else None
+    built = _built(prepared, pins, target, plan, read_load(expert_load or {}), measured, watch)
     programs = Programs.of(built)
     return ParallelModel(
         model=model,
         built=built,
         programs=programs,
-        structure=structure,
+        structure=prepared.structure,
         job=programs.job(built, *given),
         loss=loss,
-        dims=dims,
-        constants=constants,
+        dims=prepared.dims,
+        constants=prepared.constants,
     )
 
 
 def _job_of(given: tuple[Source, Maker, SchedulerMaker | None, float | None, int], built: Built) -> Job:
     return Programs.of(built).job(built, *given)
-
-
-def prepare(
-    model: nn.Module,
-    sample: Any,
-    loss: Loss | None = None,
-    dims: tuple[int, int] = (0, 1),
-    device: str = "cpu",
-    precision: str = "model",
-    splits_sequences: bool = False,
-) -> tuple[Model, dict[str, torch.Tensor], Structure]:
-    """Capture, fold and canonicalize: the model that planning starts from, lifted constants, the batch's structure.
-
-    ``dims`` of the batch's tensors are rows and positions of sequences, which ranks will share if ``splits_sequences``.
-    Casts are those of an autocast in ``precision`` ("bf16", "fp16"; "model": of the model's own regions alone) on
-    ``device`` ("cuda" or "cpu").
-    """
-    flat = capture(model, sample, loss=loss, batch_dim=dims[0], seq_dim=dims[1], autocast=LOWER.get(precision))
-    constants = flat.constants
-    flat = normalize_losses(expert_loops(check_loops(check_products(functionalize(flat)))))
-    if splits_sequences:
-        flat = shifted_losses(flat)
-    if has_autocast(flat, precision):
-        folded = working_copies(canonicalize(place_casts(fold(mixed_precision(flat, device, precision)))))
-    else:
-        folded = canonicalize(fold(flat))
-    verify(experts(folded), "experts")
-    return folded, constants, flatten(sample)[1]
 
 
 @dataclass(frozen=True)
@@ -335,6 +306,10 @@ class ParallelModel:
         running = self.running if measure == "device" else None
         return memory_report(self._job, tensors, budget_of(self.plan), measure, running)
 
+    def audit(self) -> Audit:
+        """What the programs cost by an evaluator of its own, beside the plan's figures (:mod:`autopar.audit`)."""
+        return audit(self)
+
     def verify(self, batch: Any, steps: int = 3) -> Verification:
         """Train the unmodified model on one device and the compiled one on simulated ranks, and compare."""
         return verify_job(self, batch, steps)
@@ -413,10 +388,11 @@ def _launched() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ or ("RANK" in os.environ and "WORLD_SIZE" in os.environ)
 
 
-def _mesh(mesh: Mapping[str, int] | None, plan: Plan | None, gpus: int) -> Mesh:
+def _mesh(mesh: Mapping[str, int] | None, plan: Plan | None, gpus: int) -> Mesh | None:
+    """That of ``plan``; None where there is none."""
     _check_gpus(gpus)
     if plan is None:
-        return Mesh.of(mesh, gpus)
+        return None
     if mesh is not None and replace(Mesh.of(mesh, gpus), paired=plan.mesh.paired) != plan.mesh:
         raise PlanError(f"mesh={dict(mesh)} and the plan's mesh {plan.mesh} differ; leave one out")
     if plan.mesh.world != gpus:
@@ -479,49 +455,6 @@ def _cluster(cluster: str | Path | Cluster | None, plan: Plan | None) -> Cluster
     return found
 
 
-def _request(
-    mesh: Mesh,
-    microbatches: int,
-    cluster: Cluster,
-    plan: Plan | None,
-    wanted: Wanted,
-    options: Options,
-    expert_load: Mapping[str, Sequence[float]] | None = None,
-) -> Request:
-    if plan is not None:
-        wanted, microbatches = Wanted(plan.schedule, plan.vocabulary, plan.chunks), plan.microbatches
-    return Request(mesh, microbatches, cluster, wanted, options, expert_load or {})
-
-
-def _microbatches(model: Model, mesh: Mesh, microbatches: int | None, microbatch: int | None) -> int:
-    """Of a step. Raises ArgumentError for numbers below 1, and a microbatch that doesn't divide what a rank gets."""
-    if microbatches is not None and microbatches < 1:
-        raise ArgumentError(f"microbatches={microbatches}; it must be at least 1")
-    if microbatch is None:
-        return microbatches or _default_microbatches(model, mesh)
-    rows = model.batch_size // mesh.replicas
-    if microbatch < 1 or rows % microbatch or model.batch_size % mesh.replicas:
-        fits = [size for size in range(1, rows + 1) if rows % size == 0]
-        raise ArgumentError(
-            f"microbatch={microbatch} rows, but each of dp {mesh.replicas} ranks gets {rows} of a batch of "
-            f"{model.batch_size}; microbatch may be one of {fits}"
-        )
-    if microbatches not in (None, rows // microbatch):
-        raise ArgumentError(
-            f"microbatch={microbatch} makes {rows // microbatch} microbatches, not microbatches={microbatches}; "
-            "leave one of the two out"
-        )
-    return rows // microbatch
-
-
-def _default_microbatches(model: Model, mesh: Mesh) -> int:
-    """As many as the batch allows up to four per stage: the bubble is then below a fifth of the step."""
-    if mesh.pp == 1 or model.batch_size % mesh.replicas:
-        return 1
-    per_replica = model.batch_size // mesh.replicas
-    return max(m for m in range(1, 4 * mesh.pp + 1) if per_replica % m == 0)
-
-
 def _check_plan(model: Model, plan: Plan | None) -> None:
     if plan is not None and plan.model_fingerprint != model.fingerprint:
         raise PlanError(
@@ -530,10 +463,10 @@ def _check_plan(model: Model, plan: Plan | None) -> None:
         )
 
 
-def _measured(job_of: Callable[[Built], Job], built: Built) -> Built:
+def _measured(job_of: Callable[[Built], Job], known: Known, built: Built) -> Built:
     """``built``, whose plan says what its ranks really hold, while one message waits for its peer."""
     job = job_of(built)
-    memory = predicted_memory(job, _shapes(built.plan))
+    memory = predicted_memory(job, _shapes(built.plan), known)
     ranks = []
     for index, rank in enumerate(built.plan.rank_plans):
         first = job.mesh.rank(pp=index)
@@ -549,19 +482,31 @@ def _measured(job_of: Callable[[Built], Job], built: Built) -> Built:
     return replace(built, plan=built.plan.model_copy(update={"rank_plans": ranks}).sealed())
 
 
-def _built(model: Model, request: Request, plan: Plan | None, measured: Callable[[Built], Built]) -> Built:
+def _built(
+    prepared: Prepared,
+    pins: Pins,
+    cluster: Cluster,
+    plan: Plan | None,
+    expert_load: Mapping[str, Sequence[float]],
+    measured: Callable[[Built], Built],
+    watch: Watcher | None,
+) -> Built:
     """Under torchrun rank 0 plans; the others wait for its plan and take its decisions: all run the same program."""
-    _check_plan(model, plan)
-    if plan is not None or not _launched():
-        return build(model, request, plan, measured)
-    rank, _, _ = join_world()
-    if rank == 0:
-        built = build(model, request, None, measured)
+    if plan is not None:
+        return _as_planned(prepared, plan, cluster, expert_load)
+    if not _launched():
+        return choose(prepared, pins, cluster, expert_load, measured, watch)
+    if join_world()[0] == 0:
+        built = choose(prepared, pins, cluster, expert_load, measured, watch)
         text_of_rank_zero(built.plan.to_json())
         return built
-    plan = Plan.from_json(text_of_rank_zero(""))
-    taken = _request(request.mesh, request.microbatches, request.cluster, plan, request.wanted, plan.options)
-    return build(model, taken, plan)
+    return _as_planned(prepared, Plan.from_json(text_of_rank_zero("")), cluster, expert_load)
+
+
+def _as_planned(prepared: Prepared, plan: Plan, cluster: Cluster, expert_load: Mapping[str, Sequence[float]]) -> Built:
+    wanted = Wanted(plan.schedule, plan.vocabulary, plan.chunks)
+    request = Request(plan.mesh, plan.microbatches, cluster, wanted, plan.options, dict(expert_load))
+    return build(prepared[plan.mesh.cp > 1].copy(), request, plan)
 
 
 def _source(model: nn.Module, constants: Mapping[str, torch.Tensor], seed: int) -> Source:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, cast, get_type_hints
@@ -16,6 +16,7 @@ from autopar.errors import ArgumentError
 from autopar.model_names import Named, resolve
 from autopar.options import Given
 from autopar.plan import Plan
+from autopar.report import Progress
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,16 @@ class JobOptions:
     attention: Annotated[str | None, typer.Option(help="over cp: all_gather, ring or heads (default: fastest)")] = None
     cp_order: Annotated[str | None, typer.Option(help="contiguous or paired parts (default: cheaper)")] = None
     statistics: Annotated[str | None, typer.Option(help="of auxiliary losses: of the batch or microbatch")] = None
+    placement: Annotated[
+        list[str] | None, typer.Option(help="of parameters, e.g. '*.down_proj.weight=tp:S(1)'; may be repeated")
+    ] = None
     plan: Annotated[Path | None, typer.Option(help="take the decisions of this plan.json")] = None
 
     def resolved(self, *, meta: bool = False) -> Named:
         """The model and its sample batch. Raises ArgumentError."""
         return resolve(self.model, batch=self.batch, sequence=self.sequence, dtype=self.dtype, meta=meta)
 
-    def job(self, named: Named, gpus: int) -> ParallelModel:
+    def job(self, named: Named, gpus: int, progress: Progress | None = None) -> ParallelModel:
         """Compile it for ``gpus`` ranks; raises what :func:`autopar.compile` does."""
         return compile(
             named.model,
@@ -77,6 +81,7 @@ class JobOptions:
             clip_norm=self.clip_norm,
             plan=Plan.load(self.plan) if self.plan is not None else None,
             expert_load=self.expert_load,
+            progress=progress,
             **self._given(),
         )
 
@@ -88,6 +93,8 @@ class JobOptions:
             given["offload"] = tuple(part.strip() for part in self.offload.split(","))
         if self.budget is not None:
             given["budget_bytes"] = round(self.budget * 2**30)
+        if self.placement:
+            given["placements"] = _placements(self.placement)
         return cast(Given, given)
 
 
@@ -98,6 +105,17 @@ def _sizes(text: str) -> dict[str, int] | None:
         return {name.strip(): int(size) for name, size in (part.split("=") for part in text.split(","))}
     except ValueError as error:
         raise ArgumentError(f"--mesh {text!r} doesn't read as pp=2,dp=2,tp=2") from error
+
+
+def _placements(texts: Sequence[str]) -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = {}
+    for text in texts:
+        name, _, wanted = text.rpartition("=")
+        axis, _, kind = wanted.partition(":")
+        if not (name and axis and kind):
+            raise ArgumentError(f"--placement {text!r} doesn't read as '*.down_proj.weight=tp:S(1)'")
+        found.setdefault(name.strip(), {})[axis.strip()] = kind.strip()
+    return found
 
 
 def takes_job(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:

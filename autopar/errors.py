@@ -34,6 +34,10 @@ class BudgetError(StageError):
         super().__init__(message)
         self.needed_bytes = needed_bytes
 
+    def __reduce__(self) -> tuple[type[BudgetError], tuple[str, int]]:
+        """Both arguments, so that it crosses processes."""
+        return type(self), (str(self), self.needed_bytes)
+
 
 class PlanError(AutoparError):
     """A plan that is truncated, of another version, or made for another model, mesh or batch."""

@@ -39,6 +39,7 @@ class Given(TypedDict, total=False):
     statistics: Statistics
     expert_imbalance: float
     expert_bias_rate: float
+    placements: dict[str, dict[str, str]]
 
 
 class Options(BaseModel):
@@ -71,6 +72,8 @@ class Options(BaseModel):
       get, where no load was measured. Costs and memory are those of that rank.
     * ``expert_bias_rate``: by how much selection biases move after each step, up for experts that got less than their
       share of the step's slots, down for others (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    * ``placements``: how parameters are split, by patterns over their names and by axis: ``{"*.down_proj.weight":
+      {"tp": "S(1)"}}`` splits dim 1 over ``tp``, ``"I"`` doesn't split; what isn't named is as is fastest.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -92,6 +95,7 @@ class Options(BaseModel):
     statistics: Statistics = "batch"
     expert_imbalance: float = Field(default=1.0, ge=1.0, allow_inf_nan=False)
     expert_bias_rate: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    placements: dict[str, dict[str, str]] = {}
 
     @model_validator(mode="after")
     def _check(self) -> Options:
@@ -128,5 +132,7 @@ class Options(BaseModel):
         parts = []
         for name, value in self.changed().items():
             text = "+".join(value) if isinstance(value, tuple) else str(value)
+            if isinstance(value, dict):
+                text = " ".join(f"{what}={a}:{kind}" for what, kinds in value.items() for a, kind in kinds.items())
             parts.append(f"{name.replace('_', ' ')} {text}")
         return ", ".join(parts)

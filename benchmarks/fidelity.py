@@ -1,6 +1,12 @@
-"""How far predictions lie from published measurements: vocabulary parallelism in pipelines, mixtures of experts.
+"""How far predictions lie from published measurements.
 
-    python benchmarks/fidelity.py [--measurements DIR] [--part profile|tables|better|moe] [--case TEXT]
+    python benchmarks/fidelity.py [--measurements DIR] [--part tables|layers|profile|better|moe] [--case TEXT] [--rows]
+
+tables   every published run whose configuration is known (:mod:`published_tables`), each captured from its sizes and
+         planned as it ran: one line per table with the mean absolute errors of step time and peak memory, and the rank
+         correlation of step times; rows that are left out, and why. --rows shows each run. Takes minutes.
+layers   forward and backward of single layers against profiles (:mod:`published_layers`), and what a layer keeps
+         against formulas of activation memory.
 
 Yeung et al., "Balancing Pipeline Parallelism with Vocabulary Parallelism", arXiv 2411.05288, on A100s:
 
@@ -9,11 +15,10 @@ profile  the 40 runs of its artifact on 8 GPUs, from their own measured pass tim
          (Vocab-1, interlaced). Runs without a measured transfer take that of the Vocab-2 run of the same sizes.
          Exchanges, which were not measured, are those of the cost models; interlaced's measured passes contain theirs
          but for the broadcast of X, because they block. The optimizer's step is the cost models'.
-tables   tables 5 and 6 (8, 24 and 32 GPUs) from formulas alone (:mod:`gpt_costs`): iteration time and peak memory.
 better   the best schedule, placement, vocabulary mode and partition of the synthesis against the best published
-         method as the same formulas predict both, at no more predicted peak memory; and how the gain holds when every
-         pass time is off by up to 5 %, with the lists as they are. Four cells of 8 GPUs, unless --case asks for
-         others, such as --case "32 GPUs s=2048 V=256k".
+         method as the same formulas (:mod:`gpt_costs`) predict both, at no more predicted peak memory; and how the gain
+         holds when every pass time is off by up to 5 %, with the lists as they are. Four cells of 8 GPUs, unless --case
+         asks for others, such as --case "32 GPUs s=2048 V=256k".
 
 Megatron's MoE model zoo (github.com/yanring/Megatron-MoE-ModelZoo), on H100s and GB200s:
 
@@ -24,7 +29,6 @@ moe      every run of Qwen3-235B-A22B whose configuration is known, planned as i
 
 from __future__ import annotations
 
-import csv
 import math
 import random
 import statistics
@@ -32,13 +36,18 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
 import moe_zoo
 import typer
 from gpt_costs import Gpt, Machine, Placed, exchange_seconds, sustained_fraction
+from published_layers import layers
+from published_runs import Predicted as Planned
+from published_runs import predictions
+from published_tables import Table as Published
+from published_tables import read, tables
 from rich.console import Console
 from rich.table import Table
 
@@ -50,7 +59,7 @@ from autopar.schedules import Costs, Timeline, generate, lower, simulate_timelin
 from autopar.schedules.pass_times import PassTimes
 
 MEASUREMENTS = Path(__file__).parent / "measurements"
-PARTS = ("profile", "tables", "better", "moe")
+PARTS = ("tables", "layers", "profile", "better", "moe")
 CLUSTER = "a100"
 CLEAR = 0.03
 """Published differences up to this share say nothing about the order of two methods."""
@@ -79,29 +88,26 @@ def main(
     measurements: Annotated[Path, typer.Option(help="Folder of the published tables.")] = MEASUREMENTS,
     part: Annotated[list[str] | None, typer.Option(help=f"Any of {', '.join(PARTS)}; all if not given.")] = None,
     case: Annotated[list[str] | None, typer.Option(help="Cells of part better whose name has this; '' is all.")] = None,
+    rows: Annotated[bool, typer.Option("--rows", help="Show each run of part tables.")] = False,
 ) -> None:
     """Compare predictions with published measurements."""
     console = Console(width=None if sys.stdout.isatty() else 160)
     wanted = part or list(PARTS)
     if unknown := set(wanted) - set(PARTS):
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: parts are {', '.join(PARTS)}")
+    if "tables" in wanted:
+        show_tables(console, tables(measurements), rows=rows)
+    if "layers" in wanted:
+        show_layers(console, measurements)
     if "profile" in wanted:
         show_profile(console, read(measurements / "vocab_parallel_artifact_onehost_profile.csv"))
     machine = machine_of(measurements)
     cells = cells_of(read(measurements / "vocab_parallel_paper_tables5_6.csv"))
-    if "tables" in wanted:
-        show_tables(console, cells, machine)
     if "better" in wanted:
         shown = [cell for cell in cells if any(text in str(cell) for text in case or CASES)]
         show_better(console, shown, machine)
     if "moe" in wanted:
-        show_moe(console, read(measurements / "megatron_moe_modelzoo.csv"))
-
-
-def read(path: Path) -> list[dict[str, str]]:
-    """Rows of a table; lines that begin with # say where it comes from."""
-    with path.open(encoding="utf-8") as lines:
-        return list(csv.DictReader(line for line in lines if not line.startswith("#")))
+        show_moe(console, [row for file in moe_zoo.FILES for row in read(measurements / file)])
 
 
 def machine_of(measurements: Path) -> Machine:
@@ -203,7 +209,7 @@ def show_profile(console: Console, rows: Sequence[Row]) -> None:
     console.print(f"{within} of {len(runs)} within 1.5 %; from {min(errors):+.2%} to {max(errors):+.2%}\n")
 
 
-# Tables 5 and 6, from formulas.
+# The cells of its tables 5 and 6, from formulas: what the synthesis is compared with.
 
 
 @dataclass(frozen=True)
@@ -291,39 +297,50 @@ def predict(cell: Cell, method: str, machine: Machine) -> Predicted:
     )
 
 
-def show_tables(console: Console, cells: Sequence[Cell], machine: Machine) -> None:
-    console.print(f"Products at {machine.sustained:.1%} of the peak rate, from the profile of another paper.")
-    columns = ("cell", "method", "published s", "predicted s", "error", "published GiB", "predicted GiB", "error")
-    table = Table(*columns, title="Tables 5 and 6 from formulas")
-    found = [[predict(cell, method, machine) for method in cell.rows] for cell in cells]
-    for one in (one for methods in found for one in methods):
-        table.add_row(str(one.cell), one.method, *table_row(one))
+# Every published run, planned as it ran.
+
+
+def show_tables(console: Console, published: Sequence[Published], *, rows: bool) -> None:
+    columns = ("table", "rows", "left out", "step error", "memory error", "rank correlation")
+    summary = Table(*columns, title="Published runs, planned as they ran")
+    for table in published:
+        found = list(predictions(table.runs))
+        if rows:
+            show_runs(console, table.title, found)
+        summary.add_row(table.title, str(len(found)), str(sum(table.left_out.values())), *summarized(found))
+    console.print(summary)
+    for table in published:
+        for reason, count in table.left_out.items():
+            console.print(f"{table.title}: {count} left out: {reason}")
+
+
+def summarized(found: Sequence[Planned]) -> tuple[str, str, str]:
+    """Mean absolute errors of step and memory, and the rank correlation of steps."""
+    step = statistics.mean(abs(one.error) for one in found)
+    memory = [abs(one.memory_error) for one in found if one.memory_error is not None]
+    ranks = moe_zoo.correlation([one.run.seconds for one in found], [one.seconds for one in found]) if found[2:] else 0
+    return f"{step:.1%}", f"{statistics.mean(memory):.1%}" if memory else "-", f"{ranks:.3f}" if ranks else "-"
+
+
+def show_runs(console: Console, title: str, found: Sequence[Planned]) -> None:
+    table = Table("run", "published s", "predicted s", "error", "published GiB", "predicted GiB", "error", title=title)
+    for one in found:
+        published = f"{one.run.peak_bytes / GIB:.1f}" if one.run.peak_bytes else "-"
+        off = f"{one.memory_error:+.1%}" if one.memory_error is not None else ""
+        seconds = f"{one.run.seconds:.3f}", f"{one.seconds:.3f}", f"{one.error:+.1%}"
+        table.add_row(one.run.name, *seconds, published, f"{one.peak_bytes / GIB:.1f}", off)
     console.print(table)
-    for schedule in NAMES:
-        summarize(console, schedule, [methods for methods in found if methods[0].cell.schedule == schedule])
 
 
-def table_row(one: Predicted) -> tuple[str, ...]:
-    seconds, memory = f"{one.seconds:.3f}", f"{one.peak_bytes / GIB:.2f}"
-    if one.published is None:
-        return "-", seconds, "", "over 80 GB", memory, ""
-    late, large = one.errors
-    return f"{one.published[0]:.3f}", seconds, f"{late:+.1%}", f"{one.published[1] / GIB:.2f}", memory, f"{large:+.1%}"
-
-
-def summarize(console: Console, schedule: str, found: Sequence[Sequence[Predicted]]) -> None:
-    """Mean absolute errors, and how often two methods whose published times differ clearly come in the right order."""
-    known = [one for methods in found for one in methods if one.published is not None]
-    late, large = (statistics.mean(abs(one.errors[k]) for one in known) for k in (0, 1))
-    pairs = [pair for methods in found for pair in combinations(methods, 2) if differ(*pair)]
-    wrong = [f"{a.cell}: {a.method}, {b.method}" for a, b in pairs if not same_order(a, b)]
-    console.print(f"{schedule}: {len(known)} rows, mean absolute error {late:.1%} of time, {large:.1%} of memory;")
-    console.print(
-        f"  {len(pairs) - len(wrong)} of {len(pairs)} pairs that differ by over {CLEAR:.0%} in the right order"
-    )
-    for text in wrong:
-        console.print(f"  wrong: {text}")
-    console.print()
+def show_layers(console: Console, measurements: Path) -> None:
+    table = Table("layer", "published", "predicted", "error", title="Single layers")
+    errors: dict[str, list[float]] = {}
+    for one in layers(measurements):
+        table.add_row(f"{one.table}: {one.name}", f"{one.published:.2f}", f"{one.predicted:.2f}", f"{one.error:+.1%}")
+        errors.setdefault(one.table, []).append(abs(one.error))
+    console.print(table)
+    for name, off in errors.items():
+        console.print(f"{name}: {len(off)} rows, mean absolute error {statistics.mean(off):.1%}")
 
 
 def differ(first: Predicted, second: Predicted) -> bool:

@@ -79,7 +79,7 @@ class Machine:
 
     @cached_property
     def device(self) -> Device:
-        return replace(self.cluster.device, achievable_fraction=self.sustained)
+        return replace(self.cluster.device, achievable_fraction=self.sustained, sustained_fraction=1.0)
 
     def seconds(self, flops: float, bytes_: float) -> float:
         """Products and the memory traffic between them, one after the other."""

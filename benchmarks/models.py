@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -160,6 +162,79 @@ def llama_batch(batch: int = 8, sequence: int = 4096) -> dict[str, Tensor]:
     return {"input_ids": tokens, "labels": tokens}
 
 
+def full_llama(
+    layers: int, hidden: int, intermediate: int, heads: int, *, groups: int = 8, positions: int = 8192
+) -> nn.Module:
+    """A Llama 3 of published sizes (arXiv 2407.21783, table 3; vocabulary and rotary base of its released config),
+    float32, on ``meta``."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        vocab_size=128256,
+        max_position_embeddings=positions,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        return LlamaForCausalLM(config).train()
+
+
+def llama3_8b(layers: int = 32) -> nn.Module:
+    return full_llama(layers, 4096, 14336, 32)
+
+
+def llama3_70b(layers: int = 80) -> nn.Module:
+    return full_llama(layers, 8192, 28672, 64)
+
+
+def llama31_405b(layers: int = 126) -> nn.Module:
+    return full_llama(layers, 16384, 53248, 128)
+
+
+def gpt2(layers: int = 12) -> nn.Module:
+    """GPT-2 of 124M parameters (the defaults of its ``transformers`` config), float32, on ``meta``."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    with torch.device("meta"):
+        return GPT2LMHeadModel(GPT2Config(n_layer=layers, use_cache=False)).train()
+
+
+def mixtral(layers: int, hidden: int, intermediate: int, heads: int, vocabulary: int) -> nn.Module:
+    """8 experts, of which each token takes 2, and 8 key-value heads; float32, on ``meta``."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        vocab_size=vocabulary,
+        max_position_embeddings=32768,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        return MixtralForCausalLM(config).train()
+
+
+def mixtral_8x7b(layers: int = 32) -> nn.Module:
+    """Sizes of arXiv 2401.04088, table 1."""
+    return mixtral(layers, 4096, 14336, 32, 32000)
+
+
+def mixtral_8x22b(layers: int = 56) -> nn.Module:
+    """Sizes of the released config (mistralai/Mixtral-8x22B-v0.1)."""
+    return mixtral(layers, 6144, 16384, 48, 32000)
+
+
 def qwen3_235b(layers: int = 94) -> nn.Module:
     """Qwen3-235B-A22B as its published config has it (arXiv 2505.09388, table 2), float32, on ``meta``."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -191,3 +266,37 @@ def deepseek_v3(layers: int = 61) -> nn.Module:
 
     with torch.device("meta"):
         return DeepseekV3ForCausalLM(DeepseekV3Config(num_hidden_layers=layers, use_cache=False)).train()
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model as it is trained: on how many GPUs of which cluster, and the sequences and positions of a step."""
+
+    model: Callable[[], nn.Module]
+    gpus: int
+    cluster: str
+    batch: int
+    sequence: int
+    source: str
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.sequence
+
+    def sample(self) -> dict[str, Tensor]:
+        return llama_batch(self.batch, self.sequence)
+
+
+_LLAMA_2: Final = "4M tokens a step, as all Llama 2 (arXiv 2307.09288, table 1)"
+_ZOO: Final = "batch and sequence of Megatron's MoE model zoo (runtime.conf)"
+TRAININGS: Final[Mapping[str, Training]] = {
+    "gpt2": Training(gpt2, 8, "h100", 512, 1024, "0.5M tokens a step, as its sizes' authors (GPT-2, section 2.3)"),
+    "llama3-8b": Training(llama3_8b, 64, "h100", 512, 8192, _LLAMA_2),
+    "llama3-70b": Training(llama3_70b, 512, "h100", 512, 8192, _LLAMA_2),
+    "mixtral-8x7b": Training(mixtral_8x7b, 64, "h100", 256, 4096, _ZOO),
+    "mixtral-8x22b": Training(mixtral_8x22b, 128, "h100", 256, 4096, _ZOO),
+    "qwen3-235b": Training(qwen3_235b, 256, "h100", 2048, 4096, "Megatron's MoE model zoo, first row of its table"),
+    "deepseek-v3": Training(deepseek_v3, 2048, "h800", 15360, 4096, "arXiv 2412.19437, section 4.2"),
+    "llama3.1-405b": Training(llama31_405b, 16384, "h100", 2048, 8192, "16M tokens, arXiv 2407.21783, table 4"),
+}
+"""Published models on the clusters that the planner is timed for."""

@@ -1,11 +1,12 @@
-"""Published runs of Qwen3-235B-A22B (Megatron's MoE model zoo), each planned as it ran: what the plan predicts of it.
+"""Published runs of mixtures of experts (Megatron's MoE model zoo), each planned as it ran: what plans predict of them.
 
 ``megatron_moe_modelzoo.csv`` is the tables of the zoo's readme; the readme's text beside a table is in :data:`TABLES`.
-A row's degrees, schedule, batch and recomputation are pinned; the model is ``transformers``' own, of the published
-config, and goes the whole way from capture to timeline. Nothing is fitted.
+``megatron_moe_modelzoo_scripts.csv`` is what its launch scripts say. A row's degrees, schedule, batch and recomputation
+are pinned; the model is ``transformers``' own, of the published config, and goes the whole way from capture to
+timeline. Nothing is fitted.
 
 Megatron counts 2 FLOP per multiply-add, three times for forward and backward, attention halved by causality, nothing
-for recomputation (``num_floating_point_operations`` of its ``training.py``): :func:`flops` counts alike, so that
+for recomputation (``num_floating_point_operations`` of its ``training.py``): :meth:`Sizes.flops` counts alike, so that
 TFLOP/s and seconds are two ways to say the same.
 """
 
@@ -13,32 +14,66 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
-from models import llama_batch, qwen3_235b
+from models import llama_batch, mixtral_8x22b, qwen3_235b
 from processes import in_fork
+from torch import nn
 
 from autopar.api import prepare
 from autopar.cluster import Cluster
-from autopar.graph import Model
+from autopar.graph import Block, Model, op_name
 from autopar.mesh import Mesh
 from autopar.options import Options, Recompute
+from autopar.passes.recompute import groups
 from autopar.plan import Plan
-from autopar.planner.build import Request, build
-from autopar.planner.pipeline import Wanted
+from autopar.planner.block_costs import Machine, block_cost
+from autopar.planner.build import Built, Request, build
+from autopar.planner.pipeline import Pipeline, Wanted, lay_out
+from autopar.planner.plan_recompute import pins_of
+from autopar.rules.experts import COMBINE
 
 Row = Mapping[str, str]
 
-MODEL: Final = "235B"
-LAYERS, HIDDEN, HEAD, HEADS, GROUPS, EXPERT, CHOSEN, VOCABULARY = 94, 4096, 128, 64, 4, 1536, 8, 151936
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a model whose layers are alike: ``experts`` of ``width`` each, of which a token takes ``chosen``."""
+
+    model: Callable[[int], nn.Module]
+    layers: int
+    hidden: int
+    heads: int
+    head: int
+    groups: int
+    width: int
+    chosen: int
+    vocabulary: int
+
+    def flops(self, sequence: int) -> float:
+        """Of one token, forward and backward, by Megatron's formula."""
+        queries = self.heads * self.head
+        attention = self.hidden * (2 * queries + 2 * self.groups * self.head) + queries * sequence
+        experts = 3 * self.chosen * self.hidden * self.width
+        return 6.0 * (self.layers * (attention + experts) + self.hidden * self.vocabulary)
+
+
+MODELS: Final[Mapping[str, Sizes]] = {
+    "235B": Sizes(qwen3_235b, 94, 4096, 64, 128, 4, 1536, 8, 151936),
+    "Mixtral-8x22B": Sizes(mixtral_8x22b, 56, 6144, 48, 128, 8, 16384, 2, 32000),
+}
+QWEN: Final = "235B"
+
+FILES: Final = ("megatron_moe_modelzoo.csv", "megatron_moe_modelzoo_scripts.csv")
+"""Of the measurements; :func:`runs` takes the rows of either, or of both together."""
 
 TABLES: Final[Mapping[str, Row]] = {
     "H100": {"GPU": "H100"},
     "Long Context": {
-        "Model": MODEL,
+        "Model": QWEN,
         "Precision": "BF16",
         "PP": "8",
         "VPP": "4",
@@ -46,8 +81,9 @@ TABLES: Final[Mapping[str, Row]] = {
         "MBS": "1",
         "recompute": "layernorm, moe",
     },
-    "GB200": {"Model": MODEL},
-    "GB300": {"Model": MODEL},
+    "GB200": {"Model": QWEN},
+    "GB300": {"Model": QWEN},
+    "Scripts": {"GPU": "H100"},
 }
 """What the text and the command beside a table say of all of its rows, by the last words of its heading."""
 
@@ -58,10 +94,13 @@ RECOMPUTE: Final[Mapping[str, Recompute]] = {
     "": "none",
     "full": "full",
     "norm, act": "selective",
-    "layernorm, moe": "selective",
+    "layernorm, moe": "none",
 }
-"""Norms and activation functions are among what "selective" takes; whole expert layers without attention are no mode of
-ours."""
+"""Norms and activation functions are among what "selective" takes."""
+
+LAYERS_OF_EXPERTS: Final = "layernorm, moe"
+"""Norms and the whole layer of experts, its exchanges included, which is no mode of ours: such a row is planned without
+recomputation, and then again with these regions pinned."""
 
 UNBOUNDED_BYTES: Final = 10**12
 """A budget under which nothing is refused or recomputed beyond what the row did: that is to be timed."""
@@ -71,6 +110,7 @@ UNBOUNDED_BYTES: Final = 10**12
 class Run:
     """One row whose configuration is known: sizes, degrees, and the TFLOP/s per GPU that were measured."""
 
+    model: str
     line: int
     cluster: str
     gpus: int
@@ -79,7 +119,7 @@ class Run:
     chunks: int
     microbatch: int
     batch: int
-    recompute: Recompute
+    recompute: str
     fully_sharded: bool
     notes: str
     tflops: float
@@ -88,12 +128,17 @@ class Run:
         degrees = " ".join(f"{axis}{size}" for axis, size in self.degrees.items() if size > 1)
         chunks = f" vpp{self.chunks}" if self.chunks > 1 else ""
         sharded = " fsdp" if self.fully_sharded else ""
-        return f"{self.cluster} s{self.sequence} {degrees}{chunks}{sharded}"
+        return f"{self.model} {self.cluster} s{self.sequence} {degrees}{chunks}{sharded}"
 
     @property
     def seconds(self) -> float:
         """Of a step, as measured."""
-        return flops(self.sequence) * self.tokens / (self.tflops * 1e12 * self.gpus)
+        return self.flops / (self.tflops * 1e12 * self.gpus)
+
+    @property
+    def flops(self) -> float:
+        """Of a step, as Megatron counts them."""
+        return MODELS[self.model].flops(self.sequence) * self.tokens
 
     @property
     def tokens(self) -> int:
@@ -122,20 +167,12 @@ class Run:
         options = Options(
             precision="bf16",
             zero=3 if self.fully_sharded else 1,
-            recompute=self.recompute,
+            recompute=RECOMPUTE[self.recompute],
             budget_bytes=UNBOUNDED_BYTES,
             attention="ring",  # over cp, Megatron's default
         )
         wanted = Wanted("interleaved" if self.chunks > 1 else "1f1b", "redistributed", self.chunks)
         return Request(self.mesh, self.microbatches, Cluster.load(self.cluster), wanted, options)
-
-
-def flops(sequence: int) -> float:
-    """Of one token, forward and backward, by Megatron's formula."""
-    queries = HEADS * HEAD
-    attention = HIDDEN * (queries + 2 * GROUPS * HEAD) + queries * sequence + queries * HIDDEN
-    experts = 3 * CHOSEN * HIDDEN * EXPERT
-    return 6.0 * (LAYERS * (attention + experts) + HIDDEN * VOCABULARY)
 
 
 def runs(rows: Iterable[Row]) -> Iterator[Run]:
@@ -160,7 +197,7 @@ def _complete(row: Row) -> dict[str, str]:
 
 
 def _reason(row: Row) -> str:
-    if row["Model"] != MODEL:
+    if row["Model"] not in MODELS:
         return f"{row['Model']}: its module for multi-token prediction is not in the transformers model"
     if row["Precision"] != "BF16":
         return f"{row['Precision']}: products of experts in 8 bits are no precision of ours"
@@ -172,6 +209,7 @@ def _run(row: Row) -> Run:
     degrees = {axis: int(row[axis.upper()]) for axis in ("pp", "cp", "tp", "ep")}
     degrees["dp"] = gpus // (degrees["pp"] * degrees["cp"] * degrees["tp"])
     return Run(
+        model=row["Model"],
         line=int(row["line"]),
         cluster=row["GPU"].lower(),
         gpus=gpus,
@@ -180,7 +218,7 @@ def _run(row: Row) -> Run:
         chunks=int(row["VPP"]),
         microbatch=int(row["MBS"]),
         batch=int(row["GBS"]),
-        recompute=RECOMPUTE[row["recompute"]],
+        recompute=row["recompute"],
         fully_sharded=row["FSDP"] == "On",
         notes=row["Notes"],
         tflops=float(row["Per GPU TF"] or row["TFLOPS"].split()[0]),
@@ -189,18 +227,15 @@ def _run(row: Row) -> Run:
 
 @dataclass(frozen=True)
 class Predicted:
-    """A run, and the plan made of its configuration."""
+    """A run, the plan made of its configuration, and the seconds of a step with what the run recomputes."""
 
     run: Run
     plan: Plan
-
-    @property
-    def seconds(self) -> float:
-        return self.plan.cost.step_seconds
+    seconds: float
 
     @property
     def tflops(self) -> float:
-        return flops(self.run.sequence) * self.run.tokens / (self.seconds * 1e12 * self.run.gpus)
+        return self.run.flops / (self.seconds * 1e12 * self.run.gpus)
 
     @property
     def error(self) -> float:
@@ -208,26 +243,56 @@ class Predicted:
         return self.seconds / self.run.seconds - 1
 
 
-def predictions(found: Iterable[Run], layers: int = LAYERS) -> Iterator[Predicted]:
-    """The plan of each run's configuration, captured once for runs in a row of one batch. ``layers`` other than the
-    model's are for tests."""
-    for (batch, sequence, splits), same in itertools.groupby(found, _captured_alike):
+def predictions(found: Iterable[Run], layers: int | None = None) -> Iterator[Predicted]:
+    """The plan of each run's configuration, captured once for runs in a row of one model and batch. ``layers`` other
+    than the model's are for tests."""
+    for (model, batch, sequence, splits), same in itertools.groupby(found, _captured_alike):
+        sizes = MODELS[model]
         captured = prepare(
-            qwen3_235b(layers),
+            sizes.model(layers or sizes.layers),
             llama_batch(batch, sequence),
             device="cuda",
             precision="bf16",
             splits_sequences=splits,
         )[0]
-        yield from (Predicted(run, in_fork(partial(_plan, captured, run))) for run in same)
+        yield from (Predicted(run, *in_fork(partial(_plan, captured, run))) for run in same)
 
 
-def _captured_alike(run: Run) -> tuple[int, int, bool]:
-    return run.batch, run.sequence, run.degrees["cp"] > 1
+def _captured_alike(run: Run) -> tuple[str, int, int, bool]:
+    return run.model, run.batch, run.sequence, run.degrees["cp"] > 1
 
 
-def _plan(captured: Model, run: Run) -> Plan:
-    return build(captured, run.request).plan
+def _plan(captured: Model, run: Run) -> tuple[Plan, float]:
+    built = build(captured, run.request)
+    if run.recompute != LAYERS_OF_EXPERTS:
+        return built.plan, built.plan.cost.step_seconds
+    return built.plan, _recomputing_experts(built, run.request).timeline.makespan_seconds
+
+
+def _recomputing_experts(built: Built, request: Request) -> Pipeline:
+    """The same stages and placements, with norms and whole layers of experts recomputed."""
+    model, pipeline = built.model, built.pipeline
+    machine = Machine.of(request.cluster, request.mesh)
+    costs = [block_cost(block, machine) for block in model.blocks]
+    regions = [_expert_regions(block) for block in model.blocks]
+    pins = replace(
+        pins_of(built.plan, model),
+        recompute=[regions[model.calls[call].block] for stage in pipeline.stages for call in stage],
+    )
+    given = (request.microbatches, request.wanted, request.options, pipeline.activations, pins)
+    return lay_out(model, costs, machine, *given)
+
+
+def _expert_regions(block: Block) -> list[tuple[str, str]]:
+    """First and last op of the norm before attention, and of all from the norm before the experts to their results."""
+    order = [group[0] for group in groups(block)]
+    ops = [op_name(node) for node in order]
+    if COMBINE not in ops:
+        return []
+    attention = next(i for i, name in enumerate(ops) if "attention" in name)
+    residual = next(i for i in range(attention, len(ops)) if ops[i] == "aten.add.Tensor")
+    product = ops.index("aten.linear.default")
+    return [(order[0].name, order[product - 1].name), (order[residual + 1].name, order[ops.index(COMBINE)].name)]
 
 
 def mean_error(found: Sequence[Predicted]) -> float:

@@ -137,7 +137,7 @@ def main() -> None:
     console.print(f"largest difference of a loss over {arguments.steps} steps: {worst:.1e} (float32)\n")
 
     console.rule("the plan")
-    console.print("\n".join(job.plan.explain().splitlines()[:8]), highlight=False, markup=False)
+    console.print(job.plan.summary(), highlight=False, markup=False)
     console.print()
     console.print(render(job.timeline, width=min(console.width, 110)))
     console.rule("a layer of the program that rank 0 runs")

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 import autopar
 from autopar.errors import ArgumentError, BatchError, CaptureError, PlanError, ShardingError, StageError
 from tests.models import MLP, gpt2, llama, make
+from tests.pinned import compile_pinned
 
 
 def compiled(name: str = "mlp", gpus: int = 2, batch: int = 8, **options: Any) -> autopar.ParallelModel:
     case = make(name, batch)
-    return autopar.compile(case.model, gpus, sample=case.batch, loss=case.loss, **options)
+    return compile_pinned(case.model, gpus, sample=case.batch, loss=case.loss, **options)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def test_the_model_is_never_modified() -> None:
     case = make("gpt2", 4)
     before = {name: value.clone() for name, value in case.model.state_dict().items()}
     kind, cache = type(case.model), case.model.config.use_cache
-    job = autopar.compile(case.model, 2, sample=case.batch, mesh={"tp": 2})
+    job = compile_pinned(case.model, 2, sample=case.batch, mesh={"tp": 2})
     job.simulate(case.batch, steps=1)
     assert type(case.model) is kind
     assert case.model.config.use_cache == cache
@@ -47,7 +48,7 @@ def test_simulation_reports_every_rank(job: autopar.ParallelModel) -> None:
 def test_simulation_is_deterministic_with_dropout() -> None:
     torch.manual_seed(0)
     case = gpt2(4, layers=2, dropout=0.1)
-    job = autopar.compile(case.model, 4, sample=case.batch, mesh={"dp": 2, "tp": 2}, microbatches=2)
+    job = compile_pinned(case.model, 4, sample=case.batch, mesh={"dp": 2, "tp": 2}, microbatches=2)
     first, second = job.simulate(case.batch, 2), job.simulate(case.batch, 2)
     assert first.losses == second.losses
     assert all(torch.equal(first.parameters[n], second.parameters[n]) for n in first.parameters)
@@ -82,7 +83,7 @@ def test_explain_has_what_a_user_asks_for(job: autopar.ParallelModel) -> None:
 
 def test_emitted_module_compiles() -> None:
     case = make("nano_gpt", 4)
-    job = autopar.compile(case.model, 1, sample=case.batch)
+    job = compile_pinned(case.model, 1, sample=case.batch)
     (module,), batch = job.modules(0), case.batch
     expected = module(*batch)
     found = torch.compile(module, backend="aot_eager")(*batch)
@@ -93,7 +94,7 @@ def test_meta_model_starts_from_its_own_initialisation() -> None:
     with torch.device("meta"):
         case = llama(4, layers=2)
     sample = {"input_ids": torch.ones(4, 16).long(), "labels": torch.ones(4, 16).long()}
-    job = autopar.compile(case.model, 2, sample=sample, mesh={"tp": 2})
+    job = compile_pinned(case.model, 2, sample=sample, mesh={"tp": 2})
     batch = {"input_ids": torch.arange(64).view(4, 16) % 48, "labels": torch.arange(64).view(4, 16) % 48}
     result = job.verify(batch, steps=1)
     assert result.ok, str(result)
@@ -136,7 +137,7 @@ def test_heads_that_tp_does_not_divide() -> None:
     case = llama(8, layers=1)
     words = r"(?s)modeling_llama.py:\d+ has 8 and 4 heads.*tp may be one of \[1, 2, 4\]"
     with pytest.raises(ShardingError, match=words):
-        autopar.compile(case.model, 8, sample=case.batch, mesh={"tp": 8})
+        compile_pinned(case.model, 8, sample=case.batch, mesh={"tp": 8})
 
 
 class Branches(nn.Module):
@@ -152,7 +153,7 @@ class Branches(nn.Module):
 
 def test_data_dependent_control_flow_is_refused_by_line() -> None:
     with pytest.raises(CaptureError, match=r"test_api.py:\d+: if x.sum\(\) > 0"):
-        autopar.compile(Branches(), 2, sample=torch.ones(2, 4))
+        compile_pinned(Branches(), 2, sample=torch.ones(2, 4))
 
 
 class Unknown(nn.Module):
@@ -165,30 +166,30 @@ class Unknown(nn.Module):
 
 
 def test_an_unknown_op_runs_whole_and_is_named() -> None:
-    job = autopar.compile(Unknown(), 2, sample=torch.ones(4, 4, 4))
+    job = compile_pinned(Unknown(), 2, sample=torch.ones(4, 4, 4))
     assert any("matrix_exp" in op and "test_api.py" in op for op in job.plan.replicated_ops)
     assert job.verify(torch.randn(4, 4, 4), steps=1).ok
 
 
 def test_an_unknown_op_cannot_be_split_into_microbatches() -> None:
     with pytest.raises(ShardingError, match=r"(?s)matrix_exp.*test_api.py:\d+.*no rule.*microbatches=1"):
-        autopar.compile(Unknown(), 2, sample=torch.ones(4, 4, 4), microbatches=2)
+        compile_pinned(Unknown(), 2, sample=torch.ones(4, 4, 4), microbatches=2)
 
 
 def test_a_loss_that_is_no_scalar() -> None:
     with pytest.raises(CaptureError, match=r"shape \[2, 4\].*floating-point scalar"):
-        autopar.compile(nn.Linear(4, 4), 2, sample=torch.ones(2, 4))
+        compile_pinned(nn.Linear(4, 4), 2, sample=torch.ones(2, 4))
 
 
 def test_a_model_without_loss() -> None:
     case = gpt2(2, layers=1)
     with pytest.raises(CaptureError, match="no loss"):
-        autopar.compile(case.model, 2, sample={"input_ids": case.batch["input_ids"]}, loss=lambda output, batch: None)
+        compile_pinned(case.model, 2, sample={"input_ids": case.batch["input_ids"]}, loss=lambda output, batch: None)
 
 
 def test_a_sample_on_another_device() -> None:
     with pytest.raises(BatchError, match="is on meta, the model on cpu"):
-        autopar.compile(MLP(), 2, sample=(torch.ones(4, 8, device="meta"), torch.ones(4, 4)))
+        compile_pinned(MLP(), 2, sample=(torch.ones(4, 8, device="meta"), torch.ones(4, 4)))
 
 
 @pytest.mark.parametrize(

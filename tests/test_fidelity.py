@@ -74,6 +74,51 @@ def test_methods_come_in_the_published_order_where_the_vocabulary_is_large(fidel
     assert fidelity.same_order(baseline, redis)
 
 
+# --- published runs, planned as they ran ---------------------------------------------------------------------
+
+
+def test_every_row_is_a_run_or_left_out_for_a_reason(fidelity: ModuleType) -> None:
+    for table in fidelity.tables(MEASUREMENTS):
+        rows = fidelity.read(MEASUREMENTS / table.file)
+        for key in ("scheme", "schedule") if table.file.startswith(("vocab", "ptdp")) else ():
+            rows = [row for row in rows if row.get(key, "") in table.title]
+        assert len(table.runs) + sum(table.left_out.values()) == len(rows), table.title
+        assert len({run.name for run in table.runs}) == len(table.runs), table.title
+        for run in table.runs:
+            assert run.request.microbatches * run.microbatch * run.mesh.replicas == run.batch, run.name
+
+
+def test_flops_are_counted_as_published(fidelity: ModuleType) -> None:
+    """The vocabulary tables say how many TFLOP an iteration has; Megatron's formula for GPTs gives the same."""
+    tables = importlib.import_module("published_tables")
+    for row in fidelity.read(MEASUREMENTS / "vocab_parallel_paper_tables5_6.csv"):
+        counted = tables.megatron_flops(tables.gpt_sizes(row), int(row["global_batch"]), 3)
+        assert counted == pytest.approx(1e12 * float(row["model_tflop_per_iter"]), rel=1e-3)
+
+
+@pytest.mark.slow
+def test_a_layer_called_again_is_a_layer_captured(fidelity: ModuleType) -> None:
+    """The plan of six layers is that of four of them, one of which is called twice more."""
+    runs = importlib.import_module("published_runs")
+    sizes = runs.GptSizes(6, 256, 4, 512, 128, tied=False)
+    run = runs.Run("tiny", "a100", sizes, {"pp": 2, "dp": 2, "tp": 2}, 1, 16, 1.0, options={"zero": 1})
+    whole = runs.prepare(
+        runs.published_gpt(sizes), runs.gpt_tokens(16, sizes.sequence), device="cuda", precision="bf16"
+    )[0]
+    plans = [runs.build(model, run.request).plan for model in (whole, runs.captured(sizes, run.batch))]
+    assert plans[0].cost == plans[1].cost
+    assert plans[0].peak_bytes == plans[1].peak_bytes
+
+
+@pytest.mark.slow
+def test_times_of_layers_are_as_profiled(fidelity: ModuleType) -> None:
+    """Those of the 22B model under recomputation, and whole stages of four others; one set of constants."""
+    found = [one for one in fidelity.layers(MEASUREMENTS) if "(ms)" in one.table]
+    assert len(found) == 15
+    assert all(abs(one.error) < 0.1 for one in found)
+    assert sum(abs(one.error) for one in found) / len(found) < 0.04
+
+
 # --- mixtures of experts, as Megatron ran them ---------------------------------------------------------------
 
 
@@ -99,6 +144,14 @@ def test_every_row_of_the_zoo_is_a_run_or_left_out_for_a_reason(fidelity: Module
     assert {run.line for run in runs} | set(left_out) | headings == {int(row["line"]) for row in rows}
     assert all(run.mesh.world == run.gpus and run.mesh.experts == run.degrees["ep"] for run in runs)
     assert all(run.batch % (run.degrees["dp"] * run.microbatch) == 0 for run in runs)
+
+
+def test_the_scripts_of_the_zoo_are_runs_too(fidelity: ModuleType) -> None:
+    rows = fidelity.read(MEASUREMENTS / "megatron_moe_modelzoo_scripts.csv")
+    (run,) = fidelity.moe_zoo.runs(zoo_rows(fidelity)[:0] + rows)
+    assert (run.model, run.gpus, run.mesh.experts, run.microbatches) == ("Mixtral-8x22B", 128, 8, 32)
+    active, attention = 39e9, 56 * 6144 * 4096  # as published; half of the square
+    assert run.flops / run.tokens == pytest.approx(6 * (active + attention), rel=0.01)
 
 
 def test_the_zoos_experts_lie_on_the_innermost_axes(fidelity: ModuleType) -> None:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-import autopar
 from autopar.capture import capture
 from autopar.errors import CaptureError
 from autopar.function_capture import traceable_calls
 from tests.fast_cluster import FAST
+from tests.pinned import compile_pinned
 
 
 class Scaled(Function):
@@ -84,7 +84,7 @@ class Model(nn.Module):
 def test_gradients_are_those_of_the_functions_own_backward() -> None:
     torch.manual_seed(0)
     model, x = Model().double(), torch.randn(8, 6, dtype=torch.float64)
-    job = autopar.compile(model, 2, sample=x, mesh={"dp": 2}, cluster=FAST)
+    job = compile_pinned(model, 2, sample=x, mesh={"dp": 2}, cluster=FAST)
     result = job.verify(x, steps=2)
     assert result.tolerance == 1e-9
     assert result.ok, str(result)

@@ -40,7 +40,8 @@ ARROWS: dict[str, set[str]] = {
     "compression": set(),
     "options": {"errors"},
     "spmd": {"errors"},
-    "storages": set(),
+    "shapes": {"errors"},
+    "storages": {"shapes"},
     "mesh": {"errors"},
     "cluster": {"errors", "mesh"},
     "graph": {"errors", "spmd"},
@@ -80,16 +81,18 @@ ARROWS: dict[str, set[str]] = {
     "codegen": PLANNING | {"runtime"},  # the values that an emitted program ends with
     "recipe": {"errors"},
     "runtime": RUNNING | {"recipe", "storages"},
-    "simulate": RUNNING | {"runtime", "storages"},
+    "simulate": RUNNING | {"runtime", "shapes", "storages"},
+    "audit": VALUES | {"rules", "cost_models", "schedules", "planner", "runtime", "simulate", "storages"},
     "divergence": BELOW_API,
     "verification": BELOW_API | {"divergence"},
     "write": BELOW_API,
     "model_names": BELOW_API,
     "report": VALUES | {"cost_models", "schedules", "runtime", "simulate", "storages"},
-    "api": BELOW_API | {"verification", "write"},
+    "api": BELOW_API | {"audit", "verification", "write"},
     "autopar": BELOW_API | {"api", "verification"},  # autopar/__init__.py, the public names
-    "command_options": {"errors", "options", "plan", "api", "model_names"},
-    "cli": BELOW_API | {"api", "autopar", "command_options"},
+    "calibrate": {"errors", "mesh", "cluster", "cost_models", "runtime"},
+    "command_options": {"errors", "options", "plan", "api", "model_names", "report"},
+    "cli": BELOW_API | {"api", "autopar", "calibrate", "command_options"},
     "__main__": {"cli"},
 }
 
@@ -99,6 +102,7 @@ PRIVATE_TORCH = {
     "autopar/row_capture.py": "torch._check",  # the documented way to say what is known of a size in an export
     "autopar/graph.py": "torch._ops.OpOverload",  # the type of an ATen op has no public name
     "autopar/simulate/torch_private.py": "torch.",
+    "autopar/shapes.py": "torch.",  # what operations make of tensors without values
     "autopar/storages.py": "torch.",  # sees what operations make, fake tensors among it
     "autopar/recipe/trace.py": "torch.utils._python_dispatch.TorchDispatchMode",  # sees in-place ops on meta tensors
 }

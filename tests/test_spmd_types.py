@@ -31,6 +31,7 @@ from torch import nn
 
 from autopar.runtime import I, P, R, S, Input, Parameter, Program, Total
 from autopar.runtime import all_reduce, convert, cross_entropy_sharded, declare, embedding_sharded
+from tests.pinned import compile_pinned
 
 aten = torch.ops.aten
 
@@ -167,7 +168,7 @@ def emitted(name: str) -> str:
     device = replace(h100.device, launch_seconds=0.0, ramp_seconds=0.0, flops_per_second={"float32": 7e12})
     cluster = replace(h100, device=device, intra_node=replace(h100.intra_node, latency_seconds=0.0))
     case = MODELS[name]()
-    job = autopar.compile(
+    job = compile_pinned(
         case.model,
         4,
         sample=case.batch,
@@ -191,7 +192,7 @@ def test_emitted_programs_are_well_typed(name: str) -> None:
 @pytest.mark.parametrize("way", ["all_gather", "ring", "heads"])
 def test_programs_over_a_split_sequence_are_well_typed(way: Any) -> None:
     case = models.llama(4, layers=1)
-    job = autopar.compile(case.model, 4, sample=case.batch, mesh={"cp": 2, "tp": 2}, attention=way)
+    job = compile_pinned(case.model, 4, sample=case.batch, mesh={"cp": 2, "tp": 2}, attention=way)
     check(job.source(0))
 
 
@@ -209,7 +210,7 @@ def test_programs_with_experts_are_well_typed(name: str, mesh: dict[str, int], w
     case = models.prepared(lambda: family(name, 16, **config), torch.float32)
     gpus = mesh["dp"] * mesh.get("tp", 1)
     cluster = autopar.Cluster.load("cpu") if "filter" in way else FAST
-    text = autopar.compile(case.model, gpus, sample=case.batch, mesh=mesh, cluster=cluster).source(0)
+    text = compile_pinned(case.model, gpus, sample=case.batch, mesh=mesh, cluster=cluster).source(0)
     assert way in text
     check(text)
     if "filter" in way:  # each rank would add the terms of its own experts alone

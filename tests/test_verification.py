@@ -11,6 +11,7 @@ from autopar.divergence import first_divergence
 from autopar.runtime.job import Job
 from tests.fast_cluster import FAST
 from tests.models import Float64, make
+from tests.pinned import compile_pinned
 
 GATHER = "all_gather(ln_2, tp, src=S(1), dst=R)"
 
@@ -20,7 +21,7 @@ def job() -> autopar.ParallelModel:
     with Float64():
         case = make("gpt2", 8)
         mesh = {"pp": 2, "tp": 2}
-        return autopar.compile(case.model, 4, sample=case.batch, mesh=mesh, microbatches=2, cluster=FAST)
+        return compile_pinned(case.model, 4, sample=case.batch, mesh=mesh, microbatches=2, cluster=FAST)
 
 
 def sabotaged(job: autopar.ParallelModel, monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> autopar.Verification:
@@ -68,5 +69,5 @@ def test_nothing_differs_between_layers_that_communicate_nothing(mesh: dict[str,
     """Layers of one class are told apart, though they run the same lines and keep no axes."""
     with Float64():
         case = make("gpt2", 8)
-        job = autopar.compile(case.model, 2, sample=case.batch, mesh=mesh, microbatches=2, cluster=FAST)
+        job = compile_pinned(case.model, 2, sample=case.batch, mesh=mesh, microbatches=2, cluster=FAST)
         assert "all forward values agree" in first_divergence(job, case.batch, 1e-9)

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import autopar
 from autopar.errors import ShardingError
 from tests.models import VOCABULARY, Case, Float64, llama, prepared, tokens
+from tests.pinned import compile_pinned
 from tests.ranks.test_parity import verified
 
 WAYS = [
@@ -51,20 +51,20 @@ def test_a_ring_in_a_pipeline_recomputed() -> None:
 @pytest.mark.parametrize("way", FORMS)
 def test_a_pinned_way_is_that_of_every_layer(way: Any) -> None:
     case = prepared(lambda: llama(4, layers=1))
-    job = autopar.compile(case.model, 2, sample=case.batch, mesh={"cp": 2}, attention=way)
+    job = compile_pinned(case.model, 2, sample=case.batch, mesh={"cp": 2}, attention=way)
     (choice,) = {node.choices["cp"] for block in job.plan.blocks for node in block.nodes if "attention" in node.op}
     assert FORMS[way] in choice
     assert job.plan.attention == [f"{way} (LlamaDecoderLayer)"]
     order = "neighbouring parts" if way == "heads" else "pairs of parts"
     assert f"attention over cp, in {order}: {way} (LlamaDecoderLayer)" in str(job.plan)
-    again = autopar.compile(case.model, 2, sample=case.batch, plan=job.plan)
+    again = compile_pinned(case.model, 2, sample=case.batch, plan=job.plan)
     assert again.source(0) == job.source(0)
 
 
 def test_heads_that_do_not_divide() -> None:
     case = prepared(lambda: llama(4, layers=1))
     with pytest.raises(ShardingError, match=r"attention='heads' can't be split over cp 8; .* heads 8 of queries and 4"):
-        autopar.compile(case.model, 8, sample=case.batch, mesh={"cp": 8}, attention="heads")
+        compile_pinned(case.model, 8, sample=case.batch, mesh={"cp": 8}, attention="heads")
 
 
 # --- attention that a model writes out -----------------------------------------------------------------
@@ -131,7 +131,7 @@ def test_written_out_attention_gathers_keys_and_values_alone() -> None:
     with Float64():
         case = prepared(lambda: Case(Model(), (tokens(2), tokens(2).roll(-1, 1))))
         found = verified(case, {"cp": 4}, cp_order="paired")
-        job = autopar.compile(case.model, 4, sample=case.batch, mesh={"cp": 4}, cp_order="contiguous")
+        job = compile_pinned(case.model, 4, sample=case.batch, mesh={"cp": 4}, cp_order="contiguous")
     assert found.ok, str(found)
     exchanged = re.findall(r"(\w+) = (?:all_gather|all_to_all|all_reduce|reduce_scatter)\(", job.source(0))
     assert exchanged == ["kv"] * len(KINDS)

@@ -14,6 +14,7 @@ import autopar
 from autopar.errors import StageError
 from tests.fast_cluster import FAST
 from tests.models import Case, Float64, prepared
+from tests.pinned import compile_pinned
 from tests.ranks.branching_models import Mixed, reused, t5, two_streams, u_shaped
 from tests.ranks.test_schedules import check
 
@@ -81,7 +82,7 @@ def test_a_split_vocabulary_needs_a_head_of_its_own() -> None:
 
 def compiled(case: Case, mesh: dict[str, int], **options: Any) -> autopar.ParallelModel:
     ranks = prod(mesh.values())
-    return autopar.compile(case.model, ranks, sample=case.batch, mesh=mesh, cluster=FAST, **options)
+    return compile_pinned(case.model, ranks, sample=case.batch, mesh=mesh, cluster=FAST, **options)
 
 
 def crossing(case: Case, pp: int, **options: Any) -> list[int]:

@@ -18,6 +18,7 @@ from autopar.verification import Verification
 from tests import vocabulary_models
 from tests.fast_cluster import FAST
 from tests.models import Case, Float64, llama, make, prepared
+from tests.pinned import compile_pinned
 from tests.ranks.test_parity import optimizer, verified
 from tests.ranks.test_schedules import check
 from tests.storages import Largest
@@ -113,8 +114,8 @@ def test_a_loss_of_the_users_own(chunks: int) -> None:
 def test_a_plan_has_the_chunks() -> None:
     case = make("nano_gpt", 4)
     options: dict[str, Any] = {"sample": case.batch, "optimizer": optimizer}
-    job = autopar.compile(case.model, 2, mesh={"tp": 2}, head_chunks=4, cluster=FAST, **options)
-    again = autopar.compile(case.model, 2, plan=autopar.Plan.from_json(job.plan.to_json()), **options)
+    job = compile_pinned(case.model, 2, mesh={"tp": 2}, head_chunks=4, cluster=FAST, **options)
+    again = compile_pinned(case.model, 2, plan=autopar.Plan.from_json(job.plan.to_json()), **options)
     assert "chunks=4" in again.source(0)
     assert again.source(0) == job.source(0)
 
@@ -122,7 +123,7 @@ def test_a_plan_has_the_chunks() -> None:
 def test_a_loss_without_a_head_is_refused() -> None:
     case = make("mlp", 4)
     with pytest.raises(ArgumentError, match=r"head_chunks=4: .*no cross entropy over classes; head_chunks=1"):
-        autopar.compile(case.model, 2, sample=case.batch, mesh={"dp": 2}, head_chunks=4, cluster=FAST)
+        compile_pinned(case.model, 2, sample=case.batch, mesh={"dp": 2}, head_chunks=4, cluster=FAST)
 
 
 # --- memory -----------------------------------------------------------------------------------------
@@ -136,7 +137,7 @@ def measured(mesh: dict[str, int], **options: Any) -> tuple[int, int]:
     world = 1
     for size in mesh.values():
         world *= size
-    job = autopar.compile(
+    job = compile_pinned(
         case.model, world, sample=case.batch, mesh=mesh, microbatches=1, cluster=FAST, optimizer=optimizer, **options
     )
 
@@ -182,7 +183,7 @@ def test_bf16_products_lose_nothing_by_chunks(tied: bool, mesh: dict[str, int], 
     def gradients(mesh: dict[str, int], **options: Any) -> dict[str, torch.Tensor]:
         case = prepared(lambda: llama(8, layers=2, tied=tied), torch.float32)
         world = max(mesh.values())
-        job = autopar.compile(case.model, world, sample=case.batch, mesh=mesh, microbatches=2, cluster=FAST, **options)
+        job = compile_pinned(case.model, world, sample=case.batch, mesh=mesh, microbatches=2, cluster=FAST, **options)
         return job.simulate(case.batch).gradients
 
     def error(found: dict[str, torch.Tensor]) -> float:

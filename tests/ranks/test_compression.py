@@ -18,6 +18,7 @@ from autopar.runtime.axes import Axes
 from autopar.runtime.job import start
 from tests.fast_cluster import FAST
 from tests.models import MLP, Case, Float64, gpt2, make, prepared
+from tests.pinned import compile_pinned
 from tests.ranks.test_parity import optimizer, verified
 
 MESHES = [
@@ -35,7 +36,7 @@ def slow(*values: Any) -> Any:
 
 def compiled(case: Case, mesh: dict[str, int], **options: Any) -> autopar.ParallelModel:
     options = {"optimizer": optimizer, "cluster": FAST, **options}
-    return autopar.compile(case.model, math.prod(mesh.values()), sample=case.batch, mesh=mesh, **options)
+    return compile_pinned(case.model, math.prod(mesh.values()), sample=case.batch, mesh=mesh, **options)
 
 
 # Saved activations as bits, seeds, and in 8 bits.

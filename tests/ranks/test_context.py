@@ -15,12 +15,13 @@ from autopar.errors import BatchError, ShardingError
 from tests.context_models import CONTEXT, packed, positions
 from tests.fast_cluster import FAST
 from tests.models import SEQUENCE, VOCABULARY, Case, Float64, NanoGPT, llama, prepared
+from tests.pinned import compile_pinned
 from tests.ranks.test_parity import name_of, verified
 
 
 def compiled(case: Case, mesh: dict[str, int], **options: Any) -> autopar.ParallelModel:
     gpus = math.prod(mesh.values())
-    return autopar.compile(case.model, gpus, sample=case.batch, loss=case.loss, mesh=mesh, cluster=FAST, **options)
+    return compile_pinned(case.model, gpus, sample=case.batch, loss=case.loss, mesh=mesh, cluster=FAST, **options)
 
 
 def check(name: str, mesh: dict[str, int], batch: int = 2, **options: Any) -> None:

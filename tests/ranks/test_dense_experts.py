@@ -21,6 +21,7 @@ from tests.codegen.programs import assert_equal, cut, expected, folded, place_at
 from tests.dense_moe_models import EXPERTS, LAYERS, ExpertChoice, GShard, Switch, decoder
 from tests.fast_cluster import FAST
 from tests.models import Case, Float64, prepared
+from tests.pinned import compile_pinned
 from tests.ranks.test_parity import name_of, optimizer, verified
 
 
@@ -29,7 +30,7 @@ def case_of(layer: Callable[[], nn.Module], batch: int = 8) -> Case:
 
 
 def compiled(case: Case, gpus: int, **options: Any) -> autopar.ParallelModel:
-    return autopar.compile(case.model, gpus, sample=case.batch, cluster=FAST, optimizer=optimizer, **options)
+    return compile_pinned(case.model, gpus, sample=case.batch, cluster=FAST, optimizer=optimizer, **options)
 
 
 def collectives(job: autopar.ParallelModel, rank: int = 0) -> set[str]:

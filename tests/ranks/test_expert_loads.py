@@ -17,6 +17,7 @@ from autopar.runtime.loads import save_load
 from tests.expert_loop_models import MIXTURES, looped
 from tests.fast_cluster import FAST
 from tests.models import Case, Float64, prepared, tokens
+from tests.pinned import compile_pinned
 from tests.ranks.test_parity import verified
 
 BIAS_RATE = 0.05
@@ -66,7 +67,7 @@ def glm() -> Case:
 def compiled(case: Case, mesh: dict[str, int], **options: Any) -> autopar.ParallelModel:
     gpus = math.prod(size for axis, size in mesh.items() if axis != "ep")
     given = {"optimizer": sgd, "cluster": FAST, "microbatches": 1, **options}
-    return autopar.compile(case.model, gpus, sample=case.batch, mesh=mesh, **given)
+    return compile_pinned(case.model, gpus, sample=case.batch, mesh=mesh, **given)
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:

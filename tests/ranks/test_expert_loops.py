@@ -23,13 +23,14 @@ from autopar.runtime.launch import read_job
 from tests.expert_loop_models import EXPERTS, MIXTURES, ByCounts, ByWhere, Model, looped
 from tests.fast_cluster import FAST
 from tests.models import Case, prepared
+from tests.pinned import compile_pinned
 from tests.ranks.test_parity import name_of, optimizer
 
 
 def compiled(case: Case, mesh: dict[str, int], **options: Any) -> autopar.ParallelModel:
     gpus = math.prod(size for axis, size in mesh.items() if axis != "ep")
     given: dict[str, Any] = {"optimizer": optimizer, "clip_norm": 0.5, **options}
-    return autopar.compile(case.model, gpus, sample=case.batch, mesh=mesh, cluster=FAST, **given)
+    return compile_pinned(case.model, gpus, sample=case.batch, mesh=mesh, cluster=FAST, **given)
 
 
 def check(name: str, mesh: dict[str, int], *, layers: int = 2, **options: Any) -> None:

@@ -21,6 +21,7 @@ from tests.codegen.programs import assert_equal, cut, expected, folded, place_at
 from tests.fast_cluster import FAST
 from tests.models import Case, Float64, prepared
 from tests.moe_models import SEQUENCE, family
+from tests.pinned import compile_pinned
 from tests.ranks.test_parity import verified
 
 WIDTH, CHOICES, LAYERS = 32, 2, 2
@@ -57,7 +58,7 @@ def check(case: Case, mesh: Mesh, **options: Any) -> None:
 def compiled(case: Case, mesh: Mesh, **options: Any) -> autopar.ParallelModel:
     gpus = math.prod(size for axis, size in mesh.items() if axis not in ("ep", "etp"))
     with Float64():
-        return autopar.compile(case.model, gpus, sample=case.batch, mesh=mesh, **{"cluster": FAST, **options})
+        return compile_pinned(case.model, gpus, sample=case.batch, mesh=mesh, **{"cluster": FAST, **options})
 
 
 def forms(job: autopar.ParallelModel) -> dict[str, str]:

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-import autopar
 from autopar.verification import relative_errors, train_one_device
 from tests.fast_cluster import FAST
 from tests.models import Float64, make
+from tests.pinned import compile_pinned
 from tests.ranks.test_parity import optimizer
 from tests.ranks.worker import case_of
 
@@ -54,7 +54,7 @@ def test_real_ranks_equal_one_device(name: str, mesh: dict[str, int], options: d
     with Float64():
         case = case_of(name)
         expected = train_one_device(copy.deepcopy(case.model), [case.batch], 3, case.loss, optimizer, 0.5)
-        job = autopar.compile(
+        job = compile_pinned(
             case.model, 4, sample=case.batch, loss=case.loss, mesh=mesh, microbatches=4, cluster=FAST, **options
         )
     parameters = job.job.gather(results)[1]
@@ -73,7 +73,7 @@ def test_a_process_that_dies_ends_the_job(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [{}, {"schedule": "v-half", **SPLIT}], ids=["1f1b", "v-half"])
 def test_a_written_directory_runs_by_itself(options: dict[str, Any], tmp_path: Path) -> None:
     case = make("gpt2", batch=8, dtype=torch.float32)
-    job = autopar.compile(case.model, 4, sample=case.batch, mesh={"pp": 2, "tp": 2}, microbatches=2, **options)
+    job = compile_pinned(case.model, 4, sample=case.batch, mesh={"pp": 2, "tp": 2}, microbatches=2, **options)
     directory = job.write(tmp_path / "plan")
     done = torchrun(str(directory / "train.py"), "--steps", "2")
     assert done.returncode == 0, done.stderr

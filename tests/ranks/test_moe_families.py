@@ -11,6 +11,7 @@ import autopar
 from tests.fast_cluster import FAST
 from tests.models import Case, Float64, prepared
 from tests.moe_models import experts_of, family
+from tests.pinned import compile_pinned
 from tests.ranks.test_parity import optimizer
 
 
@@ -59,7 +60,7 @@ ALONE: Final = ["ernie4_5_moe", "lfm2_moe", "longcat_flash", "minimax"]
 
 def compiled(case: Case, mesh: dict[str, int], gpus: int, **options: Any) -> autopar.ParallelModel:
     given = {"optimizer": optimizer, "clip_norm": 0.5, **options}
-    return autopar.compile(case.model, gpus, sample=case.batch, mesh=mesh, cluster=FAST, **given)
+    return compile_pinned(case.model, gpus, sample=case.batch, mesh=mesh, cluster=FAST, **given)
 
 
 def assert_equal(case: Case, mesh: dict[str, int], gpus: int, *, steps: int, **options: Any) -> None:

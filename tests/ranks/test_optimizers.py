@@ -21,6 +21,7 @@ from autopar.runtime.optimizers import Parameters
 from autopar.verification import relative_errors
 from tests.fast_cluster import FAST
 from tests.models import Case, Float64, llama, make, prepared
+from tests.pinned import compile_pinned
 from tests.ranks.test_parity import name_of
 
 MESHES: list[dict[str, Any]] = [
@@ -86,7 +87,7 @@ def float64_scalars() -> Iterator[None]:
 def compiled(case: Case, mesh: dict[str, int], optimizer: Any, **options: Any) -> autopar.ParallelModel:
     given: dict[str, Any] = {"microbatches": 2, "clip_norm": 0.5, "cluster": FAST, **options}
     gpus = math.prod(mesh.values())
-    return autopar.compile(case.model, gpus, sample=case.batch, loss=case.loss, mesh=mesh, optimizer=optimizer, **given)
+    return compile_pinned(case.model, gpus, sample=case.batch, loss=case.loss, mesh=mesh, optimizer=optimizer, **given)
 
 
 def check(

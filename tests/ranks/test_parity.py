@@ -12,6 +12,7 @@ import torch
 import autopar
 from tests.fast_cluster import FAST
 from tests.models import CASES, Case, Float64, make
+from tests.pinned import compile_pinned
 
 MESHES = [
     {"dp": 2},
@@ -51,7 +52,7 @@ def verification(
 
 def verified(case: Case, mesh: dict[str, int], **options: Any) -> autopar.Verification:
     """Three steps of ``case``, compiled for ``mesh``, against one device."""
-    job = autopar.compile(
+    job = compile_pinned(
         case.model,
         math.prod(size for axis, size in mesh.items() if axis not in ("ep", "etp")),
         sample=case.batch,

@@ -31,6 +31,7 @@ from autopar.runtime.job import start
 from autopar.spmd import I
 from tests.fast_cluster import FAST
 from tests.models import Case, NanoGPT, gpt2, llama, prepared, tokens
+from tests.pinned import compile_pinned
 from tests.ranks.test_parity import name_of, tame_optimizer
 
 STEPS, CLIP_NORM, ROWS = 3, 0.5, 8
@@ -144,7 +145,7 @@ def compiled(one: Case, precision: str, options: dict[str, Any], **more: Any) ->
     given: dict[str, Any] = {"optimizer": tame_optimizer, "clip_norm": CLIP_NORM, "cluster": FAST, "microbatches": 2}
     given |= rest | more
     ranks = math.prod(mesh.values())
-    return autopar.compile(one.model, ranks, sample=one.batch, mesh=mesh, precision=precision, **given)
+    return compile_pinned(one.model, ranks, sample=one.batch, mesh=mesh, precision=precision, **given)
 
 
 MARGIN = 1.25
@@ -315,9 +316,9 @@ def test_an_autocast_around_compile_is_the_precision() -> None:
     one = Case(Spiked(), spiked_batch(0.0))
     given: dict[str, Any] = {"sample": one.batch, "cluster": FAST}
     with torch.autocast("cpu", torch.bfloat16):
-        job = autopar.compile(one.model, 1, **given)
-        again = autopar.compile(one.model, 1, plan=job.plan, **given)
+        job = compile_pinned(one.model, 1, **given)
+        again = compile_pinned(one.model, 1, plan=job.plan, **given)
     assert job.plan.options.precision == "bf16"
     assert again.plan == job.plan
-    wanted = autopar.compile(one.model, 1, precision="bf16", **given)
+    wanted = compile_pinned(one.model, 1, precision="bf16", **given)
     assert wanted.source(0) == job.source(0)

@@ -19,6 +19,7 @@ from autopar.simulate.memory import MemoryTracker
 from benchmarks.models import MegatronGPT
 from tests.fast_cluster import FAST
 from tests.models import Case, Float64, gpt2, llama, make, prepared, tokens
+from tests.pinned import compile_pinned
 from tests.ranks.test_parity import verified
 
 SCHEDULES = [
@@ -29,7 +30,7 @@ SCHEDULES = [
 
 
 def compiled(case: Case, mesh: dict[str, int], **options: Any) -> autopar.ParallelModel:
-    return autopar.compile(
+    return compile_pinned(
         case.model, math.prod(mesh.values()), sample=case.batch, mesh=mesh, **{"cluster": FAST, **options}
     )
 

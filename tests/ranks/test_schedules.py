@@ -16,6 +16,7 @@ from autopar.schedules.registry import SCHEDULES
 from tests import vocabulary_models
 from tests.fast_cluster import FAST
 from tests.models import Case, Float64, llama, make, prepared
+from tests.pinned import compile_pinned
 from tests.ranks.test_parity import optimizer, verified
 
 ALGORITHMS = ["redistributed", "vocab-1", "vocab-2"]
@@ -104,10 +105,10 @@ def test_the_synthesized_schedule_and_its_plan(batch: int) -> None:
     with Float64():
         case = prepared(lambda: llama(batch, vocabulary=ODD))
         options: dict[str, Any] = {"sample": case.batch, "optimizer": optimizer}
-        job = autopar.compile(
+        job = compile_pinned(
             case.model, 2, mesh={"pp": 2}, schedule="synthesized", vocabulary="vocab-2", cluster=FAST, **options
         )
-        again = autopar.compile(case.model, 2, plan=autopar.Plan.from_json(job.plan.to_json()), **options)
+        again = compile_pinned(case.model, 2, plan=autopar.Plan.from_json(job.plan.to_json()), **options)
         assert again.schedule == job.schedule
         assert job.verify(case.batch).ok
 
@@ -165,7 +166,7 @@ def share_of_microbatch(
 @pytest.mark.parametrize("mesh", [{"pp": 2}, {"pp": 4}, {"pp": 3, "dp": 2}])
 def test_pipedream_equals_its_staleness_on_one_device(mesh: dict[str, int]) -> None:
     case = make("mlp", 12)
-    job = autopar.compile(
+    job = compile_pinned(
         case.model,
         math.prod(mesh.values()),
         sample=case.batch,
@@ -186,7 +187,7 @@ def test_pipedream_equals_its_staleness_on_one_device(mesh: dict[str, int]) -> N
 
 def refusal(kind: type[AutoparError], case: Case, gpus: int = 2, **options: Any) -> str:
     with pytest.raises(kind) as caught:
-        autopar.compile(case.model, gpus, sample=case.batch, **{"mesh": {"pp": gpus}, "cluster": FAST, **options})
+        compile_pinned(case.model, gpus, sample=case.batch, **{"mesh": {"pp": gpus}, "cluster": FAST, **options})
     return str(caught.value)
 
 
@@ -227,7 +228,7 @@ def test_logits_are_never_whole() -> None:
 
     def peak(vocabulary: str) -> int:
         case = prepared(lambda: llama(64, vocabulary=4096))
-        job = autopar.compile(
+        job = compile_pinned(
             case.model, 4, sample=case.batch, mesh={"pp": 4}, microbatches=2, vocabulary=vocabulary, cluster=FAST
         )
         return max(job.simulate(case.batch).peak_bytes)

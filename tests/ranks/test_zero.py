@@ -22,6 +22,7 @@ from autopar.runtime.units import layers, units
 from autopar.schedules.weight_moves import followers
 from tests.fast_cluster import FAST
 from tests.models import Case, Float64, llama, make, prepared
+from tests.pinned import compile_pinned
 from tests.ranks.test_parity import verified
 
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -125,7 +126,7 @@ def test_weights_come_and_go_where_code_is_compiled(what: str) -> None:
 
 def test_zero_on_one_replica_changes_nothing() -> None:
     case = make("mlp", 4)
-    job = autopar.compile(case.model, 1, sample=case.batch, zero=3, cluster=FAST)
+    job = compile_pinned(case.model, 1, sample=case.batch, zero=3, cluster=FAST)
     assert "GATHER" not in str(job.schedule)
     assert "zero=" not in job.source(0)
 
@@ -142,7 +143,7 @@ def test_plan_and_text_say_how_weights_are_stored() -> None:
 def refusal(kind: type[Exception], **options: Any) -> str:
     case = make("mlp", 8)
     with pytest.raises(kind) as caught:
-        autopar.compile(case.model, 4, sample=case.batch, cluster=FAST, **options)
+        compile_pinned(case.model, 4, sample=case.batch, cluster=FAST, **options)
     return str(caught.value)
 
 
@@ -169,7 +170,7 @@ def layers_job(dp: int, *, depth: int, width: int, microbatches: int, **options:
     def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.1)
 
-    return autopar.compile(
+    return compile_pinned(
         Layers(depth, width).double(),
         dp,
         sample=torch.randn(microbatches * dp, width, dtype=torch.float64),
@@ -263,7 +264,7 @@ def test_what_a_model_with_code_between_its_layers_sends(tied: bool, microbatche
     with Float64():
         case = prepared(lambda: llama(6, layers=2, tied=tied, vocabulary=ODD))
         options: dict[str, Any] = {"mesh": {"dp": 2}, "cluster": FAST, "microbatches": microbatches}
-        check_sent(lambda zero: autopar.compile(case.model, 2, sample=case.batch, zero=zero, **options), microbatches)
+        check_sent(lambda zero: compile_pinned(case.model, 2, sample=case.batch, zero=zero, **options), microbatches)
 
 
 def test_a_list_without_gathers_is_refused_before_anything_is_computed() -> None:

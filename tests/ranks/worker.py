@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-import autopar
 from autopar.runtime.job import RankResult
 from tests.fast_cluster import FAST
 from tests.models import Case, Float64, make, prepared
 from tests.moe_models import family
+from tests.pinned import compile_pinned
 from tests.ranks.test_parity import optimizer
 
 
@@ -35,7 +35,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with Float64():
         case = case_of(name)
-        job = autopar.compile(
+        job = compile_pinned(
             case.model,
             4,
             sample=case.batch,

@@ -1,0 +1,171 @@
+"""From pins to what is built: search, build the best for real, hold it to what its ranks really hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from autopar.cluster import Cluster
+from autopar.errors import ArgumentError, AutoparError, StageError
+from autopar.graph import Model
+from autopar.passes.split_vocabulary import split_vocabulary
+from autopar.passes.vocabulary import STAGELESS
+from autopar.plan import SearchPlan
+from autopar.planner.build import Built, Request, build
+from autopar.planner.pipeline import Wanted
+from autopar.search.costing import Costing, Outcome
+from autopar.search.fronts import runners_up, time_and_memory
+from autopar.search.infeasible import refusal
+from autopar.search.loop import Found, Search
+from autopar.search.pins import Pins
+from autopar.search.profiles import Models, Profiler
+from autopar.search.space import Point, Region, Sizes, regions
+from autopar.search.watching import Watcher
+
+_BUILT = 3
+"""So many of the best are built at most, where what ranks really hold makes the first worse than the second."""
+
+
+def choose(
+    models: Models,
+    pins: Pins,
+    cluster: Cluster,
+    expert_load: Mapping[str, Sequence[float]],
+    measured: Callable[[Built], Built] | None = None,
+    watch: Watcher | None = None,
+) -> Built:
+    """The best that ``pins`` leave, built. Raises what is wrong with the pins, and where nothing fits what would."""
+    search = searching(models, pins, cluster, expert_load, watch)
+    if (only := _only(search)) is not None:
+        return _build(search, only, measured)
+    found = search.run()
+    if not found.outcomes:
+        raise refusal(search, found)
+    built, outcome = _best(search, found, measured)
+    plan = built.plan.model_copy(update={"search": _search_plan(search, found, outcome)}).sealed()
+    return replace(built, plan=plan)
+
+
+def searching(
+    models: Models,
+    pins: Pins,
+    cluster: Cluster,
+    expert_load: Mapping[str, Sequence[float]],
+    watch: Watcher | None = None,
+) -> Search:
+    """A search that hasn't begun. Raises ArgumentError or ShardingError where ``pins`` leave nothing."""
+    model = models[False]
+    units = sum(model.block_of(call).kind not in STAGELESS for call in model.calls)
+    sizes = Sizes.of(model, units)
+    profiler = Profiler(models, cluster, pins.options, expert_load)
+    return Search(pins, sizes, profiler, Costing(cluster, pins.options), _heads(model), watch)
+
+
+def _heads(model: Model) -> tuple[str, ...]:
+    """The ways in which the head can be split over a pipeline, if it can."""
+    try:
+        split_vocabulary(model.copy(), 2, 1)
+    except StageError:
+        return ()
+    return ("vocab-1", "vocab-2")
+
+
+def _only(search: Search) -> Point | None:
+    """The one point that the pins leave; None where there are more. Raises where there is none."""
+    found = regions(search.sizes, search.pins)
+    if not found:
+        if search.pins.mesh_is_whole:
+            return _as_pinned(search, Region(search.pins.fixed_mesh, 0, _microbatches(search)))
+        raise _no_mesh(search)
+    if len(found) > 1 or search.count(found[0]) != 1:
+        return None
+    return next(search.points_of(found[0]))
+
+
+def _as_pinned(search: Search, region: Region) -> Point:
+    pins, options = search.pins, search.pins.options
+    storage = (options.zero, options.zero_ranks, options.offload, options.head_chunks)
+    return Point(region, pins.schedule or "1f1b", pins.chunks, pins.vocabulary or "redistributed", *storage)
+
+
+def _microbatches(search: Search) -> int:
+    """Those that were pinned. Raises ArgumentError for a microbatch that doesn't divide what a rank gets."""
+    pins, batch, replicas = search.pins, search.sizes.batch, search.pins.fixed_mesh.replicas
+    if pins.microbatch is None or batch % replicas:
+        return pins.microbatches or 1
+    rows = batch // replicas
+    if rows % pins.microbatch:
+        fits = [size for size in range(1, rows + 1) if rows % size == 0]
+        raise ArgumentError(
+            f"microbatch={pins.microbatch} rows, but each of dp {replicas} ranks gets {rows} of a batch of {batch}; "
+            f"microbatch may be one of {fits}"
+        )
+    raise ArgumentError(
+        f"microbatch={pins.microbatch} makes {rows // pins.microbatch} microbatches, not microbatches="
+        f"{pins.microbatches}; leave one of the two out"
+    )
+
+
+def _no_mesh(search: Search) -> AutoparError:
+    """No degrees multiply to the GPUs and divide the batch, the heads, the sequence and the layers."""
+    pins, sizes = search.pins, search.sizes
+    fits = next((n for n in range(pins.gpus - 1, 0, -1) if _fits(search, n)), None)
+    heads = f", heads {' and '.join(map(str, sizes.heads))} (tp)" if sizes.heads else ""
+    lengths = f", sequences of {' and '.join(map(str, sizes.lengths))} (cp)" if sizes.lengths else ""
+    pinned = f" with mesh={dict(pins.mesh)}" if pins.mesh else ""
+    hint = f"use gpus={fits}" if fits else "leave pins out"
+    return ArgumentError(
+        f"gpus={pins.gpus}{pinned} can't all be used: no degrees with that product divide a batch of {sizes.batch} "
+        f"(dp x microbatches), {sizes.units} layers and more (pp){heads}{lengths}; {hint}, or another batch"
+    )
+
+
+def _fits(search: Search, gpus: int) -> bool:
+    try:
+        return bool(regions(search.sizes, replace(search.pins, gpus=gpus)))
+    except ArgumentError:  # pinned degrees don't divide so many
+        return False
+
+
+def _build(search: Search, point: Point, measured: Callable[[Built], Built] | None) -> Built:
+    region, profiler = point.region, search.profiler
+    options = search.costing.options_of(point)
+    wanted = Wanted(point.schedule, point.vocabulary, point.chunks)
+    request = Request(region.mesh, region.microbatches, profiler.cluster, wanted, options, dict(profiler.expert_load))
+    return build(profiler.models[region.mesh.cp > 1].copy(), request, None, measured)
+
+
+def _best(search: Search, found: Found, measured: Callable[[Built], Built] | None) -> tuple[Built, Outcome]:
+    """The shortest of those that were built, each of which could have been the shortest by what was known before."""
+    best: tuple[Built, Outcome] | None = None
+    last: AutoparError | None = None
+    for outcome in found.outcomes:
+        seconds = best[0].plan.step_seconds if best else math.inf
+        if outcome.step_seconds >= seconds * (1 - search.tolerance) or (best and search.built >= _BUILT):
+            break
+        search.tell("build")
+        try:
+            built = _build(search, outcome.point, measured)
+        except AutoparError as error:  # what its ranks really hold doesn't fit
+            last = error
+            continue
+        search.built += 1
+        if built.plan.step_seconds < seconds:
+            best = built, outcome
+    if best is None:
+        assert last is not None
+        raise last
+    return best
+
+
+def _search_plan(search: Search, found: Found, chosen: Outcome) -> SearchPlan:
+    return SearchPlan(
+        free=search.pins.free,
+        points=found.points,
+        placed=found.placed,
+        laid_out=found.laid_out,
+        bound_seconds=found.bound_seconds,
+        runners_up=runners_up(search, found, chosen),
+        memory_front=time_and_memory(search, found),
+    )

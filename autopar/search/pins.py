@@ -1,0 +1,82 @@
+"""What a user fixed of a job, and so what there is to search."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from autopar.errors import ArgumentError
+from autopar.mesh import AXES, Mesh
+from autopar.options import Options
+
+SEARCHED_OPTIONS: Final = ("zero", "zero_ranks", "offload", "head_chunks")
+"""The fields of :class:`autopar.options.Options` that change what a step costs and not what it computes."""
+
+_SIZES: Final = ("pp", "dp", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class Pins:
+    """What is fixed of a job on ``gpus`` ranks; None, or an axis that isn't in ``mesh``, is free.
+
+    A ``mesh`` whose sizes multiply to ``gpus`` is all of it. ``given`` names the fields of ``options`` that were asked
+    for, which are fixed; of the others those in :data:`SEARCHED_OPTIONS` are free. Raises ArgumentError where the pins
+    contradict each other.
+    """
+
+    gpus: int
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    microbatches: int | None = None
+    microbatch: int | None = None
+    schedule: str | None = None
+    chunks: int | None = None
+    vocabulary: str | None = None
+    options: Options = field(default_factory=Options)
+    given: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        for name in ("microbatches", "microbatch", "chunks"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ArgumentError(f"{name}={value!r}; it must be a whole number of at least 1")
+        product = math.prod(size for axis, size in self._sizes().items())
+        if not self.mesh_is_whole and (product > self.gpus or self.gpus % product):
+            raise ArgumentError(
+                f"mesh={dict(self.mesh)} is a multiple of {product} ranks, which doesn't divide gpus={self.gpus}; "
+                f"use gpus={max(product, self.gpus // product * product)}, or other degrees"
+            )
+
+    def _sizes(self) -> dict[str, int]:
+        """The degrees that were given. Raises ArgumentError for axes and sizes that there aren't."""
+        Mesh.of({axis: size for axis, size in self.mesh.items() if axis not in ("ep", "etp")}, self._product())
+        return {axis: self.mesh[axis] for axis in _SIZES if axis in self.mesh}
+
+    def _product(self) -> int:
+        sizes = [self.mesh.get(axis, 1) for axis in _SIZES]
+        return math.prod(size for size in sizes if isinstance(size, int))
+
+    @property
+    def mesh_is_whole(self) -> bool:
+        """Whether every degree is fixed: those that were given multiply to all ranks."""
+        return bool(self.mesh) and self._product() == self.gpus
+
+    @property
+    def fixed_mesh(self) -> Mesh:
+        """Raises ArgumentError where it is no mesh of this many ranks."""
+        return Mesh.of(self.mesh, self.gpus)
+
+    def fixes(self, option: str) -> bool:
+        return option in self.given or option not in SEARCHED_OPTIONS
+
+    @property
+    def free(self) -> list[str]:
+        """By name, in the order in which a user would think of them."""
+        found: list[str] = []
+        if not self.mesh_is_whole:
+            found += [axis for axis in (*_SIZES, "ep") if axis in AXES and axis not in self.mesh]
+        if self.microbatch is None and self.microbatches is None:
+            found.append("microbatch")
+        found += [name for name in ("schedule", "chunks", "vocabulary") if getattr(self, name) is None]
+        return found + [name for name in SEARCHED_OPTIONS if not self.fixes(name)]

@@ -1,0 +1,190 @@
+"""A model placed once for all regions of a search that its placement doesn't tell apart.
+
+Placements depend on what a rank has of a microbatch (its rows), and on the axes within which these are split further;
+not on how many stages there are, how many copies, or how many microbatches. So one :class:`Profile` serves all of
+those, and what a stage costs is read off it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+from autopar.cluster import Cluster
+from autopar.errors import AutoparError
+from autopar.graph import Info, Model, info
+from autopar.mesh import Mesh
+from autopar.options import Options
+from autopar.passes.vocabulary import STAGELESS
+from autopar.planner.activations import Activations
+from autopar.planner.block_costs import BlockCost, Machine, block_cost
+from autopar.planner.build import Placed, Request, activations_of, place
+from autopar.planner.pipeline import Wanted
+from autopar.search.hulls import Array, hull
+
+
+class Key(NamedTuple):
+    """What a placement depends on: the rows of a microbatch on one rank, the axes within which they are split, and how
+    the head is computed (``head``: over so many pipeline ranks, 0: whole; in ``chunks`` of tokens)."""
+
+    rows: int
+    ep: int
+    cp: int
+    tp: int
+    borrowed: tuple[str, ...] = ()
+    head: int = 0
+    chunks: int = 1
+
+    @property
+    def inner(self) -> int:
+        """Ranks that share the rows of one microbatch."""
+        return self.cp * self.tp
+
+    def axes(self) -> list[str]:
+        return [axis for axis in ("ep", "cp", "tp") if getattr(self, axis) > 1]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One call that stages are cut between: seconds of its passes of one microbatch, and of its weights' gradients."""
+
+    block: int
+    forward: float
+    backward: float
+    weights: float
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward
+
+
+@dataclass
+class Profile:
+    """A placed model, its costs and what it keeps; of these the parts that don't depend on pp and dp."""
+
+    key: Key
+    placed: Placed
+    costs: list[BlockCost]
+    units: list[Unit]
+    _hulls: dict[tuple[int, str], tuple[Array, Array]] = field(default_factory=dict)
+    _costs: dict[Mesh, list[BlockCost]] = field(default_factory=dict)
+
+    @property
+    def model(self) -> Model:
+        return self.placed.model
+
+    @cached_property
+    def activations(self) -> Activations:
+        """What calls keep; made when a region is laid out, not for its bound alone."""
+        request = self.placed.request
+        machine = Machine.of(request.cluster, request.mesh, request.options.zero_ranks)
+        return activations_of(self.model, self.costs, machine, request.options)
+
+    @property
+    def seconds(self) -> float:
+        """Of all calls, forward and backward of one microbatch."""
+        return math.fsum(unit.seconds for unit in self.units)
+
+    def hull(self, block: int, call: int, recompute: str) -> tuple[Array, Array]:
+        """What ``block``, in its ``call``, may keep of a microbatch (bytes, falling) for how many seconds more."""
+        if (block, recompute) not in self._hulls:
+            choices = self.activations.choices[block]
+            options = (choices.none,) if recompute == "none" else choices.frontier
+            pairs = [(self.activations.call_bytes(call, each), each.seconds) for each in options]
+            self._hulls[block, recompute] = hull(pairs)
+        return self._hulls[block, recompute]
+
+    @cached_property
+    def weights(self) -> dict[tuple[str, ...], Weights]:
+        """Of all trained parameters, by the axes that they are split on."""
+        found: dict[tuple[str, ...], Weights] = {}
+        for name, data in _parameters(self.model).items():
+            known = self.model.parameters[name]
+            if known.trainable and not known.is_buffer:
+                split = tuple(axis for axis, kind in data.types().items() if kind.is_shard)
+                here = Weights(
+                    data.meta.numel, data.meta.bytes, data.meta.numel * (known.master or data.meta.dtype).itemsize
+                )
+                found[split] = found.get(split, Weights(0, 0, 0)) + here
+        return found
+
+    def mesh(self, mesh: Mesh) -> Mesh:
+        """``mesh`` in the order of sequences that was chosen."""
+        return replace(mesh, paired=self.placed.request.mesh.paired)
+
+    def costs_on(self, machine: Machine) -> list[BlockCost]:
+        """What blocks cost there."""
+        if machine.mesh not in self._costs:
+            self._costs[machine.mesh] = [block_cost(block, machine) for block in self.model.blocks]
+        return self._costs[machine.mesh]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Of some parameters: their elements, and bytes of the copies that are computed with and of those trained."""
+
+    elements: int
+    copies: int
+    masters: int
+
+    def __add__(self, other: Weights) -> Weights:
+        return Weights(self.elements + other.elements, self.copies + other.copies, self.masters + other.masters)
+
+
+def _parameters(model: Model) -> dict[str, Info]:
+    return {
+        name: info(node)
+        for call in model.calls
+        for name, node in zip(call.parameters, model.block_of(call).parameters, strict=True)
+    }
+
+
+_BOUNDLESS = 1 << 62
+
+
+class Models(Protocol):
+    """A model with sequences whole (``[False]``), and with sequences that ranks share (``[True]``, for ``cp > 1``)."""
+
+    def __getitem__(self, splits_sequences: bool) -> Model: ...
+
+
+@dataclass
+class Profiler:
+    """Makes profiles, each once: of ``models`` on ``cluster`` under ``options``. ``refused`` has what can't be
+    placed."""
+
+    models: Models
+    cluster: Cluster
+    options: Options
+    expert_load: Mapping[str, Sequence[float]]
+    known: dict[Key, Profile] = field(default_factory=dict)
+    refused: dict[Key, AutoparError] = field(default_factory=dict)
+
+    def of(self, key: Key, mesh: Mesh, microbatches: int) -> Profile | None:
+        """The profile for ``key``, placed for one of the jobs that it serves; None where that is refused."""
+        if key not in self.known and key not in self.refused:
+            try:
+                self.known[key] = self._made(key, mesh, microbatches)
+            except AutoparError as error:
+                self.refused[key] = error
+        return self.known.get(key)
+
+    def _made(self, key: Key, mesh: Mesh, microbatches: int) -> Profile:
+        # Whether state fits depends on stages and copies; here it may be as large as it likes.
+        options = self.options.model_copy(update={"head_chunks": key.chunks, "budget_bytes": _BOUNDLESS})
+        vocabulary = "vocab-1" if key.head else "redistributed"  # what is placed is the same for all split heads
+        request = Request(mesh, microbatches, self.cluster, Wanted("1f1b", vocabulary), options, dict(self.expert_load))
+        placed = place(self.models[key.cp > 1].copy(), request)
+        machine = Machine.of(self.cluster, placed.request.mesh, options.zero_ranks)
+        costs = [block_cost(block, machine) for block in placed.model.blocks]
+        return Profile(key, placed, costs, units_of(placed.model, costs))
+
+
+def units_of(model: Model, costs: Sequence[BlockCost]) -> list[Unit]:
+    """The calls that stages are cut between, in order."""
+    calls = [call for call in model.calls if model.block_of(call).kind not in STAGELESS]
+    blocks = [(call.block, costs[call.block]) for call in calls]
+    return [Unit(block, cost.forward_seconds, cost.backward_seconds, cost.weight_seconds) for block, cost in blocks]

@@ -1,0 +1,240 @@
+"""The searched space: regions (degrees, and rows of a microbatch), and the points of a region (everything else).
+
+What can't run is left out here, by the sizes that have to divide; what can't fit or isn't worth it is for
+:mod:`autopar.search.bounds` to say. Left out as well is what another point equals or beats at every cost:
+
+* ``naive`` and ``gpipe``: 1F1B runs the same passes in no more time and keeps less; ``zb`` without a limit is
+  ``zb-1p``;
+* ``vocabulary="stage"``: its cut is one of those that ``"redistributed"`` chooses from; ``"naive"`` has one barrier
+  more than ``"vocab-1"``;
+* ``pipedream``, 8-bit activations, PowerSGD, float8: they compute something else.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from autopar.cluster import Cluster
+from autopar.errors import ArgumentError
+from autopar.graph import Model, info, operands
+from autopar.mesh import Mesh
+from autopar.options import OFFLOADABLE
+from autopar.planner.modes import MODES
+from autopar.planner.spreading import sequence_lengths
+from autopar.rules import lookup
+from autopar.rules.attention import heads
+from autopar.rules.base import Op
+from autopar.schedules.registry import SCHEDULES
+from autopar.search.pins import Pins
+from autopar.search.profiles import Key
+
+BEATEN: Final = ("naive", "gpipe", "zb", "pipedream", "interlaced")
+"""Schedules that aren't tried by themselves; interlaced is, with the vocabulary that it is for."""
+
+_SPLIT_HEADS: Final = ("vocab-1", "vocab-2")
+_HEAD_CHUNKS: Final = (1, 8)
+_MOST_CHUNKS: Final = 8
+"""Stages per rank that are tried: each halves the bubble that is left, and doubles the messages."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What has to divide: the global batch, positions, heads and experts; and how many units stages are cut between.
+
+    A model without sequences has no ``lengths``; ``heads`` and ``experts`` are of all layers that have any.
+    """
+
+    batch: int
+    units: int
+    lengths: tuple[int, ...]
+    heads: tuple[int, ...]
+    experts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, model: Model, units: int) -> Sizes:
+        ops = [node for block in model.blocks for node in block.ops]
+        counts = [count for node in ops for count in heads(Op.of(node)) or ()]
+        return cls(
+            batch=model.batch_size,
+            units=units,
+            lengths=tuple(sequence_lengths(model)) if any(i.seq_dim is not None for i in model.inputs) else (),
+            heads=tuple(sorted(set(counts))),
+            experts=tuple(sorted(set(_experts(model)))),
+        )
+
+
+def _experts(model: Model) -> Iterator[int]:
+    """How many experts each layer has, by the weights that its products take."""
+    for node in (node for block in model.blocks for node in block.ops):
+        for position in lookup(str(Op.of(node).name)).expert_operands(Op.of(node)):
+            operand = operands(node)[position]
+            if info(operand).role == "parameter":
+                yield info(operand).meta.shape[0]
+
+
+class Region(NamedTuple):
+    """Degrees, and how a batch is cut: ``microbatches`` of ``rows`` on each of ``mesh.replicas``."""
+
+    mesh: Mesh
+    rows: int
+    microbatches: int
+
+    @property
+    def key(self) -> Key:
+        mesh = self.mesh
+        return Key(self.rows, mesh.ep, mesh.cp, mesh.tp, mesh.borrowed)
+
+
+class Point(NamedTuple):
+    """A region, and everything else that is searched."""
+
+    region: Region
+    schedule: str
+    chunks: int | None
+    vocabulary: str
+    zero: int
+    zero_ranks: int
+    offload: tuple[str, ...]
+    head_chunks: int
+
+    @property
+    def key(self) -> Key:
+        split = bool(MODES[self.vocabulary].head)
+        return self.region.key._replace(head=self.region.mesh.pp if split else 0, chunks=self.head_chunks)
+
+
+def regions(sizes: Sizes, pins: Pins) -> list[Region]:
+    """All that the sizes allow, in a fixed order."""
+    found = []
+    for mesh in meshes(sizes, pins):
+        if sizes.batch % mesh.replicas == 0:
+            found += [Region(mesh, rows, count) for rows, count in _cuts(sizes.batch // mesh.replicas, pins)]
+    return found
+
+
+def _cuts(rows: int, pins: Pins) -> Iterator[tuple[int, int]]:
+    """``(rows of a microbatch, microbatches)`` that make up ``rows``."""
+    for size in _divisors(rows):
+        if pins.microbatch in (None, size) and pins.microbatches in (None, rows // size):
+            yield size, rows // size
+
+
+def meshes(sizes: Sizes, pins: Pins) -> list[Mesh]:
+    if pins.mesh_is_whole:
+        return [pins.fixed_mesh]
+    found: dict[Mesh, None] = {}
+    for pp, cp, tp in itertools.product(*(_degrees(axis, sizes, pins) for axis in ("pp", "cp", "tp"))):
+        dp, left = divmod(pins.gpus, pp * cp * tp)
+        if left or pins.mesh.get("dp", dp) != dp:
+            continue
+        for experts in _expert_degrees(sizes, pins, dp * cp * tp):
+            mesh = _mesh({"pp": pp, "dp": dp, "cp": cp, "tp": tp, **experts}, pins.gpus)
+            if mesh is not None:
+                found[mesh] = None
+    return list(found)
+
+
+def _mesh(degrees: Mapping[str, int], gpus: int) -> Mesh | None:
+    try:
+        return Mesh.of(degrees, gpus)
+    except ArgumentError:  # ep can't be borrowed from these
+        return None
+
+
+def _degrees(axis: str, sizes: Sizes, pins: Pins) -> list[int]:
+    if axis in pins.mesh:
+        return [pins.mesh[axis]]
+    return [size for size in _divisors(pins.gpus) if _divides(axis, size, sizes)]
+
+
+def _divides(axis: str, size: int, sizes: Sizes) -> bool:
+    if axis == "pp":
+        return size <= sizes.units
+    if axis == "cp":
+        return size == 1 or (bool(sizes.lengths) and all(length % size == 0 for length in sizes.lengths))
+    return all(count % size == 0 for count in sizes.heads)
+
+
+def _expert_degrees(sizes: Sizes, pins: Pins, ranks: int) -> Iterator[dict[str, int]]:
+    """``ep``, and whether one expert is split over tp, where that makes a difference."""
+    if "ep" in pins.mesh:
+        yield {name: pins.mesh[name] for name in ("ep", "etp") if name in pins.mesh}
+        return
+    yield {}
+    for ep in _divisors(ranks)[1:] if sizes.experts else ():
+        if all(count % ep == 0 for count in sizes.experts):
+            yield {"ep": ep}
+            yield {"ep": ep, "etp": 1}
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def schedules(region: Region, sizes: Sizes, pins: Pins, heads_: Sequence[str]) -> Iterator[tuple[str, int | None, str]]:
+    """``(schedule, chunks, vocabulary)`` of a region; ``heads_`` are the split heads that the model has."""
+    pp, microbatches = region.mesh.pp, region.microbatches
+    if pp == 1:
+        name = pins.schedule or "1f1b"
+        yield name, pins.chunks, pins.vocabulary or "redistributed"
+        return
+    names = [pins.schedule] if pins.schedule else [name for name in SCHEDULES if name not in BEATEN]
+    for name in names:
+        row = SCHEDULES.get(name)
+        if row is not None and microbatches < row.least_per_rank * pp:
+            continue
+        for chunks in _chunks(name, pp, sizes, pins):
+            for vocabulary in _vocabularies(name, pins, heads_):
+                yield name, chunks, vocabulary
+    interlaces = pins.schedule is None and pins.chunks in (None, 1) and pins.vocabulary is None
+    if interlaces and "vocab-1" in heads_:
+        yield "1f1b", pins.chunks, "interlaced"
+
+
+def _chunks(name: str, pp: int, sizes: Sizes, pins: Pins) -> list[int | None]:
+    row = SCHEDULES.get(name)
+    if pins.chunks is not None:
+        fixed = row is not None and row.chunks not in (0, pins.chunks)
+        return [] if fixed and pins.schedule is None else [pins.chunks]
+    if row is None:
+        return [None]
+    if row.chunks:
+        return [None] if row.chunks * pp <= sizes.units or pins.schedule else []
+    most = min(_MOST_CHUNKS, sizes.units // pp)
+    return [*range(2, most + 1)] or ([None] if pins.schedule else [])
+
+
+def _vocabularies(name: str, pins: Pins, heads_: Sequence[str]) -> list[str]:
+    if pins.vocabulary is not None:
+        alone = MODES[pins.vocabulary].schedule if pins.vocabulary in MODES else ""
+        return [] if alone and pins.schedule is None and name != "1f1b" else [pins.vocabulary]
+    row = SCHEDULES.get(name)
+    having = row.heads if row is not None else ("", *heads_)
+    split: list[str] = [head for head in _SPLIT_HEADS if head in having and head in heads_]
+    return ["redistributed", *split] if "" in having else split
+
+
+def storages(region: Region, cluster: Cluster, pins: Pins) -> Iterator[tuple[int, int]]:
+    """``(zero, zero_ranks)``: over all ranks that have the same parameters, or over those of one node."""
+    mesh, options = region.mesh, pins.options
+    copies = mesh.zero_shards(0)
+    stages = [options.zero] if pins.fixes("zero") else [0, 1, 2, 3] if copies > 1 else [0]
+    inner = cluster.devices_per_node // mesh.tp
+    for zero in stages:
+        yield zero, options.zero_ranks
+        within = 1 < inner < copies and copies % inner == 0
+        if zero and within and not pins.fixes("zero_ranks") and not options.zero_ranks:
+            yield zero, inner
+
+
+def savers(cluster: Cluster, pins: Pins, vocabulary: str, zero: int) -> Iterator[tuple[tuple[str, ...], int]]:
+    """``(offload, head_chunks)``, first neither: the others save memory and take time."""
+    options = pins.options
+    kinds: list[tuple[str, ...]] = [options.offload]
+    if not pins.fixes("offload") and cluster.device.host_memory_bytes:
+        kinds += [each for n in range(1, len(OFFLOADABLE) + 1) for each in itertools.combinations(OFFLOADABLE, n)]
+    chunks = [options.head_chunks] if pins.fixes("head_chunks") else list(_HEAD_CHUNKS)
+    yield from itertools.product(kinds, chunks)

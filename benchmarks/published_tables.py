@@ -1,0 +1,242 @@
+"""The measurement files as tables of runs: what each row pins, what it leaves open, and rows that are left out.
+
+Where a table says nothing of a choice that costs time, it is made here once for all of its rows, and said.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from published_gpt import GptSizes
+from published_llama import LlamaSizes
+from published_runs import Run
+
+Row = Mapping[str, str]
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Table:
+    """A file's rows: ``runs``, and how many are left out for which reason."""
+
+    title: str
+    file: str
+    runs: Sequence[Run]
+    left_out: Mapping[str, int] = field(default_factory=dict)
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    """Rows of a table; lines that begin with # say where it comes from."""
+    with path.open(encoding="utf-8") as lines:
+        return list(csv.DictReader(line for line in lines if not line.startswith("#")))
+
+
+def tables(folder: Path) -> list[Table]:
+    """All of whole steps."""
+    return [make(file, read(folder / file)) for file, make in _TABLES]
+
+
+def gpt_sizes(row: Row, **more: Any) -> GptSizes:
+    names = {"layers": "layers", "width": "hidden", "heads": "heads", "vocabulary": "vocab", "sequence": "seq"}
+    return GptSizes(**{name: int(row[key]) for name, key in names.items()}, **more)
+
+
+def megatron_flops(sizes: GptSizes, batch: int, passes: int) -> float:
+    """As Megatron counts: attention without causality; ``passes`` 3, or 4 with recomputation (arXiv 2104.04473)."""
+    h, layers, s, v = sizes.width, sizes.layers, sizes.sequence, sizes.vocabulary
+    head = 3 if passes == 4 else passes
+    return batch * s * layers * h**2 * (24 * passes * (1 + s / (6 * h)) + 2 * head * v / (layers * h))
+
+
+def interleaved(layers: int, pp: int) -> dict[str, Any]:
+    """Of a run that interleaves and doesn't say how: as many stages per rank as divide its layers, up to 4."""
+    chunks = max(n for n in range(1, 5) if layers // pp % n == 0) if pp > 1 else 1
+    return {"schedule": "interleaved", "chunks": chunks} if chunks > 1 else {}
+
+
+def ptdp(file: str, rows: Sequence[Row]) -> Table:
+    """Microbatches of 1, 2 or 4 rows, as is fastest and fits."""
+    runs = []
+    for row in rows:
+        sizes = gpt_sizes(row, fused=False, dropout=0.1)
+        pp, tp, dp, gpus, batch = (int(row[key]) for key in ("pp", "tp", "dp_derived", "gpus", "global_batch"))
+        rate = float(row["tflops_per_gpu"]) * 1e12 * gpus
+        more = {"options": {"recompute": "full"}, "others": (2, 4), **interleaved(sizes.layers, pp)}
+        degrees = {"pp": pp, "dp": dp, "tp": tp}
+        seconds = megatron_flops(sizes, batch, 4) / rate
+        runs.append(Run(f"{row['params_B']}B", "a100", sizes, degrees, 1, batch, seconds, **more))
+    return Table("PTD-P, weak scaling (A100)", file, runs)
+
+
+_GPT3: Final = {"174.6": (96, 12288, 96), "529.6": (105, 20480, 128)}
+"""Layers, width and heads of the two models of the paper's table 2, from its table 1 and section 5.2."""
+
+
+def schemes(file: str, rows: Sequence[Row], scheme: str, title: str) -> Table:
+    """1F1B without interleaving, tp 8 in a node; or ZeRO-3 alone."""
+    runs = []
+    for row in (row for row in rows if row["scheme"] == scheme):
+        layers, width, heads = _GPT3[row["params_B"]]
+        sizes = GptSizes(layers, width, heads, 51200, 2048, fused=False, dropout=0.1)
+        names = ("gpus", "global_batch", "microbatch", "model_parallel_size")
+        gpus, batch, microbatch, parallel = (int(row[key]) for key in names)
+        seconds = megatron_flops(sizes, batch, 4) / (float(row["tflops_per_gpu"]) * 1e12 * gpus)
+        sharded = parallel == 1
+        degrees = {"dp": gpus} if sharded else {"pp": parallel // 8, "dp": gpus // parallel, "tp": 8}
+        options = {"recompute": "full", **({"zero": 3} if sharded else {})}
+        name = f"{row['scheme']} {row['params_B']}B on {gpus}"
+        runs.append(Run(name, "a100", sizes, degrees, microbatch, batch, seconds, options=options))
+    return Table(title, file, runs)
+
+
+def h100(file: str, rows: Sequence[Row]) -> Table:
+    """Microbatches as is fastest and fits; the distributed optimizer (else 32B doesn't fit), nothing recomputed."""
+    runs = []
+    for row in rows:
+        sizes = gpt_sizes(row)
+        pp, tp, dp, gpus, batch = (int(row[key]) for key in ("pp", "tp", "dp", "gpus", "global_batch"))
+        seconds = megatron_flops(sizes, batch, 3) / (float(row["tflops_per_gpu"]) * 1e12 * gpus)
+        more = {"options": {"zero": 1}, "others": (2, 4), **interleaved(sizes.layers, pp)}
+        degrees = {"pp": pp, "dp": dp, "tp": tp}
+        runs.append(Run(row["model"], "h100", sizes, degrees, 1, batch, seconds, **more))
+    return Table("Megatron-Core, weak scaling (H100)", file, runs)
+
+
+_ZERO_BUBBLE: Final = {"ZB-2p": "zb-h2", "ZB-1p": "zb-h1", "1F1B": "1f1b", "1F1B-I": "interleaved"}
+
+
+def zero_bubble(file: str, rows: Sequence[Row]) -> Table:
+    """GPT-2's vocabulary; the paper's schedules by its automatic scheduler stand for its handcrafted H1 and H2."""
+    runs, out = [], Counter[str]()
+    seen = set()
+    for row in rows:
+        name = f"{row['model']} p{row['pp']} b{row['microbatch']} m{row['num_microbatches']} {row['schedule']}"
+        reason = _zero_bubble_reason(row, name, seen)
+        if reason:
+            out[reason] += 1
+            continue
+        seen.add(name)
+        sizes = gpt_sizes({**row, "vocab": "50304"}, fused=False, dropout=0.1, tied=False)
+        pp, microbatch, count = (int(row[key]) for key in ("pp", "microbatch", "num_microbatches"))
+        seconds = microbatch * count / (float(row["samples_per_gpu_s"]) * pp)
+        chunks = (sizes.layers + 2) // pp if row["schedule"] == "1F1B-I" else None
+        peak = float(row["memory_gb"]) * GIB if row["memory_gb"] else None
+        more: dict[str, Any] = {"schedule": _ZERO_BUBBLE[row["schedule"]], "chunks": chunks, "peak_bytes": peak}
+        runs.append(Run(name, "a100", sizes, {"pp": pp}, microbatch, microbatch * count, seconds, **more))
+    return Table("Zero bubble pipelines (A100)", file, runs, out)
+
+
+def _zero_bubble_reason(row: Row, name: str, seen: set[str]) -> str:
+    if not row["samples_per_gpu_s"]:
+        return "no measured throughput"
+    if not row["layers"]:
+        return "layers not given"
+    if row["schedule"] not in _ZERO_BUBBLE:
+        return f"schedule {row['schedule']} on V-shaped or halved stages, not described"
+    return "the same run as in another table of the paper" if name in seen else ""
+
+
+_VOCABULARY: Final = {
+    "baseline": "stage",
+    "redis": "redistributed",
+    "vocab-1": "vocab-1",
+    "vocab-2": "vocab-2",
+    "interlaced": "interlaced",
+}
+
+
+def vocabulary(file: str, rows: Sequence[Row], kind: str) -> Table:
+    """``redis`` is cut by our partition, which balances memory too: its peak isn't compared."""
+    runs, out = [], Counter[str]()
+    for row in (row for row in rows if row["schedule"] == kind):
+        if row["status"] != "ok":
+            out["out of memory"] += 1
+            continue
+        sizes = gpt_sizes(row, dropout=0.1, tied=False)
+        key = f"iter_time_ms_implied_peak{320 if kind == '1F1B' else 312}"
+        more: dict[str, Any] = {"schedule": "1f1b" if kind == "1F1B" else "v-half"}
+        if row["method"] != "redis":
+            more["peak_bytes"] = float(row["peak_mem_gb"]) * GIB
+        name = f"p{row['pp']} s{row['seq']} V{int(row['vocab']) // 1000}k {row['method']}"
+        batch, seconds = int(row["global_batch"]), float(row[key]) * 1e-3
+        mode = _VOCABULARY[row["method"]]
+        runs.append(Run(name, "a100", sizes, {"pp": int(row["pp"])}, 1, batch, seconds, vocabulary=mode, **more))
+    return Table(f"Vocabulary parallelism, {kind} (A100)", file, runs, out)
+
+
+_LLAMAS: Final = {
+    "Llama2-13B": LlamaSizes(40, 5120, 40, 40, 13824, 32000, 4096),
+    "Llama2-70B": LlamaSizes(80, 8192, 64, 8, 28672, 32000, 4096),
+    "Llama3-8B": LlamaSizes(32, 4096, 32, 8, 14336, 128256, 8192),
+    "Llama3-70B": LlamaSizes(80, 8192, 64, 8, 28672, 128256, 8192),
+}
+_CHECKPOINTS: Final = {"none": "none", "full": "full"}
+
+
+def titan(file: str, rows: Sequence[Row]) -> Table:
+    runs, out = [], Counter[str]()
+    for row in rows:
+        if row["model"] not in _LLAMAS:
+            out["sequence not given"] += 1
+        elif row["activation_ckpt"] not in _CHECKPOINTS:
+            out["every other layer or product recomputed: no mode of ours"] += 1
+        elif not row["wps"]:
+            out["out of memory"] += 1
+        else:
+            sizes, rows_each, gpus = _LLAMAS[row["model"]], int(row["local_batch"]), int(row["gpus"])
+            seconds = rows_each * sizes.sequence / float(row["wps"])
+            options = {"zero": 3, "recompute": _CHECKPOINTS[row["activation_ckpt"]]}
+            name, batch = f"{row['model']} {row['activation_ckpt']} b{rows_each}", rows_each * gpus
+            runs.append(Run(name, "a100", sizes, {"dp": gpus}, rows_each, batch, seconds, options=options))
+    return Table("torchtitan, FSDP (A100)", file, runs, out)
+
+
+def controllable(file: str, rows: Sequence[Row]) -> Table:
+    """MFU as Megatron counts FLOPs, of 312 TFLOP/s."""
+    runs, out = [], Counter[str]()
+    for row in rows:
+        if not (row["dp"] and row["seq"] and row["batch"]):
+            out["degrees, sequence or batch not given"] += 1
+            continue
+        sizes = gpt_sizes({**row, "vocab": "50304"}, dropout=0.1, tied=False)
+        degrees = {axis: int(row[axis]) for axis in ("pp", "dp", "tp")}
+        batch, microbatch = int(row["batch"]), int(row["microbatch"])
+        rate = float(row["mfu_pct"]) / 100 * 312e12 * int(row["gpus"])
+        seconds = megatron_flops(sizes, batch, 3) / rate
+        name = f"{row['model']} {row['method']}"
+        runs.append(Run(name, "a100", sizes, degrees, microbatch, batch, seconds))
+    return Table("Controllable memory (A100)", file, runs, out)
+
+
+def ptdp_strong(file: str, rows: Sequence[Row]) -> Table:
+    return schemes(file, rows, "PTD-P", "PTD-P, strong scaling (A100)")
+
+
+def zero3(file: str, rows: Sequence[Row]) -> Table:
+    return schemes(file, rows, "ZeRO-3", "ZeRO-3, strong scaling (A100)")
+
+
+def vocabulary_1f1b(file: str, rows: Sequence[Row]) -> Table:
+    return vocabulary(file, rows, "1F1B")
+
+
+def vocabulary_v_half(file: str, rows: Sequence[Row]) -> Table:
+    return vocabulary(file, rows, "V-Half")
+
+
+_TABLES: Final[Sequence[tuple[str, Callable[[str, Sequence[Row]], Table]]]] = (
+    ("ptdp_sc21_table1.csv", ptdp),
+    ("ptdp_sc21_table2_zero3.csv", ptdp_strong),
+    ("ptdp_sc21_table2_zero3.csv", zero3),
+    ("megatron_core_h100_weak_scaling.csv", h100),
+    ("zero_bubble_iclr24.csv", zero_bubble),
+    ("vocab_parallel_paper_tables5_6.csv", vocabulary_1f1b),
+    ("vocab_parallel_paper_tables5_6.csv", vocabulary_v_half),
+    ("torchtitan_performance_md_2024.csv", titan),
+    ("controllable_memory_v_schedules.csv", controllable),
+)

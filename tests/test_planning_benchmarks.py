@@ -1,0 +1,83 @@
+"""What the benchmarks of the planner measure and say, on models small enough to plan at once."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import pkgutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from autopar.errors import BudgetError
+from autopar.plan import CostPart
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def planning() -> ModuleType:
+    return benchmark("planning")
+
+
+@pytest.fixture(scope="module")
+def choice() -> ModuleType:
+    return benchmark("choice")
+
+
+def benchmark(name: str) -> ModuleType:
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.pop(0)
+
+
+def test_parts_inside_of_parts_count_once(planning: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock: Iterator[float] = iter([0.0, 1.0, 4.0, 5.0, 7.0, 10.0])
+    monkeypatch.setattr(planning.time, "process_time", lambda: next(clock))
+    watch = planning.Stopwatch()
+    with watch.part("all"):
+        with watch.part("first"):
+            pass
+        with watch.part("second"):
+            pass
+    assert dict(watch.seconds) == {"first": 3.0, "second": 2.0, "all": 5.0}
+
+
+def test_the_parts_are_functions_that_compile_calls(planning: ModuleType) -> None:
+    for path in (path for paths in planning.PARTS.values() for path in paths):
+        assert callable(pkgutil.resolve_name(path)), path
+
+
+def test_refusals_cross_processes() -> None:
+    """Each model is planned in a process of its own."""
+    refused = pickle.loads(pickle.dumps(BudgetError("nothing fits", 7)))
+    assert (str(refused), refused.needed_bytes) == ("nothing fits", 7)
+
+
+def fake_plan(step: float, **parts: float) -> Any:
+    named = [CostPart(name=name, exposed_seconds=seconds) for name, seconds in parts.items()]
+    return SimpleNamespace(step_seconds=step, cost=SimpleNamespace(parts=named))
+
+
+def test_why_names_the_largest_differences_first(choice: ModuleType) -> None:
+    experts = fake_plan(10.0, forward=4.0, recomputation=3.0, bubble=1.0, optimizer=0.01)
+    chosen = fake_plan(8.0, forward=4.0, bubble=2.0, optimizer=0.02)
+    assert choice.why(chosen, experts) == "recomputation 3.00 s less, bubble 1.00 s more"
+    assert choice.why(chosen, chosen) == "the same but for details"
+
+
+def test_cases_are_the_published_rows(choice: ModuleType) -> None:
+    found = list(choice.cases())
+    assert len(found) == 20
+    for case in found:
+        mesh = case.pins["mesh"]
+        assert mesh["pp"] * mesh["dp"] * mesh["tp"] == case.gpus
+        assert case.batch % mesh["dp"] == 0
+    assert found[-1].gpus == 16384
+    assert found[-1].measured_seconds == pytest.approx(6.5, rel=0.02), "16M tokens, 400 TFLOP/s of each GPU"
