@@ -56,6 +56,9 @@ from autopar.storages import BUFFERS, KINDS
 from autopar.verification import Verification, verify_job
 from autopar.write import write_directory
 
+# Where weights come from, the optimizer, its scheduler, the clipping norm and the seed.
+Training = tuple[Source, Maker, SchedulerMaker | None, float | None, int]
+
 
 @dataclass(frozen=True)
 class SimulationResult:
@@ -107,28 +110,29 @@ def compile(
     expert_load: str | Path | Mapping[str, Sequence[float]] | None = None,
     seed: int = 0,
     progress: Progress | None = None,
+    fronts: bool = False,
     **options: Unpack[Given],
 ) -> ParallelModel:
-    """Compile ``model`` for ``gpus`` ranks. The model is never modified.
+    """Compile ``model`` for ``gpus`` ranks; the model is never modified.
 
-    Whatever isn't given of ``mesh``, ``microbatch(es)``, ``schedule``, ``chunks``, ``vocabulary`` and of the options
+    What isn't given of ``mesh``, ``microbatch(es)``, ``schedule``, ``chunks``, ``vocabulary`` and of the options
     ``zero``, ``zero_ranks``, ``offload`` and ``head_chunks`` is searched for: the shortest step that fits.
 
     ``sample`` is what the one-device model is called with (a tensor, tuple or mapping; the global batch). The loss is
     the model's own (a scalar, ``.loss``, ``["loss"]`` or the first output) or ``loss(output, batch)``. ``optimizer`` is
     a torch optimizer over the model's parameters, or a function that makes one from
     :class:`autopar.runtime.optimizers.Parameters`, or several of those; ``scheduler`` makes a learning rate scheduler
-    from it, stepped when it is. ``mesh`` pins degrees, some (``{"tp": 8}``) or all (``{"pp": 2, "dp": 2, "tp": 2}``:
-    sizes that multiply to ``gpus``); ``cp`` splits sequences, and ``ep`` says over how many of these ranks experts are
-    split. ``microbatches`` per step, or
-    ``microbatch`` rows in each on a rank. ``schedule`` is the name of a pipeline schedule
-    (:data:`autopar.schedules.SCHEDULES`; ``"synthesized"``: the best order for this model and cluster), ``chunks`` how
-    many stages a pipeline rank holds, ``vocabulary`` how embedding and head are computed
-    (:data:`autopar.planner.modes.MODES`). ``plan`` takes the decisions of an earlier plan. ``clip_norm`` clips the
-    global gradient norm. ``batch_dim`` is the dim of batch tensors that ``dp`` and microbatches split, ``seq_dim`` the
-    one that ``cp`` splits. ``expert_load`` is what experts had to do (:attr:`SimulationResult.expert_load`, or a file):
-    hot ones are stored apart. ``options`` are fields of :class:`autopar.Options`. ``progress`` is told how the search
-    goes. Under ``torchrun``, rank 0 plans. Raises BudgetError with what would fit where nothing does; CaptureError, BatchError, ShardingError, StageError, PlanError, ArgumentError.
+    from it, stepped when it is. ``mesh`` pins degrees, some (``{"tp": 8}``) or all (sizes that multiply to ``gpus``);
+    ``cp`` splits sequences, ``ep`` is over how many of these ranks experts are split. ``microbatches`` per step, or
+    ``microbatch`` rows in each on a rank. ``schedule``: a name of :data:`autopar.schedules.SCHEDULES`
+    (``"synthesized"``: the best order for this model and cluster); ``chunks``: stages per pipeline rank;
+    ``vocabulary``: where embedding and head are computed (:data:`autopar.planner.modes.MODES`). ``plan`` takes the
+    decisions of an earlier plan. ``clip_norm`` clips the global gradient norm. ``dp`` and microbatches split
+    ``batch_dim`` of batch tensors, ``cp`` their ``seq_dim``. ``expert_load`` is what experts had to do
+    (:attr:`SimulationResult.expert_load`, or a file): hot ones are stored apart. ``options``: fields of
+    :class:`autopar.Options`. ``progress`` is told how the search goes; ``fronts`` searches with less memory and other
+    numbers of GPUs, too (:attr:`Plan.search`). Under ``torchrun``, rank 0 plans. Raises BudgetError with what would fit
+    where nothing does; CaptureError, BatchError, ShardingError, StageError, PlanError, ArgumentError.
     """
     sizes, target = _mesh(mesh, plan, gpus), _cluster(cluster, plan)
     chosen = _precise(_options(options, plan), model, target, fixed=plan is not None or "precision" in options)
@@ -138,7 +142,11 @@ def compile(
     given = (_source(model, prepared.constants, seed), maker(optimizer, model), scheduler, clip_norm, seed)
     measured = partial(_measured, partial(_job_of, given), Known())
     watch = partial(tell, progress) if progress is not None else None
-    built = _built(prepared, pins, target, plan, read_load(expert_load or {}), measured, watch)
+    built = _built(prepared, pins, target, plan, read_load(expert_load or {}), measured, watch, fronts=fronts)
+    return _compiled(model, loss, prepared, given, built)
+
+
+def _compiled(model: nn.Module, loss: Loss | None, prepared: Prepared, given: Training, built: Built) -> ParallelModel:
     programs = Programs.of(built)
     return ParallelModel(
         model=model,
@@ -152,7 +160,7 @@ def compile(
     )
 
 
-def _job_of(given: tuple[Source, Maker, SchedulerMaker | None, float | None, int], built: Built) -> Job:
+def _job_of(given: Training, built: Built) -> Job:
     return Programs.of(built).job(built, *given)
 
 
@@ -490,14 +498,16 @@ def _built(
     expert_load: Mapping[str, Sequence[float]],
     measured: Callable[[Built], Built],
     watch: Watcher | None,
+    *,
+    fronts: bool,
 ) -> Built:
     """Under torchrun rank 0 plans; the others wait for its plan and take its decisions: all run the same program."""
     if plan is not None:
         return _as_planned(prepared, plan, cluster, expert_load)
     if not _launched():
-        return choose(prepared, pins, cluster, expert_load, measured, watch)
+        return choose(prepared, pins, cluster, expert_load, measured, watch, fronts=fronts)
     if join_world()[0] == 0:
-        built = choose(prepared, pins, cluster, expert_load, measured, watch)
+        built = choose(prepared, pins, cluster, expert_load, measured, watch, fronts=fronts)
         text_of_rank_zero(built.plan.to_json())
         return built
     return _as_planned(prepared, Plan.from_json(text_of_rank_zero("")), cluster, expert_load)

@@ -84,12 +84,16 @@ def plan_command(
     trace: Trace = None,
     measured: Annotated[Path | None, typer.Option(help="compare with what train --profile wrote here")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="print everything, as autopar show does")] = False,
+    fronts: Annotated[
+        bool, typer.Option("--fronts", help="search with less memory and other numbers of GPUs, too")
+    ] = False,
     json_: Json = False,
 ) -> None:
-    """Plan a job; the model stays on the meta device unless the job is written. --json prints the plan."""
+    """Plan a job: what isn't pinned is searched for. The model stays on the meta device unless the job is written;
+    --json prints the plan."""
     named = options.resolved(meta=True)
     with live_progress(Console(stderr=True, quiet=json_)) as progress:
-        job = options.job(named, gpus, progress)
+        job = options.job(named, gpus, progress, fronts=fronts)
     if out is not None:
         _write_atomically(out, job.plan.to_json())
     if write is not None:

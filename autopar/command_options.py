@@ -12,6 +12,7 @@ from typing import Annotated, Any, cast, get_type_hints
 import typer
 
 from autopar.api import ParallelModel, compile
+from autopar.cluster import presets
 from autopar.errors import ArgumentError
 from autopar.model_names import Named, resolve
 from autopar.options import Given
@@ -24,15 +25,17 @@ class JobOptions:
     """What :func:`autopar.compile` is called with, as the command line gives it."""
 
     model: Annotated[str, typer.Argument(help="hf:path/to/config.json or package.module:factory")]
-    mesh: Annotated[str, typer.Option(help="degrees, e.g. pp=2,dp=2,tp=2 (default: all dp)")] = ""
-    microbatches: Annotated[int | None, typer.Option(help="microbatches per step (default: up to 4 per stage)")] = None
+    mesh: Annotated[str, typer.Option(help="degrees, all (pp=2,dp=2,tp=2) or some (tp=8) (default: searched)")] = ""
+    microbatches: Annotated[int | None, typer.Option(help="microbatches per step (default: searched)")] = None
     microbatch: Annotated[int | None, typer.Option(help="rows of a microbatch on one rank, instead")] = None
-    cluster: Annotated[str | None, typer.Option(help="h100, a100, cpu, or a TOML file")] = None
-    schedule: Annotated[str, typer.Option(help="1f1b, v-half, …, synthesized (autopar timeline --list)")] = "1f1b"
-    chunks: Annotated[int | None, typer.Option(help="stages per pipeline rank, where the schedule is free")] = None
-    vocabulary: Annotated[str, typer.Option(help="stage, redistributed, naive, vocab-1, vocab-2 or interlaced")] = (
-        "redistributed"
-    )
+    cluster: Annotated[str | None, typer.Option(help=f"{', '.join(presets())}, or a TOML file")] = None
+    schedule: Annotated[
+        str | None, typer.Option(help="1f1b, v-half, …, synthesized (autopar timeline --list) (default: searched)")
+    ] = None
+    chunks: Annotated[int | None, typer.Option(help="stages per pipeline rank (default: searched)")] = None
+    vocabulary: Annotated[
+        str | None, typer.Option(help="stage, redistributed, naive, vocab-1, vocab-2 or interlaced (default: searched)")
+    ] = None
     batch: Annotated[int, typer.Option(help="global batch of an hf: model")] = 8
     sequence: Annotated[int, typer.Option(help="sequence length of an hf: model")] = 32
     dtype: Annotated[str, typer.Option(help="dtype of an hf: model")] = "float32"
@@ -41,14 +44,20 @@ class JobOptions:
     float8: Annotated[bool, typer.Option("--float8", help="products with weights in float8 (lossy)")] = False
     reduce_dtype: Annotated[str | None, typer.Option(help="dtype of gradients between ranks")] = None
     state_dtype: Annotated[str | None, typer.Option(help="dtype of the optimizer's moments")] = None
-    zero: Annotated[int | None, typer.Option(help="ZeRO stage on dp: 1, 2 or 3")] = None
-    zero_ranks: Annotated[int | None, typer.Option(help="dp ranks that share one copy (default: all)")] = None
+    zero: Annotated[int | None, typer.Option(help="ZeRO stage on dp: 0 to 3 (default: searched)")] = None
+    zero_ranks: Annotated[int | None, typer.Option(help="dp ranks that share one copy, 0: all (default: searched)")] = (
+        None
+    )
     recompute: Annotated[str | None, typer.Option(help="auto, none, selective or full")] = None
     budget: Annotated[float | None, typer.Option(help="GiB of a rank (default: the device's memory)")] = None
-    offload: Annotated[str, typer.Option(help="optimizer, parameters, activations: any, by commas")] = ""
+    offload: Annotated[
+        str, typer.Option(help="optimizer, parameters, activations (by commas), or none (default: searched)")
+    ] = ""
     powersgd: Annotated[int | None, typer.Option(help="rank of compressed gradient sums (lossy)")] = None
     activations: Annotated[str | None, typer.Option(help="keep them exact, lossless (bits) or 8bit (lossy)")] = None
-    head_chunks: Annotated[int | None, typer.Option(help="chunks of tokens in which logits are computed")] = None
+    head_chunks: Annotated[
+        int | None, typer.Option(help="chunks of tokens in which logits are computed (default: searched)")
+    ] = None
     expert_imbalance: Annotated[float | None, typer.Option(help="times its share that the fullest rank gets")] = None
     expert_bias_rate: Annotated[float | None, typer.Option(help="step of selection biases (DeepSeek-V3)")] = None
     expert_load: Annotated[Path | None, typer.Option(help="loads that --loads wrote: hot experts apart")] = None
@@ -64,7 +73,7 @@ class JobOptions:
         """The model and its sample batch. Raises ArgumentError."""
         return resolve(self.model, batch=self.batch, sequence=self.sequence, dtype=self.dtype, meta=meta)
 
-    def job(self, named: Named, gpus: int, progress: Progress | None = None) -> ParallelModel:
+    def job(self, named: Named, gpus: int, progress: Progress | None = None, *, fronts: bool = False) -> ParallelModel:
         """Compile it for ``gpus`` ranks; raises what :func:`autopar.compile` does."""
         return compile(
             named.model,
@@ -82,15 +91,19 @@ class JobOptions:
             plan=Plan.load(self.plan) if self.plan is not None else None,
             expert_load=self.expert_load,
             progress=progress,
+            fronts=fronts,
             **self._given(),
         )
 
     def _given(self) -> Given:
         """Of :class:`autopar.Options`, what was asked for; ``compile`` checks it."""
         asked = {name: getattr(self, name, None) for name in Given.__annotations__}
-        given: dict[str, Any] = {name: value for name, value in asked.items() if value not in (None, "", False)}
+        given = {
+            name: value for name, value in asked.items() if value is not None and value is not False and value != ""
+        }
         if self.offload:
-            given["offload"] = tuple(part.strip() for part in self.offload.split(","))
+            parts = [part.strip() for part in self.offload.split(",")]
+            given["offload"] = () if parts == ["none"] else tuple(parts)
         if self.budget is not None:
             given["budget_bytes"] = round(self.budget * 2**30)
         if self.placement:

@@ -99,7 +99,8 @@ def megatron(recompute: str, layers: int = 2) -> autopar.Plan:
     with torch.device("meta"):
         model = MegatronGPT(layers=layers, width=6144, heads=64, vocabulary=51200).half().train()
         ids = torch.zeros(4, 2048, dtype=torch.int64)
-    return autopar.plan(model, 8, sample=(ids, ids), mesh={"tp": 8}, cluster="a100", recompute=recompute)
+    pinned: dict[str, Any] = {"mesh": {"tp": 8}, "microbatches": 1, "head_chunks": 1, "offload": (), "zero": 0}
+    return autopar.plan(model, 8, sample=(ids, ids), cluster="a100", recompute=recompute, **pinned)
 
 
 def seconds(plan: autopar.Plan) -> float:
@@ -138,9 +139,9 @@ def measure(sizes: Sizes, rounds: int, steps: int) -> dict[str, Any]:
 
 def trainer(side: str, sizes: Sizes) -> Callable[[dict[str, Tensor]], Tensor]:
     if side.startswith("autopar"):
-        job = autopar.compile(
-            gpt(sizes), 1, sample=gpt_batch(sizes), optimizer=adamw, recompute=side.split()[1], cluster="cpu"
-        )
+        pinned: dict[str, Any] = {"mesh": {"dp": 1}, "microbatches": 1, "head_chunks": 1, "offload": (), "zero": 0}
+        pinned["recompute"] = side.split()[1]
+        job = autopar.compile(gpt(sizes), 1, sample=gpt_batch(sizes), optimizer=adamw, cluster="cpu", **pinned)
         return job.step
     model = gpt(sizes)
     if side == "torch checkpoint":

@@ -1,4 +1,4 @@
-"""What a training step costs beside its timeline: the optimizer, once per step on every rank.
+"""What a training step costs beside the ops of its model: gradients added up over microbatches, and the optimizer.
 
 Forward, backward and communication are in the timeline of the action lists.
 """
@@ -16,8 +16,10 @@ _parameters, _parameter, _gradient, _moment, _bandwidth = sympy.symbols(
     "parameters parameter_itemsize gradient_itemsize moment_itemsize memory_bytes_per_second"
 )
 _sum, _layers, _pass = sympy.symbols("sum_seconds layers pass_seconds")
+_elements, _summed, _copied = sympy.symbols("elements sum_itemsize copy_itemsize")
 
 _COUNT: Final = {"parameters": Quantity("1", "elements of the parameters that the rank updates")}
+_ELEMENTS: Final = {"elements": Quantity("1", "elements of a gradient")}
 _GRADIENT: Final = {"gradient_itemsize": Quantity("B", "of one element of a gradient")}
 _BANDWIDTH: Final = {
     "memory_bytes_per_second": Quantity("B/s", "what large copies reach of the bandwidth of the device's memory")
@@ -45,6 +47,32 @@ CLIP_SECONDS: Final = Formula(
     "memory traffic: gradient read for its norm, then read and written to scale it",
 )
 
+ADD_SECONDS: Final = Formula(
+    "add_seconds",
+    "s",
+    _elements * (_gradient + 2 * _summed) / _bandwidth,
+    {
+        **_ELEMENTS,
+        **_GRADIENT,
+        "sum_itemsize": Quantity("B", "of one element of the sum over microbatches"),
+        **_BANDWIDTH,
+    },
+    "memory traffic: the gradient of one microbatch read, the sum of those before it read and written",
+)
+
+COPY_SECONDS: Final = Formula(
+    "copy_seconds",
+    "s",
+    _elements * (_gradient + _copied) / _bandwidth,
+    {
+        **_ELEMENTS,
+        **_GRADIENT,
+        "copy_itemsize": Quantity("B", "of one element of its copy"),
+        **_BANDWIDTH,
+    },
+    "memory traffic: a gradient read, and written in another place or dtype",
+)
+
 LEFT_SECONDS: Final = Formula(
     "left_seconds",
     "s",
@@ -57,7 +85,17 @@ LEFT_SECONDS: Final = Formula(
     "sums of a layer run beside the backward of those before it; S. Li et al., PyTorch Distributed, VLDB 2020",
 )
 
-FORMULAS: Final = (ADAMW_SECONDS, CLIP_SECONDS, LEFT_SECONDS)
+FORMULAS: Final = (ADAMW_SECONDS, CLIP_SECONDS, ADD_SECONDS, COPY_SECONDS, LEFT_SECONDS)
+
+
+def add_seconds(elements: float, gradient_itemsize: int, sum_itemsize: int, device: Device) -> float:
+    """Seconds that adding a gradient of so many elements to the sum of those of other microbatches takes."""
+    return ADD_SECONDS.number(elements, gradient_itemsize, sum_itemsize, device.achievable_memory_bytes_per_second)
+
+
+def copy_seconds(elements: float, gradient_itemsize: int, copy_itemsize: int, device: Device) -> float:
+    """Seconds of copying a gradient of so many elements on the device."""
+    return COPY_SECONDS.number(elements, gradient_itemsize, copy_itemsize, device.achievable_memory_bytes_per_second)
 
 
 def left_seconds(sum_seconds: float, layers: int, pass_seconds: float) -> float:

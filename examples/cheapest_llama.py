@@ -105,7 +105,7 @@ def answer(found: Sequence[Offer], limit_seconds: float, batch_tokens: int) -> s
 
 
 def table(found: Sequence[Offer], limit_seconds: float, batch_tokens: int) -> Table:
-    shown = Table("GPUs", "step", "MFU", "GPU s a step", "GPU h / 10⁹ tokens", "$ / 10⁹ tokens", "memory", "how")
+    shown = Table("GPUs", "step", "MFU", "GPU s a step", "GPU h / 10⁹ tokens", "$ / 10⁹ tokens", "memory")
     for one in sorted(found, key=lambda one: one.cost):
         plan, hours = one.plan, one.gpu_hours(1e9, batch_tokens)
         shown.add_row(
@@ -116,7 +116,6 @@ def table(found: Sequence[Offer], limit_seconds: float, batch_tokens: int) -> Ta
             f"{hours:.1f}",
             f"{hours * one.dollars_per_hour:,.0f}" if one.dollars_per_hour else "-",
             bytes_text(max(plan.peak_bytes)),
-            how(plan),
             style="" if plan.step_seconds <= limit_seconds else "dim",
         )
     return shown
@@ -149,6 +148,8 @@ def main(
     found = [one for one in every if isinstance(one, Offer)]
     console.print(f"Llama-3-8B, {tokens:,} tokens a step, at most {seconds:g} s:")
     console.print(table(found, seconds, tokens))
+    for offer in found:
+        console.print(f"{offer.plan.mesh.world} x {offer.plan.cluster}: {how(offer.plan)}", highlight=False)
     for one in every:
         if isinstance(one, Refused):
             console.print(f"Not on {one.gpus} x {one.cluster}: {one.why}", highlight=False, markup=False)

@@ -1,6 +1,7 @@
 """Train an unmodified GPT-2 of transformers in parallel on 4 processes of this machine, beside one device.
 
-What you see: the plan, the loss of both side by side, the pipeline, and where the program is that did it.
+Degrees and schedule are pinned, so that there is a pipeline to see on one machine; what isn't pinned is searched for.
+What you see: the loss of both side by side, the plan, the pipeline, and where the program is that did it.
 Run it with ``make demo``; it takes about a minute on two cores.
 """
 
@@ -29,7 +30,7 @@ from autopar.runtime.optimizers import adamw
 from autopar.schedules import render
 
 BATCH, SEQUENCE, BYTES = 8, 64, 256
-MESH = {"pp": 2, "tp": 2}
+MESH, SCHEDULE = {"pp": 2, "tp": 2}, "1f1b"
 CLIP_NORM = 1.0
 
 
@@ -117,7 +118,7 @@ def main() -> None:
     model, data = build_model(), batches(arguments.steps)
     size = sum(p.numel() for p in model.parameters()) / 1e6
     console.rule(f"an unmodified {type(model).__name__}, {size:.1f} M parameters, on pp 2 x tp 2")
-    job = autopar.compile(model, gpus=4, sample=data[0], mesh=MESH, microbatches=4, clip_norm=CLIP_NORM)
+    job = autopar.compile(model, gpus=4, sample=data[0], mesh=MESH, schedule=SCHEDULE, clip_norm=CLIP_NORM)
     directory = job.write(arguments.directory)
     save_file({f"{i}.{k}": v for i, b in enumerate(data) for k, v in b.items()}, directory / "batches.safetensors")
     console.print(f"planned and written in {time.perf_counter() - began:.1f} s\n")
@@ -142,7 +143,8 @@ def main() -> None:
     console.print(render(job.timeline, width=min(console.width, 110)))
     console.rule("a layer of the program that rank 0 runs")
     console.print(Syntax(layer_text(job.source(0)), "python", background_color="default"))
-    console.print(f"everything is in {directory}/: plan.json, stage_0.py, stage_1.py, actions.txt, README.md")
+    programs = ", ".join(sorted(path.name for path in directory.glob("*.py")))
+    console.print(f"everything is in {directory}/: plan.json, {programs}, actions.txt, README.md")
     console.print(f"done in {time.perf_counter() - began:.0f} s")
 
 

@@ -80,7 +80,7 @@ def answer(cases: Sequence[Case]) -> str:
 
 
 def table(cases: Sequence[Case]) -> Table:
-    shown = Table("GPUs", "batch", "step", "tokens/s", "per GPU", "lost", "MFU", "memory", "how")
+    shown = Table("GPUs", "batch", "step", "tokens/s", "per GPU", "lost", "MFU", "memory")
     for case in cases:
         shown.add_row(
             str(case.gpus),
@@ -91,7 +91,6 @@ def table(cases: Sequence[Case]) -> Table:
             "-" if case is cases[0] else percent_text(loss(case, cases[0])),
             percent_text(case.plan.mfu),
             bytes_text(max(case.plan.peak_bytes)),
-            how(case.plan),
         )
     return shown
 
@@ -104,8 +103,14 @@ def main(
 ) -> None:
     """What fewer GPUs cost."""
     console = Console()
-    cases = compared(without_weights(llama_3_8b()), have, wanted, batch, 8192, cluster)
+    try:
+        cases = compared(without_weights(llama_3_8b()), have, wanted, batch, 8192, cluster)
+    except autopar.AutoparError as error:
+        console.print(str(error), highlight=False, markup=False)
+        raise typer.Exit(1) from error
     console.print(table(cases))
+    for case in cases:
+        console.print(f"{case.gpus} GPUs, {case.batch} sequences: {how(case.plan)}", highlight=False)
     console.print(answer(cases), highlight=False)
 
 

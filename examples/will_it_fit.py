@@ -49,7 +49,7 @@ def means(plan: Plan) -> list[str]:
     recomputed = sum(number > 0 for stage in plan.stage_plans for number in stage.recompute)
     if recomputed:
         units = sum(len(stage.units) for stage in plan.stage_plans)
-        found.append(f"{recomputed} of {units} layers partly or wholly recomputed")
+        found.append(f"{recomputed} of {units} parts of the model recomputed, wholly or in part")
     if options.offload:
         found.append(f"{' and '.join(options.offload)} in the host's memory")
     if options.head_chunks > 1:

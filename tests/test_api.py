@@ -119,7 +119,7 @@ def test_written_directory_is_complete_or_absent(job: autopar.ParallelModel, tmp
     ("options", "error", "words"),
     [
         ({"gpus": 0}, ArgumentError, "at least 1"),
-        ({"gpus": 4, "mesh": {"dp": 2}}, ArgumentError, "2 ranks, but gpus=4"),
+        ({"gpus": 4, "mesh": {"dp": 3}}, ArgumentError, "3 ranks, which doesn't divide gpus=4; use gpus=3,"),
         ({"gpus": 4, "mesh": {"dp": 2, "xp": 2}}, ArgumentError, "unknown axes"),
         ({"gpus": 2, "mesh": {"dp": 2}, "microbatches": 3}, ShardingError, r"microbatches may be one of \[1, 2, 4\]"),
         ({"gpus": 8, "mesh": {"pp": 8}}, StageError, "use pp <= 6"),

@@ -76,6 +76,7 @@ def test_it_fits_or_says_why_not() -> None:
     assert fits.answer(refused, 2, "h100").startswith("No, not on 2 x h100: ")
 
 
+@pytest.mark.slow
 def test_what_fewer_gpus_cost(llama: nn.Module) -> None:
     fewer = example("twenty_four_not_32")
     assert fewer.nearest_batch(128, 24) == 120

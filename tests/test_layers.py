@@ -88,10 +88,12 @@ ARROWS: dict[str, set[str]] = {
     "write": BELOW_API,
     "model_names": BELOW_API,
     "report": VALUES | {"cost_models", "schedules", "runtime", "simulate", "storages"},
-    "api": BELOW_API | {"audit", "verification", "write"},
+    "preparation": VALUES | {"capture", "passes"},
+    "search": PLANNING | {"report"},  # of the report, what it says while it searches
+    "api": BELOW_API | {"audit", "preparation", "search", "verification", "write"},
     "autopar": BELOW_API | {"api", "verification"},  # autopar/__init__.py, the public names
     "calibrate": {"errors", "mesh", "cluster", "cost_models", "runtime"},
-    "command_options": {"errors", "options", "plan", "api", "model_names", "report"},
+    "command_options": {"errors", "options", "cluster", "plan", "api", "model_names", "report"},
     "cli": BELOW_API | {"api", "autopar", "calibrate", "command_options"},
     "__main__": {"cli"},
 }

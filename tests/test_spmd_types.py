@@ -18,6 +18,7 @@ import autopar
 from tests import models
 from tests.fast_cluster import FAST
 from tests.moe_models import family
+from tests.pinned import compile_pinned
 from tests.spmd_check import check
 
 pytestmark = [  # both are spmd_types' own
@@ -31,7 +32,6 @@ from torch import nn
 
 from autopar.runtime import I, P, R, S, Input, Parameter, Program, Total
 from autopar.runtime import all_reduce, convert, cross_entropy_sharded, declare, embedding_sharded
-from tests.pinned import compile_pinned
 
 aten = torch.ops.aten
 
@@ -165,8 +165,10 @@ HEAD_CHUNKS = {"nano_gpt in chunks": 3}
 def emitted(name: str) -> str:
     """The text for dp 2 x tp 2, with arithmetic so slow that even these models are worth splitting."""
     h100 = autopar.Cluster.load("h100")
-    device = replace(h100.device, launch_seconds=0.0, ramp_seconds=0.0, flops_per_second={"float32": 7e12})
-    cluster = replace(h100, device=device, intra_node=replace(h100.intra_node, latency_seconds=0.0))
+    rates = dict.fromkeys(h100.device.flops_per_second, 7e12)
+    device = replace(h100.device, launch_seconds=0.0, ramp_seconds=0.0, flops_per_second=rates)
+    link = replace(h100.intra_node, latency_seconds=0.0, call_seconds=0.0)
+    cluster = replace(h100, device=device, intra_node=link)
     case = MODELS[name]()
     job = compile_pinned(
         case.model,

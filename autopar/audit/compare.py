@@ -161,3 +161,5 @@ def _unpriced(seen: SeenCosts) -> Iterator[Unpriced]:
     for rank in range(seen.schedule.ranks):
         if once := seen.once_seconds(rank):
             yield Unpriced(f"totals of the batch and the loss, on pipeline rank {rank}", once)
+        if packed := seen.packed_seconds(rank):
+            yield Unpriced(f"gradients copied to be sent together, on pipeline rank {rank}", packed)

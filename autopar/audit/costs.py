@@ -7,22 +7,24 @@ side; nothing of the planner's own is read.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
 from autopar.audit.flops import is_by_shape
 from autopar.audit.prices import Prices
-from autopar.audit.record import Message, Phase
+from autopar.audit.record import MADE, PACKED, PUT_OFF, SENT, Message, Phase
 from autopar.audit.run import Seen
 from autopar.cost_models import step
 from autopar.rules import lookup
+from autopar.runtime.vocabulary import VOCABULARY
 from autopar.schedules import Costs
 from autopar.schedules.actions import Action, Schedule
 from autopar.schedules.flow import EXCHANGES, VOCABULARY_KINDS
 
 _EMPTY: Final = Phase()
+_COUNTED: Final = (MADE, PUT_OFF, SENT)
 _REDUCTIONS: Final = ("all_reduce", "reduce_scatter")
 
 ASSUMED: Final = frozenset({*VOCABULARY_KINDS, "OFFLOAD", "FETCH"})
@@ -59,10 +61,36 @@ class SeenCosts:
     def backward_seconds(self, stage: int) -> float:
         """Both parts of it, where it is split, and what it computes again."""
         back = self._phase("I" if self.is_split(stage) else "B", stage)
-        return self.prices.backward(self._phase("F", stage)) + self.prices.again(back)
+        ops = self.prices.backward(self._phase("F", stage)) + self.prices.again(back)
+        return ops + self.accumulation_seconds(stage)
 
     def weight_seconds(self, stage: int) -> float:
-        return self.prices.weights(self._phase("F", stage))
+        return self.prices.weights(self._phase("F", stage)) + self.accumulation_seconds(stage, put_off=True)
+
+    def accumulation_seconds(self, stage: int, *, put_off: bool = False) -> float:
+        """Of adding up gradients, per microbatch. Of those seen, all but the first were added to a sum; where gradients
+        are scattered, each was sent."""
+        count = self.schedule.microbatches
+        seconds = self._moved_seconds(self.schedule.placement[stage], stage, (PUT_OFF, SENT) if put_off else _COUNTED)
+        return seconds / count
+
+    def packed_seconds(self, rank: int) -> float:
+        """Of copies of gradients that are made to send them together, and of all of a split vocabulary's."""
+        stages = {**self.seen[rank].gradients}
+        split = self._moved_seconds(rank, VOCABULARY, _COUNTED) if VOCABULARY in stages else 0.0
+        return split + math.fsum(self._moved_seconds(rank, stage, (PACKED,)) for stage in stages)
+
+    def _moved_seconds(self, rank: int, stage: int, places: Collection[str]) -> float:
+        """Of a step: additions were seen once, since two microbatches were; what is sent in each backward, twice."""
+        count, device = self.schedule.microbatches, self.prices.cluster.device
+        seconds = []
+        for (is_added, place, before, after), elements in self.seen[rank].gradients.get(stage, {}).items():
+            if place in places:
+                price = step.add_seconds if is_added else step.copy_seconds
+                each = place in (SENT, PACKED) and self._scatters and count > 1
+                times = count - 1 if is_added else count / 2 if each else 1
+                seconds.append(times * price(elements, before, after, device))
+        return math.fsum(seconds)
 
     def send_forward_seconds(self, stage: int) -> float:
         return self._sent("SEND_F", stage)

@@ -119,7 +119,7 @@ def _work(ran: Ran) -> Work:
         return replace(work, flops=0)
     dtype = str(op.operands[0].dtype).removeprefix("torch.")
     factors = tuple(meta.numel for meta in op.operands if meta.needs_grad)
-    return replace(work, flops=flops, dtype=dtype, made=op.result.numel, factors=factors)
+    return replace(work, flops=flops, dtype=dtype, made=work.made or op.result.numel, factors=factors)
 
 
 def _once(phase: Phase) -> Iterator[Ran]:

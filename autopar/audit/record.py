@@ -9,11 +9,12 @@ What a backward does is told by the autograd node that is running: a node belong
 from __future__ import annotations
 
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType, FunctionType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +36,14 @@ _MEASURED_LATER: Final = frozenset({"all_reduce", "all_gather", "reduce_scatter"
 """What reductions of gradients and gathers of weights are, which are started and not waited for."""
 
 _BACKWARDS: Final = ("B", "I", "W")
+
+_ADDS: Final = ("add_.Tensor", "add.Tensor")
+_COPIES: Final = ("copy_.default", "_to_copy.default")
+"""What sums of gradients are made by, where products don't add to them."""
+
+MADE, PUT_OFF, SENT, PACKED = PLACES = "made", "put off", "sent", "packed"
+"""Gradients move as the backward makes them, as what was put off is made, as they are sent, and only to be sent
+together."""
 
 _COMPOSITE: Final = {"matmul": "aten.matmul.default", "__matmul__": "aten.matmul.default"}
 """Operators that are several kernels: the others are called by the name of theirs."""
@@ -90,6 +99,16 @@ class Ran:
     back_messages: list[Message] = field(default_factory=list)
 
 
+class Moved(NamedTuple):
+    """What happened to elements of gradients beside products: whether one was added to the sum of those before, or
+    copied; where (:data:`PLACES`); bytes of an element before, and of one of the sum or the copy."""
+
+    is_added: bool
+    place: str
+    before: int
+    after: int
+
+
 @dataclass(eq=False)
 class Phase:
     """What one action did: ops of the text, and messages and products that are no op's."""
@@ -106,6 +125,8 @@ class Log:
         self.files = frozenset(files)
         self.phases: dict[str, Phase] = {"": Phase()}
         self.kind = ""
+        self.gradients: defaultdict[int, Counter[Moved]] = defaultdict(Counter)
+        self._summing: list[tuple[int, str]] = []  # stages whose gradients are added up, the innermost last
         self._phase = self.phases[""]
         self._running: Ran | None = None  # in a forward
         self._origin: Ran | None = None  # of the autograd node that runs
@@ -170,6 +191,29 @@ class Log:
         if not ran.op.outputs:
             ran.op = replace(ran.op, name=name if ran.is_operator else ran.op.name, outputs=tuple(map(_meta, made)))
 
+    def keep(self, node: object) -> None:
+        """An autograd node that is watched lives as long as the log."""
+        self._nodes.append(node)
+
+    def summing(self, stage: int, place: str) -> None:
+        """From here on, until :meth:`summed`, gradients of ``stage`` are added up, in ``place``."""
+        self._summing.append((stage, place))
+
+    def summed(self) -> None:
+        """That is over."""
+        self._summing.pop()
+
+    def moved(self, name: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        """A kernel ran: of gradients that are added up, it counts."""
+        if not self._summing or not made or name not in (*_ADDS, *_COPIES):
+            return
+        stage, place = self._summing[-1]
+        before, after = given[-1], made[0]
+        if name in _COPIES and place == SENT and before.dtype == after.dtype:
+            place = PACKED
+        moved = Moved(name in _ADDS, place, before.element_size(), after.element_size())
+        self.gradients[stage][moved] += after.numel()
+
     def sent(self, call: Call) -> None:
         """An operation that a process group is asked for."""
         if call.terms.operation == "recv":
@@ -203,7 +247,7 @@ class Calls(TorchFunctionMode):
 
 
 class Kernels(DispatchMode):  # type: ignore[misc]
-    """Counts the products of kernels by torch's own formulas (``torch.utils.flop_counter``)."""
+    """Counts the products of kernels by torch's own formulas (``torch.utils.flop_counter``), and bytes of gradients."""
 
     def __init__(self, log: Log) -> None:
         super().__init__()
@@ -215,6 +259,7 @@ class Kernels(DispatchMode):  # type: ignore[misc]
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         made = [tensor for tensor in _tensors(result) if is_fake(tensor)]
+        self._log.moved(func.__name__, list(_tensors([args, list(kwargs.values())])), made)
         formula = flop_registry.get(func.overloadpacket)
         self._log.products(formula(*args, **kwargs, out_val=result) if formula else 0)
         given = {address(tensor.untyped_storage()) for tensor in _tensors([args, kwargs])}

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
-from autopar.audit.record import Calls, Kernels, Log, Phase, watched
+from autopar.audit.record import MADE, PUT_OFF, SENT, Calls, Kernels, Log, Moved, Phase, watched
 from autopar.errors import PlanError
 from autopar.runtime.axes import Axis
 from autopar.runtime.executor import Executor
+from autopar.runtime.grads import Reducer
 from autopar.runtime.job import Job, start
 from autopar.runtime.modules import dtype_of
 from autopar.runtime.program import Parameter
@@ -24,10 +28,11 @@ from autopar.storages import fake_tensors
 @dataclass(frozen=True)
 class Seen:
     """What one rank did in a step with the first and the last microbatch: by action, as its text. ``updated`` is how
-    many elements of parameters its optimizer updates."""
+    many elements of parameters its optimizer updates; ``gradients``, by stage, how many of gradients were moved."""
 
     phases: Mapping[str, Phase]
     updated: int
+    gradients: Mapping[int, Counter[Moved]]
 
 
 def see(job: Job, batch: Mapping[str, Tensor]) -> list[Seen]:
@@ -58,7 +63,7 @@ def _see(job: Job, batch: Mapping[str, Tensor], rank: int) -> Seen:
             _watch(executor, log)
             with Kernels(log), Calls(log):
                 executor.step(given)
-        return Seen(log.phases, updated)
+        return Seen(log.phases, updated, dict(log.gradients))
 
     return run_alone(program, rank, job.mesh.world, on_call=log.sent)
 
@@ -70,10 +75,38 @@ def _watch(executor: Executor, log: Log) -> None:
     executor.actions = tuple(a for a in executor.actions if a.microbatch in some)
     executor.optimizer = None
     executor.on_action = log.begin
+    for stage, reducer in executor.reducers.items():
+        _watch_sums(reducer, stage, log)
     modules = [*executor.stages.values(), *([executor.vocabulary[0]] if executor.vocabulary else [])]
     for module in modules:
         namespace = type(module).forward.__globals__
         namespace.update(watched(namespace, log))
+
+
+def _watch_sums(reducer: Reducer, stage: int, log: Log) -> None:
+    """Autograd adds to a gradient, then the reducer takes it, and sends it when it is complete."""
+    for parameter in reducer.parameters.values():
+        node = get_gradient_edge(parameter).node
+        log.keep(node)
+        node.register_prehook(lambda _: log.summing(stage, MADE))
+        node.register_hook(lambda *_: log.summed())
+    _watch_method(reducer, "accumulate", stage, PUT_OFF, log)
+    for bucket in reducer.buckets:
+        for name in ("start", "settle"):
+            _watch_method(bucket, name, stage, SENT, log)
+
+
+def _watch_method(item: object, name: str, stage: int, place: str, log: Log) -> None:
+    method = getattr(item, name)
+
+    def called(*args: Any, **kwargs: Any) -> None:
+        log.summing(stage, place)
+        try:
+            method(*args, **kwargs)
+        finally:
+            log.summed()
+
+    setattr(item, name, called)
 
 
 class _Shapes:

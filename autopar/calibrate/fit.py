@@ -1,6 +1,6 @@
 """The figures with which the cost models come closest to what was measured.
 
-Both models are sums of unknowns times known counts. A product takes (operations / rate + ramp) / filled + launch, with
+Both models are sums of unknowns times known counts. A product takes operations / (rate * filled) + ramp + launch, with
 rate and ramp of its dtype unknown; a collective takes call + messages * latency + bytes / bandwidth, with call, latency
 and 1 / bandwidth unknown. The counts are read off :mod:`autopar.cost_models`. Each unknown is 0 or more. What is
 minimised is the sum of the relative errors' absolute values (E. J. Schlossmacher, JASA 68(344), 1973: least squares,
@@ -69,11 +69,11 @@ def fit_products(
 
 
 def _work(product: Product, multiprocessors: int) -> tuple[float, float]:
-    """How often the model takes the seconds of a FLOP, and the ramp: read off a device of 1 FLOP/s without one."""
+    """How often the model takes the seconds of a FLOP: read off a device of 1 FLOP/s without a ramp; and the ramp."""
     dtype, endless = product.dtype, 1e18
     unit = Device("", "cpu", 10**9, {dtype: 1.0}, endless, 0.0, 1.0, 0.0, multiprocessors=multiprocessors)
     work = compute.seconds(product.flops, 0.0, dtype, unit, float(product.m * product.n))
-    return work, work / product.flops
+    return work, 1.0
 
 
 def _bound_by_rate(products: Sequence[Product], bytes_per_second: float) -> list[Product]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from autopar.cluster import Cluster
+from autopar.options import Options
 from autopar.plan import layouts
 from autopar.plan.parts import ExpertsPlan, PointPlan, StagePlan
 from autopar.plan.tables import Column, Section
@@ -69,6 +70,12 @@ def _summary(plan: Plan) -> Iterator[str]:
     texts = [f"{name} {seconds_text(s)} ({percent_text(s / cost.step_seconds)})" for name, s in shares if s]
     if texts:
         yield "most time: " + ", ".join(texts)
+    if plan.search is not None and plan.search.runners_up:
+        other = plan.search.runners_up[0]
+        several = "es" if other.microbatches > 1 else ""
+        schedule = f", {other.schedule}" if other.mesh.pp > 1 else ""
+        schedule += f", {other.vocabulary}" if other.vocabulary != plan.vocabulary else ""
+        yield f"next best: {_degrees_text(other)}, {other.microbatches} microbatch{several}{schedule}: {other.why}"
     remarks = list(_remarks(plan))
     yield from remarks[:_FEW]
     if len(remarks) > _FEW:
@@ -294,18 +301,33 @@ def _point(plan: Plan, number: int, point: PointPlan) -> tuple[Any, ...]:
     chunks = f" x {point.chunks} chunks" if point.chunks > 1 else ""
     vocabulary = f", {point.vocabulary}" if point.vocabulary != plan.vocabulary else ""
     share = point.step_seconds / plan.step_seconds - 1 if plan.step_seconds else 0.0
-    own, here = str(point.options), str(plan.options)
     return (
         number,
         _degrees_text(point),
         point.microbatches,
         f"{point.schedule}{chunks}{vocabulary}",
-        "as here" if own == here else own or "none",
+        _different(point.options, plan.options) or "as here",
         point.step_seconds,
         share,
         point.peak_bytes,
         point.why,
     )
+
+
+def _different(options: Options, here: Options) -> str:
+    """``zero 1, no offload``: what is other than ``here``."""
+    found = []
+    for name, value in options:
+        if value == getattr(here, name):
+            continue
+        if name == "budget_bytes":
+            found.append(f"within {bytes_text(value)}" if value else "the device's memory")
+        else:
+            text = "+".join(value) if isinstance(value, tuple) else value
+            found.append(
+                f"{name.replace('_', ' ')} {text}" if text not in ("", None) else f"no {name.replace('_', ' ')}"
+            )
+    return ", ".join(found)
 
 
 def _degrees_text(point: PointPlan) -> str:

@@ -21,6 +21,7 @@ PARTS: Final = {
     "forward": "forward passes of layers, without what they send",
     "backward": "backward passes of layers, without what they send and recompute",
     "recomputation": "what backwards compute again",
+    "accumulation": "gradients added up over microbatches, where no product does that itself",
     "vocabulary": "passes of layers that are split over the pipeline, with what they send on other axes",
     "collectives": "what layers send inside of their passes",
     "exchanges": "what pipeline ranks exchange for layers that are split over them",
@@ -196,7 +197,7 @@ class CostPlan(Value):
     @property
     def compute_seconds(self) -> float:
         """What the rank computes before the optimizer, without what it sends."""
-        return self.exposed_seconds("forward", "backward", "recomputation", "vocabulary")
+        return self.exposed_seconds("forward", "backward", "recomputation", "accumulation", "vocabulary")
 
     @property
     def communication_seconds(self) -> float:

@@ -21,7 +21,7 @@ from autopar.passes.recompute import groups
 from autopar.passes.vocabulary import STAGELESS
 from autopar.planner.compression import kept_in_8_bits
 from autopar.planner.recompute import Point, Regions, evaluate, frontier, problem_of, whole
-from autopar.planner.saved import BlockSaved, Storage, saved_tensors, storage_of_input, storages_of
+from autopar.planner.saved import BlockSaved, Storage, saved_tensors, storage_bytes, storage_of_input, storages_of
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Activations:
         """What counts to one call, a microbatch."""
         key = index, alternative.regions
         if key not in self._bytes:
-            sizes = self._storages([index], {index: alternative})
+            sizes = self._storages([index], {index: alternative}, self._staged)
             own = sum(size for storage, size in sizes.items() if self._payer(storage, index) == index)
             self._bytes[key] = own + alternative.extra_bytes
         return self._bytes[key]
@@ -211,14 +211,18 @@ class Activations:
                     found[storage] = info(node).meta.bytes
         return found
 
-    def _storages(self, calls: Sequence[int], chosen: Mapping[int, Alternative]) -> dict[Storage, int]:
-        """All that calls keep, each once (:func:`~autopar.planner.saved.kept_storages`)."""
+    def _storages(
+        self, calls: Sequence[int], chosen: Mapping[int, Alternative], stage: Sequence[int] | None = None
+    ) -> dict[Storage, int]:
+        """All that calls of a ``stage`` (these) keep, each once (:func:`~autopar.planner.saved.kept_storages`)."""
         sizes: dict[Storage, int] = {}
+        inside = frozenset(calls if stage is None else stage)
         for index in calls:
             places, bytes_ = self._places_of(index), self.found[self.model.calls[index].block].owned_bytes
             for owner in chosen[index].owners:
                 if owner in places:
-                    sizes[places[owner]] = bytes_[owner]
+                    storage = places[owner]
+                    sizes[storage] = storage_bytes(self.model, self.found, storage, bytes_[owner], inside)
         return sizes
 
     def _places_of(self, index: int) -> dict[fx.Node, Storage]:

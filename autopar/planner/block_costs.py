@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -168,6 +168,16 @@ def weight_product(node: fx.Node) -> fx.Node | None:
     dims = 2 if len(both) == len(operands(node)) else 3  # a weight for each expert, and the routing to them
     factors = [operand for operand in both if not _is_weight(operand, dims)]
     return factors[0] if len(factors) == 1 and len(both) == 2 else None
+
+
+def put_off_weights(block: Block) -> Iterator[fx.Node]:
+    """The parameters of ``block`` whose gradients are made by such products."""
+    for node in block.ops:
+        if (factor := weight_product(node)) is not None:
+            weight = next(operand for operand in operands(node) if operand is not factor)
+            while op_name(weight) == "convert":
+                weight = operands(weight)[0]
+            yield weight
 
 
 def _is_weight(node: fx.Node, dims: int) -> bool:

@@ -19,6 +19,7 @@ from autopar.options import Options
 from autopar.plan import BUBBLE, PARTS, CostPart, CostPlan
 from autopar.planner.between import between
 from autopar.planner.block_costs import BlockCost, Both, Machine, Wire
+from autopar.planner.gradients import Accumulation
 from autopar.planner.op_costs import dtype_name
 from autopar.planner.pipeline import Pipeline
 from autopar.rules import lookup
@@ -274,7 +275,7 @@ def _total(parts: Iterable[Mapping[Wire, Both]]) -> dict[Wire, Both]:
 def _take_apart(
     busy: Mapping[tuple[str, int], float], sent: Mapping[int, _Sent], pipeline: Pipeline, spent: _Spent
 ) -> None:
-    """Split what passes take into compute, what they send, and what they compute again."""
+    """Split what passes take into compute, what they send, what they compute again, and adding up gradients."""
     counts = Counter((action.kind, action.stage) for row in pipeline.schedule.lists for action in row)
     for (kind, stage), seconds in busy.items():
         if kind in VOCABULARY_KINDS:
@@ -285,11 +286,20 @@ def _take_apart(
             way, times = int(kind != "F"), counts[kind, stage]
             own = spent.exposed["backward" if way else "forward", "", ""]
             own.append(seconds)
+            if way:
+                added = times * _accumulated(kind, pipeline.accumulations[stage])
+                spent.exposed["accumulation", "", ""].append(added)
+                own.append(-added)
             if kind != "W":  # which sends nothing
                 again = times * pipeline.recompute_seconds(stage) * way
                 spent.exposed["recomputation", "", ""].append(again)
                 own.append(-again)
                 own.extend(-terms for terms in _book(sent[stage], way, times, spent))
+
+
+def _accumulated(kind: str, accumulation: Accumulation) -> float:
+    """What of it a backward of ``kind`` takes."""
+    return {"B": accumulation.seconds, "W": accumulation.put_off}.get(kind, accumulation.seconds - accumulation.put_off)
 
 
 def _book(sent: _Sent, way: int, times: int, spent: _Spent) -> Iterator[float]:

@@ -57,6 +57,7 @@ class Request:
     wanted: Wanted
     options: Options = field(default_factory=Options)
     expert_load: Load = field(default_factory=dict)
+    state_bytes: int | None = None  # of one pipeline, for parameters with gradients and optimizer; None: by the budget
 
 
 @dataclass
@@ -217,6 +218,8 @@ def _problem(request: Request, axis: str) -> AxisProblem:
 
 def _state_budget(request: Request) -> int:
     """Bytes of one pipeline for parameters, gradients and optimizer, each of which counts whole."""
+    if request.state_bytes is not None:
+        return request.state_bytes
     bytes_ = (request.options.budget_bytes or request.cluster.device.memory_bytes) * request.mesh.pp
     return round(bytes_ * STATE_COPIES / max(Storage(request.options, request.mesh).copies, 0.01))
 

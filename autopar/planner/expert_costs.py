@@ -117,7 +117,7 @@ def experts_plans(model: Model, mesh: Mesh, reckoning: Reckoning) -> list[Expert
         rows[router.layer] = ExpertsPlan(
             layer=router.layer,
             experts=router.experts,
-            choices=info(index).meta.shape[-1],
+            choices=min(info(index).meta.shape[-1], router.experts),  # unequal ones are routed to one by one
             axes=axes,
             ranks=ranks,
             imbalance=own.imbalance,

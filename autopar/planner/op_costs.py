@@ -50,7 +50,7 @@ def work_of(op: Op, rule: Rule, choice: Choice, size: int, unequal: float = 1.0)
         flops=flops,
         moved_bytes=sum(taken) + made + inner,
         dtype=dtype_name(factor.dtype),
-        made=_elements(op.result, choice.result, size) if flops else 0,
+        made=rule.made(op, choice, size) if flops else 0,
         factors=tuple(
             _elements(m, k, size) for m, k in zip(op.operands, choice.operands, strict=True) if flops and m.needs_grad
         ),

@@ -23,6 +23,7 @@ from autopar.planner.activations import Activations, Alternative
 from autopar.planner.between import between
 from autopar.planner.block_costs import BlockCost, Machine
 from autopar.planner.fitting import Demand, Fit, fit, pinned
+from autopar.planner.gradients import Accumulation, GradientCosts
 from autopar.planner.makespan_bounds import makespan_bound
 from autopar.planner.modes import mode_of
 from autopar.planner.offload import device_inflight, offloaded_stages
@@ -58,7 +59,7 @@ class Wanted:
 class Pipeline:
     """``stages`` are the calls of each stage; ``inflight[k]`` how many microbatches of stage k its rank keeps when it
     keeps the most. ``bound_seconds`` is a proven bound on the slowest rank's passes of one microbatch.
-    ``chosen`` is what each call recomputes."""
+    ``chosen`` is what each call recomputes, ``accumulations`` what a stage's backward takes to add up gradients."""
 
     stages: tuple[tuple[int, ...], ...]
     schedule: Schedule
@@ -68,6 +69,7 @@ class Pipeline:
     vocabulary: VocabularyCost | None
     activations: Activations
     chosen: Mapping[int, Alternative]
+    accumulations: tuple[Accumulation, ...]
 
     @cached_property
     def order_seconds(self) -> float:
@@ -197,7 +199,8 @@ def _laid_out(
     cut, stages = found.cut, _stages(parts.calls, found.cut)
     if draft.is_asynchronous:
         _refuse_ties(parts, stages)
-    costs = _schedule_costs(parts, stages, draft, found.chosen)
+    accumulations = _accumulations(parts, stages, draft)
+    costs = _schedule_costs(parts, stages, draft, found.chosen, accumulations)
     free = _free_bytes(parts, stages, draft)
     # A schedule that is made for the memory would be one for the memory without the host's.
     room = [sys.maxsize] * len(free) if offloads else free
@@ -216,6 +219,7 @@ def _laid_out(
         vocabulary=parts.vocabulary,
         activations=parts.activations,
         chosen=found.chosen,
+        accumulations=accumulations,
     )
 
 
@@ -437,23 +441,37 @@ def _step_seconds(parts: _Parts, stages: tuple[tuple[int, ...], ...], placement:
     return tuple(step.optimizer_seconds(count, parts.machine.device) for count in elements)
 
 
+def _puts_off(parts: _Parts, draft: Schedule) -> bool:
+    """Whether weight gradients are a pass of their own."""
+    return bool(draft.split) or parts.wanted.schedule == SYNTHESIZED
+
+
+def _accumulations(parts: _Parts, stages: tuple[tuple[int, ...], ...], draft: Schedule) -> tuple[Accumulation, ...]:
+    """Of each stage; an asynchronous schedule updates by the gradient of each microbatch."""
+    moves = MoveCosts(parts.model, parts.options, parts.machine, stages, draft.placement)
+    microbatches = 1 if draft.is_asynchronous else parts.microbatches
+    gradients = GradientCosts(moves, microbatches, split=_puts_off(parts, draft))
+    return tuple(map(gradients.accumulation, stages))
+
+
 def _schedule_costs(
     parts: _Parts,
     stages: tuple[tuple[int, ...], ...],
     draft: Schedule,
     chosen: Mapping[int, Alternative],
+    accumulations: Sequence[Accumulation],
 ) -> Costs:
     model, machine, vocabulary, placement = parts.model, parts.machine, parts.vocabulary, draft.placement
     per_stage = [[parts.costs[model.calls[i].block] for i in stage] for stage in stages]
     beside = between(model, stages, parts.costs, machine, placement)
     moves = MoveCosts(model, parts.options, machine, stages, placement)
     tables = [i for i, call in enumerate(model.calls) if model.block_of(call).kind == VOCABULARY]
-    weights = tuple(sum(c.weight_seconds for c in s) for s in per_stage)
+    weights = tuple(sum(c.weight_seconds for c in s) + a.put_off for s, a in zip(per_stage, accumulations, strict=True))
     backward = tuple(
-        sum(c.backward_seconds for c in s) + sum(chosen[i].seconds for i in stage) + b.backward_seconds
-        for s, stage, b in zip(per_stage, stages, beside, strict=True)
+        sum(c.backward_seconds for c in s) + sum(chosen[i].seconds for i in stage) + b.backward_seconds + a.seconds
+        for s, stage, b, a in zip(per_stage, stages, beside, accumulations, strict=True)
     )
-    completing = weights if draft.split or parts.wanted.schedule == SYNTHESIZED else backward
+    completing = weights if _puts_off(parts, draft) else backward
     return Costs(
         forward_seconds=tuple(
             sum(c.forward_seconds for c in s) + b.forward_seconds for s, b in zip(per_stage, beside, strict=True)

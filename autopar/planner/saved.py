@@ -240,8 +240,19 @@ def kept_storages(
     for index in calls:
         bytes_ = found[model.calls[index].block].owned_bytes
         for owner, storage in storages_of(model, found, index, kept[index].owners).items():
-            sizes[storage] = bytes_[owner]
+            sizes[storage] = storage_bytes(model, found, storage, bytes_[owner], calls)
     return sizes
+
+
+def storage_bytes(
+    model: Model, found: Sequence[BlockSaved], storage: Storage, taken_bytes: int, inside: Collection[int]
+) -> int:
+    """Of a storage of which a call keeps ``taken_bytes``: all of the memory, if that call has a view of what a call
+    ``inside`` of its stage made, or a table, which every stage makes; else what was received."""
+    maker, owner, changed = storage
+    if changed or (maker not in inside and model.block_of(model.calls[maker]).kind != "tables"):
+        return taken_bytes
+    return found[model.calls[maker].block].owned_bytes[owner]
 
 
 def storages_of(

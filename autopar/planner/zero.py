@@ -60,7 +60,7 @@ class MoveCosts:
     def gather_seconds(self, calls: Sequence[int]) -> float:
         """One gather of all weights of ``calls``, in the dtype that is computed with: small ones of a call together."""
         return math.fsum(
-            _seconds("all_gather", gathered, self._shards(line), line.shard) + self._host(gathered, line)
+            _seconds("all_gather", gathered, self.shards(line), line.shard) + self._host(gathered, line)
             for line, gathered, _ in self._calls(calls)
         )
 
@@ -69,13 +69,13 @@ class MoveCosts:
         if self.options.zero < 2:
             return 0.0
         return math.fsum(
-            _seconds("reduce_scatter", sent, self._shards(line), line.shard) for line, _, sent in self._calls(calls)
+            _seconds("reduce_scatter", sent, self.shards(line), line.shard) for line, _, sent in self._calls(calls)
         )
 
     def reduce_seconds(self, calls: Sequence[int]) -> float:
         """What REDUCE has left to sum, and to copy to the host: of each parameter over all ranks that have terms."""
         sums: Counter[_Over] = Counter()
-        for name, node in self._trained(calls):
+        for name, node in self.trained(calls):
             sums[self._over(name, node)] += self._sent_bytes(name, node)
         once: Counter[DataLine] = Counter()
         for over, sent in sums.items():
@@ -92,14 +92,19 @@ class MoveCosts:
         """What SCATTER has left when a backward ends."""
         return step.left_seconds(self.scatter_seconds(calls), len(calls), pass_seconds)
 
+    def is_summed(self, name: str, node: fx.Node) -> bool:
+        """Whether several ranks have terms of a parameter's gradient."""
+        over = self._over(name, node)
+        return bool(over.further) or len(over.holders) > 1 or (bool(over.axes) and over.line.size > 1)
+
     def _once_seconds(self, sent: int, line: DataLine) -> float:
         """The part of the sums within shards."""
-        shards = self._shards(line) if self.options.zero == 1 else 1
+        shards = self.shards(line) if self.options.zero == 1 else 1
         return _seconds("reduce_scatter", sent, shards, line.shard)
 
     def _rest_seconds(self, sent: int, over: _Over) -> float:
         """The part across shards: between ranks of the group that have the same part, if there are several."""
-        line, shards = over.line, self._shards(over.line)
+        line, shards = over.line, self.shards(over.line)
         rest, link = (line.size, line.whole) if shards == 1 else (line.size // shards, line.replicate)
         if over.is_other:
             rest, link = self._joint(over, shards)
@@ -147,14 +152,15 @@ class MoveCosts:
         found = Counter(n for stage in self.stages for n in {n for i in stage for n in self.model.calls[i].parameters})
         return frozenset(name for name, count in found.items() if count > 1)
 
-    def _shards(self, line: DataLine) -> int:
+    def shards(self, line: DataLine) -> int:
+        """How many ranks share the rows of a parameter along ``line``."""
         return line.shards if self.options.zero else 1
 
     def _host(self, bytes_: int, line: DataLine) -> float:
         """Of copying this rank's part of so many bytes, where masters lie on the host."""
         rate = self.machine.device.host_bytes_per_second
         on_host = not {"optimizer", "parameters"}.isdisjoint(self.options.offload) and rate
-        return bytes_ / self._shards(line) / rate if on_host else 0.0
+        return bytes_ / self.shards(line) / rate if on_host else 0.0
 
     def _calls(self, calls: Sequence[int]) -> Iterator[tuple[DataLine, int, int]]:
         """Per call and line, bytes of its weights as they are gathered, and of their gradients as they are sent. What
@@ -168,7 +174,8 @@ class MoveCosts:
             sent[key][line] += self._sent_bytes(name, node) if self._over(name, node).axes else 0
         yield from ((line, gathered[key][line], sent[key][line]) for key in gathered for line in gathered[key])
 
-    def _trained(self, calls: Sequence[int]) -> Iterator[tuple[str, fx.Node]]:
+    def trained(self, calls: Sequence[int]) -> Iterator[tuple[str, fx.Node]]:
+        """The trained parameters of calls by name, each once."""
         yield from ((name, node) for _, name, node in self._used(calls))
 
     def _used(self, calls: Sequence[int]) -> Iterator[tuple[int, str, fx.Node]]:

@@ -136,6 +136,9 @@ class Rule(Protocol):
     def inner_bytes(self, op: Op) -> int:
         """Bytes that a pass reads and writes inside of the op, beside operands and result."""
 
+    def made(self, op: Op, choice: Choice, size: int) -> int:
+        """Elements of the result of one of its products on a rank."""
+
     def communication(self, op: Op, choice: Choice, size: int) -> Communication:
         """Collectives inside the op's form, of the forward; shapes are those before the axis is split."""
 
@@ -186,6 +189,9 @@ class Whole:
 
     def inner_bytes(self, op: Op) -> int:
         return 0
+
+    def made(self, op: Op, choice: Choice, size: int) -> int:
+        return op.result.numel // (size if choice.result.is_shard else 1)
 
     def communication(self, op: Op, choice: Choice, size: int) -> Communication:
         return []

@@ -35,6 +35,12 @@ class Chunked(Spec):
         chunks: int = op.kwargs["chunks"]
         return 2 * _SWEEPS * logits + (chunks - 1) * op.operands[1].bytes
 
+    def made(self, op: Op, choice: Choice, size: int) -> int:
+        """Logits of one chunk."""
+        split = size if any(kind.is_shard for kind in choice.operands) else 1
+        chunks: int = op.kwargs["chunks"]
+        return _logits(op).numel // (chunks * split)
+
 
 def whole_logits(node: fx.Node) -> Meta | None:
     """Of a chunked cross entropy: this rank's logits, which never exist at once. None for other ops."""

@@ -117,6 +117,11 @@ class Reducer:
         for parameter in self._place:
             parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
 
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """Gradients that travel together, in the order in which a backward completes them."""
+        return self._buckets
+
     def zero(self) -> None:
         """Drop all gradients: the next step begins."""
         for parameter in (*self.parameters.values(), *self.masters.values()):

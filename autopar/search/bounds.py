@@ -8,7 +8,8 @@ it takes at least half of the time (:mod:`autopar.cost_models`).
 * *By order*: a stage can't start before those ahead of it have run once, and has all microbatches to run then. For
   ``prefix_s`` the passes of the stages before s, and ``t_s`` its own, a step takes ``max_s prefix_s + m t_s`` at least;
   over all cuts the least of those is found by filling stages in order, for a bisected step (:func:`straight`).
-  Where ranks hold several stages, the slowest rank and the first wait of the last one bound it (:func:`folded`).
+  Where ranks hold several stages, the mean of ``prefix_s + m t_s`` bounds it: no cut changes the sum of ``t_s``
+  (:func:`folded`).
 * *By memory*: where a stage's layers don't fit as they are, recomputing takes at least what the best trade of bytes for
   seconds does, layer by layer (:func:`recomputed`).
 """
@@ -50,7 +51,8 @@ def straight(units: Sequence[Unit], stages: int, microbatches: int, *, split: bo
     """
     seconds = _sums(unit.seconds for unit in units)
     waits = _sums(unit.forward for unit in units) if split else seconds
-    low = max(microbatches * seconds[-1] / stages, seconds[-1])
+    later = math.fsum(unit.weights for unit in units) if split else 0.0  # nothing waits for it
+    low = max(microbatches * seconds[-1] / stages, seconds[-1] - later)
     return _least(lambda step: _fills(seconds, waits, stages, microbatches, step), low, microbatches * seconds[-1])
 
 
@@ -65,33 +67,16 @@ def _fills(seconds: Array, waits: Array, stages: int, microbatches: int, step: f
     return False
 
 
-def folded(units: Sequence[Unit], ranks: int, chunks: int, microbatches: int) -> float:
-    """Of a pipeline whose ranks hold ``chunks`` stages each: the slowest rank's passes, and the last one's first wait.
+def folded(units: Sequence[Unit], ranks: int, microbatches: int, *, split: bool) -> float:
+    """Of a pipeline whose ranks hold several stages each: the slowest rank's passes, and what ranks wait on average.
 
-    Stages are cut so that the slowest rank, and then the longest stage, is as short as can be: what is ahead of the
-    last rank's first stage is at least what the longest possible others leave.
+    Rank r waits for r stages to run before its first one, and if backwards aren't ``split`` for as many after its last
+    pass; each has one unit at least, and these are the first ones.
     """
-    forward, total = [unit.forward for unit in units], math.fsum(unit.seconds for unit in units)
-    longest = _longest_stage(forward, ranks * chunks)
-    left = math.fsum(forward) - (ranks * chunks - ranks + 1) * longest
-    ahead = max(left, (ranks - 1) * min(forward))
+    total = math.fsum(unit.seconds for unit in units)
+    waits = list(accumulate(unit.forward if split else unit.seconds for unit in units[: ranks - 1]))
     slowest = max(total / ranks, *(unit.seconds for unit in units))
-    return microbatches * slowest + ahead
-
-
-def _longest_stage(seconds: Sequence[float], stages: int) -> float:
-    """The shortest possible longest stage."""
-    sums = _sums(seconds)
-    return _least(lambda most: _fits(sums, stages, most), sums[-1] / stages, sums[-1])
-
-
-def _fits(sums: Array, stages: int, most: float) -> bool:
-    first = 0
-    for _ in range(stages):
-        first = int(np.searchsorted(sums, sums[first] + most * (1 + 1e-12), side="right")) - 1
-        if first >= len(sums) - 1:
-            return True
-    return False
+    return max(microbatches * slowest, (microbatches * total + math.fsum(waits)) / ranks)
 
 
 def _sums(values: Iterable[float]) -> Array:
@@ -171,23 +156,25 @@ def recomputed(
     """Seconds of the passes where rank r keeps ``inflight[r]`` microbatches of all that it holds; inf where that
     doesn't fit in ``budget`` bytes however units are cut.
 
-    Ranks are filled in order, each with as many units as the step has time for; one with several stages as if these
-    were neighbours.
+    Ranks are filled in order, each with as many units as the step has time for. Those with several stages share all
+    memory: what a layer may keep for how many seconds is convex, so that none do better than those that keep as much.
     """
     ranks, count = len(inflight), len(held.seconds)
+    if chunks > 1:
+        pooled = held.stage_seconds(min(inflight), ranks * budget, host_rate)[0, count]
+        return microbatches * float(pooled) / ranks
     tables = {kept: held.stage_seconds(kept, budget, host_rate) for kept in set(inflight)}
     rows = [tables[kept] for kept in inflight]
-    share = (float(held.forward.sum() / held.seconds.sum()) if split else 1.0) / chunks
+    ahead = _sums(held.forward if split else held.seconds)
 
     def works(step: float) -> bool:
-        first, ahead = 0, 0.0
+        first = 0
         for row in rows:
-            room = (step * (1 + 1e-12) - ahead) / microbatches
+            room = (step * (1 + 1e-12) - ahead[first]) / microbatches
             last = first + int(np.searchsorted(row[first, first:], room, side="right")) - 1
             if last >= count:
                 return True
-            ahead += float(row[first, last]) * share
-            first = last
+            first = max(first, last)
         return False
 
     low = microbatches * float(held.seconds.sum()) / ranks

@@ -7,22 +7,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from autopar.cluster import Cluster
-from autopar.errors import ArgumentError, AutoparError, StageError
+from autopar.errors import ArgumentError, AutoparError, BudgetError, StageError
 from autopar.graph import Model
 from autopar.passes.split_vocabulary import split_vocabulary
 from autopar.passes.vocabulary import STAGELESS
-from autopar.plan import SearchPlan
+from autopar.plan import SearchPlan, bytes_text
 from autopar.planner.build import Built, Request, build
 from autopar.planner.pipeline import Wanted
 from autopar.search.costing import Costing, Outcome
-from autopar.search.fronts import runners_up, time_and_memory
+from autopar.search.fronts import compared, gpus_front, memory_front, runners_up
 from autopar.search.infeasible import refusal
 from autopar.search.loop import Found, Search
 from autopar.search.pins import Pins
 from autopar.search.profiles import Models, Profiler
-from autopar.search.space import Point, Region, Sizes, regions
+from autopar.search.space import Point, Region, Sizes, expert_share, regions
 from autopar.search.watching import Watcher
 
+_ROUNDS = 3
 _BUILT = 3
 """So many of the best are built at most, where what ranks really hold makes the first worse than the second."""
 
@@ -34,17 +35,48 @@ def choose(
     expert_load: Mapping[str, Sequence[float]],
     measured: Callable[[Built], Built] | None = None,
     watch: Watcher | None = None,
+    *,
+    fronts: bool = False,
 ) -> Built:
-    """The best that ``pins`` leave, built. Raises what is wrong with the pins, and where nothing fits what would."""
+    """The best that ``pins`` leave, built; with ``fronts``, its plan says what less memory and other numbers of GPUs
+    would bring. Raises what is wrong with the pins, and where nothing fits what would."""
     search = searching(models, pins, cluster, expert_load, watch)
     if (only := _only(search)) is not None:
-        return _build(search, only, measured)
-    found = search.run()
-    if not found.outcomes:
-        raise refusal(search, found)
-    built, outcome = _best(search, found, measured)
-    plan = built.plan.model_copy(update={"search": _search_plan(search, found, outcome)}).sealed()
+        built = _build(search, only, measured)
+        return _with_fronts(search, built, only) if fronts else built
+    built, outcome, search, found = _built(search, measured)
+    found = compared(search, found)
+    plan = built.plan.model_copy(update={"search": _search_plan(search, found, outcome, fronts=fronts)}).sealed()
     return replace(built, plan=plan)
+
+
+def _built(search: Search, measured: Callable[[Built], Built] | None) -> tuple[Built, Outcome, Search, Found]:
+    """The best that was built; searched again with as much memory less as its ranks hold beside what was counted, where
+    that made it slower or too large."""
+    best: tuple[Built, Outcome, Search, Found] | None = None
+    error: AutoparError | None = None
+    for _ in range(_ROUNDS):
+        found = search.run()
+        if not found.outcomes:
+            error = error or refusal(search, found)
+            break
+        try:
+            built, outcome = _best(search, found, measured)
+        except BudgetError as larger:
+            error = larger
+            more = max(larger.needed_bytes - search.costing.whole_budget_bytes, search.costing.whole_budget_bytes // 20)
+            search = search.again(search.costing.spared_bytes + more)
+            continue
+        if best is None or built.plan.step_seconds < best[0].plan.step_seconds:
+            best = built, outcome, search, found
+        if built.plan.step_seconds <= outcome.step_seconds * (1 + search.tolerance):
+            break
+        hidden = max(built.plan.peak_bytes) - outcome.peak_bytes
+        search = search.again(max(hidden, search.costing.spared_bytes + 1))
+    if best is None:
+        assert error is not None
+        raise error
+    return best
 
 
 def searching(
@@ -55,11 +87,23 @@ def searching(
     watch: Watcher | None = None,
 ) -> Search:
     """A search that hasn't begun. Raises ArgumentError or ShardingError where ``pins`` leave nothing."""
+    _check_budget(pins, cluster)
     model = models[False]
     units = sum(model.block_of(call).kind not in STAGELESS for call in model.calls)
     sizes = Sizes.of(model, units)
     profiler = Profiler(models, cluster, pins.options, expert_load)
-    return Search(pins, sizes, profiler, Costing(cluster, pins.options), _heads(model), watch)
+    costing = Costing(cluster, pins.options, expert_share=expert_share(model))
+    return Search(pins, sizes, profiler, costing, _heads(model), watch)
+
+
+def _check_budget(pins: Pins, cluster: Cluster) -> None:
+    """Raises ArgumentError for more than the device has."""
+    budget, has = pins.options.budget_bytes or 0, cluster.device.memory_bytes
+    if budget > has:
+        raise ArgumentError(
+            f"budget_bytes={budget} is {bytes_text(budget)}, but a device of cluster {cluster.name!r} has "
+            f"{bytes_text(has)}; use budget_bytes={has} or less, or leave it out"
+        )
 
 
 def _heads(model: Model) -> tuple[str, ...]:
@@ -78,6 +122,8 @@ def _only(search: Search) -> Point | None:
         if search.pins.mesh_is_whole:
             return _as_pinned(search, Region(search.pins.fixed_mesh, 0, _microbatches(search)))
         raise _no_mesh(search)
+    if not any(map(search.count, found)):  # the schedule that was asked for suits none of them; building one says why
+        return _as_pinned(search, next((region for region in found if region.mesh.pp > 1), found[0]))
     if len(found) > 1 or search.count(found[0]) != 1:
         return None
     return next(search.points_of(found[0]))
@@ -132,7 +178,10 @@ def _build(search: Search, point: Point, measured: Callable[[Built], Built] | No
     region, profiler = point.region, search.profiler
     options = search.costing.options_of(point)
     wanted = Wanted(point.schedule, point.vocabulary, point.chunks)
-    request = Request(region.mesh, region.microbatches, profiler.cluster, wanted, options, dict(profiler.expert_load))
+    profile = profiler.known.get(search.key_of(point))
+    state = profile.placed.request.state_bytes if profile is not None else None
+    load = dict(profiler.expert_load)
+    request = Request(region.mesh, region.microbatches, profiler.cluster, wanted, options, load, state)
     return build(profiler.models[region.mesh.cp > 1].copy(), request, None, measured)
 
 
@@ -159,7 +208,17 @@ def _best(search: Search, found: Found, measured: Callable[[Built], Built] | Non
     return best
 
 
-def _search_plan(search: Search, found: Found, chosen: Outcome) -> SearchPlan:
+def _with_fronts(search: Search, built: Built, only: Point) -> Built:
+    """Of a job that was pinned as a whole."""
+    plan = built.plan
+    outcome = Outcome(only, plan.step_seconds, max(rank.peak_bytes for rank in plan.rank_plans), recomputes=False)
+    found = Found([outcome], plan.cost.bound_seconds, 1, 0, 1, {})
+    return replace(
+        built, plan=plan.model_copy(update={"search": _search_plan(search, found, outcome, fronts=True)}).sealed()
+    )
+
+
+def _search_plan(search: Search, found: Found, chosen: Outcome, *, fronts: bool) -> SearchPlan:
     return SearchPlan(
         free=search.pins.free,
         points=found.points,
@@ -167,5 +226,6 @@ def _search_plan(search: Search, found: Found, chosen: Outcome) -> SearchPlan:
         laid_out=found.laid_out,
         bound_seconds=found.bound_seconds,
         runners_up=runners_up(search, found, chosen),
-        memory_front=time_and_memory(search, found),
+        memory_front=memory_front(search, found, further=fronts),
+        gpus_front=gpus_front(search, chosen) if fronts else [],
     )

@@ -12,6 +12,7 @@ import torch
 
 from autopar.cluster import Cluster, Link
 from autopar.cost_models import collective, step
+from autopar.errors import BudgetError
 from autopar.graph import Model
 from autopar.mesh import Mesh
 from autopar.options import Options
@@ -21,10 +22,11 @@ from autopar.planner.build import rank_plan
 from autopar.planner.modes import MODES
 from autopar.planner.offload import require_host
 from autopar.planner.pipeline import Pipeline, Wanted, kept_stages, lay_out
-from autopar.planner.rank_memory import Storage, rank_state
+from autopar.planner.rank_memory import MOMENTS, Storage, rank_state
 from autopar.schedules import generate
 from autopar.schedules.registry import SCHEDULES
 from autopar.search.bounds import Held, folded, recomputed, scaled, straight
+from autopar.search.gradients import Sums
 from autopar.search.profiles import Profile, Unit, Weights
 from autopar.search.space import Point, Region
 
@@ -58,17 +60,28 @@ class Costing:
     options: Options
     spared_bytes: int = 0
     root: Profile | None = None
+    expert_share: float = 0.0  # of all parameters, those of experts
     _passes: dict[tuple[object, ...], float] = field(default_factory=dict)
     _machines: dict[tuple[Mesh, int], Machine] = field(default_factory=dict)
     _updates: dict[tuple[object, ...], tuple[float, float, float, float]] = field(default_factory=dict)
     _inflight: dict[tuple[object, ...], tuple[float, ...]] = field(default_factory=dict)
     _regions: dict[tuple[float, int, int], float] = field(default_factory=dict)
+    _loads: dict[tuple[object, ...], list[Unit]] = field(default_factory=dict)
     _leanest: Held | None = None
     _holdings: dict[tuple[object, ...], Held | None] = field(default_factory=dict)
 
     @property
+    def whole_budget_bytes(self) -> int:
+        return self.options.budget_bytes or self.cluster.device.memory_bytes
+
+    @property
     def budget_bytes(self) -> int:
-        return (self.options.budget_bytes or self.cluster.device.memory_bytes) - self.spared_bytes
+        """Without what is spared."""
+        return self.whole_budget_bytes - self.spared_bytes
+
+    def under(self, options: Options) -> Costing:
+        """Of the same search under other ``options``."""
+        return Costing(self.cluster, options, self.spared_bytes, expert_share=self.expert_share)
 
     def options_of(self, point: Point) -> Options:
         searched = {name: getattr(point, name) for name in ("zero", "zero_ranks", "offload", "head_chunks")}
@@ -80,51 +93,81 @@ class Costing:
         require_host(options, self.cluster.device)
         machine = Machine.of(self.cluster, profile.mesh(region.mesh), point.zero_ranks)
         costs = profile.costs_on(machine)
-        wanted = Wanted(point.schedule, point.vocabulary, point.chunks, point.head_chunks, self.spared_bytes)
+        spared = max(self.spared_bytes, profile.working_bytes // (point.head or 1))
+        wanted = Wanted(point.schedule, point.vocabulary, point.chunks, point.head_chunks, spared)
         model = profile.model
         pipeline = lay_out(model, costs, machine, region.microbatches, wanted, options, profile.activations)
         request = replace(profile.placed.request, mesh=machine.mesh, options=options)
         ranks = [rank_plan(model, rank, pipeline, request) for rank in range(region.mesh.pp)]
         require_host(options, machine.device, max(rank.host_bytes for rank in ranks))
         recomputes = any(chosen.regions for chosen in pipeline.chosen.values())
+        if (held := max(r.peak_bytes for r in ranks)) > (budget := self.whole_budget_bytes):
+            raise BudgetError(f"a rank would hold {held} bytes of {budget}", held)
         seconds = pipeline.timeline.makespan_seconds
         return Outcome(point, seconds, max(r.peak_bytes for r in ranks), recomputes, parts_of(pipeline, costs, model))
 
     def bound(self, point: Point, profile: Profile) -> float:
         """No step of ``point`` is below, by its passes. The head may be another than the profile's."""
-        update = self._update_seconds(point, profile)
-        return max(self._pass_seconds(point, profile), self._streamed_seconds(point, profile)) + update
+        update, pp = self._update_seconds(point, profile), point.region.mesh.pp
+        passes, streamed = self._pass_seconds(point, profile), self._streamed_seconds(point, profile)
+        if pp == 1:
+            return max(passes, streamed) + update
+        # The rank with the longest passes may have the least to update; both are at least their means.
+        return max(passes, max(self._mean_seconds(point, profile), streamed) + update)
 
     def memory_bound(self, point: Point, profile: Profile) -> float:
         """The same, by what has to be recomputed; inf where its layers can't fit."""
-        return self._memory_seconds(point, profile) + self._update_seconds(point, profile)
+        update = self._update_seconds(point, profile) if point.region.mesh.pp == 1 else 0.0
+        return self._memory_seconds(point, profile) + update
+
+    def _mean_seconds(self, point: Point, profile: Profile) -> float:
+        """Of the passes of a pipeline rank, on average."""
+        seconds = math.fsum(unit.seconds for unit in self._loaded(point, profile))
+        return point.region.microbatches * seconds / point.region.mesh.pp
 
     def _pass_seconds(self, point: Point, profile: Profile) -> float:
         mesh, microbatches = point.region.mesh, point.region.microbatches
         row = SCHEDULES.get(point.schedule)
-        if mesh.pp == 1:
-            return microbatches * profile.seconds
-        if row is None:
-            return microbatches * profile.seconds / mesh.pp
-        inner, shared = self._units(point, profile)
-        key = (profile.key, mesh.pp, microbatches, row.chunks or point.chunks, row.splits_backward, len(inner))
+        mean = self._mean_seconds(point, profile)
+        if mesh.pp == 1 or row is None:
+            return mean
+        inner = self._units(point, profile)
+        sums = self._sums(point, profile)
+        key = (profile.key, sums, mesh.pp, microbatches, row.chunks or point.chunks, row.splits_backward, len(inner))
         if key not in self._passes:
             self._passes[key] = self._pipeline_seconds(inner, mesh.pp, microbatches, point)
-        return self._passes[key] + shared
+        return max(mean, self._passes[key])
 
-    def _units(self, point: Point, profile: Profile) -> tuple[list[Unit], float]:
-        """What stages are cut between, and what all ranks share of a step beside: a split head's passes."""
-        if not MODES[point.vocabulary].head or len(profile.units) < 3:
-            return profile.units, 0.0
-        inner = profile.units[1:-1]
-        rest = profile.seconds - math.fsum(unit.seconds for unit in inner)
-        return inner, point.region.microbatches * rest / point.region.mesh.pp
+    def _units(self, point: Point, profile: Profile) -> list[Unit]:
+        """What stages are cut between: without the first and last where a split vocabulary's passes, which fill the
+        time that ranks wait, may be all there is in them."""
+        units = self._loaded(point, profile)
+        return units[1:-1] if MODES[point.vocabulary].head and len(units) > 2 else units
+
+    def _sums(self, point: Point, profile: Profile) -> Sums:
+        mesh, row = point.region.mesh, SCHEDULES.get(point.schedule)
+        lines = {axes: mesh.data_axes(axes) for axes in profile.weights}
+        shards = tuple((a, mesh.zero_shards(point.zero_ranks, b) if point.zero and b else 1) for a, b in lines.items())
+        microbatches = 1 if row is not None and row.asynchronous else point.region.microbatches
+        split = row is None or row.splits_backward
+        return Sums(shards, point.zero, tuple(point.offload), microbatches, split)
+
+    def _loaded(self, point: Point, profile: Profile) -> list[Unit]:
+        """Units with what their backwards take to add up gradients."""
+        sums = self._sums(point, profile)
+        key = profile.key, sums
+        if key not in self._loads:
+            options, device = self.options_of(point), self.cluster.device
+            added = [sums.seconds(kinds, options, device) for kinds in profile.unit_parameters]
+            pairs = zip(profile.units, added, strict=True)
+            self._loads[key] = [replace(unit, backward=unit.backward + seconds) for unit, seconds in pairs]
+        return self._loads[key]
 
     def _pipeline_seconds(self, units: list[Unit], ranks: int, microbatches: int, point: Point) -> float:
         row = SCHEDULES[point.schedule]
         chunks = row.chunks or point.chunks or 2
         if chunks > 1:
-            return folded(units, ranks, chunks, microbatches)
+            return folded(units, ranks, microbatches, split=row.splits_backward)
         return straight(units, ranks, microbatches, split=row.splits_backward)
 
     def _memory_seconds(self, point: Point, profile: Profile) -> float:
@@ -135,10 +178,11 @@ class Costing:
         held = self._held(point, profile)
         if held is None:
             return 0.0
+        added = [a.seconds - b.seconds for a, b in zip(self._loaded(point, profile), profile.units, strict=True)]
+        held = replace(held, seconds=held.seconds + np.array(added))
         mesh, microbatches = point.region.mesh, point.region.microbatches
-        _, shared = self._units(point, profile)
-        seconds = recomputed(
-            held.inner() if shared else held,
+        return recomputed(
+            held.inner() if len(self._units(point, profile)) < len(profile.units) else held,
             self._kept(point),
             microbatches,
             self.budget_bytes,
@@ -146,7 +190,6 @@ class Costing:
             chunks=(row.chunks or point.chunks or 1) if mesh.pp > 1 else 1,
             host_rate=self.cluster.device.host_bytes_per_second if "activations" in point.offload else 0.0,
         )
-        return seconds + shared
 
     def _kept(self, point: Point) -> tuple[float, ...]:
         """By rank, how many microbatches of all that it holds are in flight."""
@@ -194,16 +237,62 @@ class Costing:
             )
         return self._regions[key]
 
+    def estimate(self, region: Region, share: float) -> float:
+        """Seconds of a likely step of ``region``: 1F1B, with the first ZeRO stage that leaves room for activations;
+        inf where none does."""
+        assert self.root is not None
+        if self._leanest is None:
+            self._leanest = held_by(self.root, None, self.options.recompute, self.root)
+        mesh = region.mesh
+        if self._leanest is None:
+            return 0.0
+        total = Weights(0, 0, 0)
+        for weights in self.root.weights.values():
+            total += weights
+        parts = mesh.pp * mesh.tp
+        spread = (1 - self.expert_share + self.expert_share / mesh.experts) / parts
+        shards = mesh.zero_shards(0)
+        for zero in (1, 2, 3) if shards > 1 else (0,):
+            # Masters of experts are on fewer copies' ranks, but split over ep: as many parts in all.
+            state = (1 + MOMENTS) * total.masters / shards / parts
+            state += total.masters * spread / (shards if zero >= 2 else 1)
+            state += total.copies * spread if zero < 3 else 0.0
+            key = ("estimate", share, mesh.pp, region.microbatches, round(state / self.budget_bytes, 2))
+            if key not in self._passes:
+                kept = self._kept_by("1f1b", mesh.pp, region.microbatches, None)
+                held, room = self._leanest.scaled(share), self.budget_bytes - state
+                self._passes[key] = recomputed(held, kept, region.microbatches, room, split=False, chunks=1)
+            if not math.isinf(self._passes[key]):
+                streamed = self._streamed_estimate(region, total.copies * spread) if zero == 3 else 0.0
+                return max(self._passes[key], streamed)
+        return math.inf
+
+    def _streamed_estimate(self, region: Region, copies: float) -> float:
+        mesh = region.mesh
+        link = self._machine_of(mesh, 0).lines[mesh.data_axes()].shard
+        return 2 * region.microbatches * seconds_of("all_gather", int(copies), mesh.zero_shards(0), link)
+
     def least_streamed(self, region: Region) -> float:
         """Seconds of gathers, where not even the copies of parameters that are computed with fit on a rank."""
         assert self.root is not None
         mesh = region.mesh
         copies = sum(weights.copies for weights in self.root.weights.values()) / (mesh.pp * mesh.tp * mesh.experts)
-        ranks = mesh.zero_shards(0)
-        if copies <= self.budget_bytes or ranks == 1:
+        if copies <= self.budget_bytes or mesh.zero_shards(0) == 1:
             return 0.0
-        link = self._machine_of(mesh, 0).lines[mesh.data_axes()].shard
-        return 2 * region.microbatches * seconds_of("all_gather", int(copies), ranks, link)
+        return self._streamed_estimate(region, copies)
+
+    def may_fit(self, point: Point, profile: Profile) -> bool:
+        """Whether parameters, gradients and moments would fit if ranks shared them evenly, and kept nothing else."""
+        mesh, total = point.region.mesh, 0.0
+        away = not {"optimizer", "parameters"}.isdisjoint(point.offload)
+        for axes, weights in profile.weights.items():
+            line = mesh.data_axes(axes)
+            shards = mesh.zero_shards(point.zero_ranks, line) if point.zero and line else 1
+            twice = shards > 1 or weights.copies != weights.masters or away
+            total += 0 if away else (1 + MOMENTS) * weights.masters / shards
+            total += weights.masters / (shards if point.zero >= 2 else 1)
+            total += weights.copies if twice and not self._streams(point) else 0
+        return total / mesh.pp <= self.budget_bytes
 
     def _least_kept(self, ranks: int, microbatches: int) -> tuple[float, ...]:
         if ranks == 1:
@@ -215,13 +304,14 @@ class Costing:
         """Of the optimizer, and of what is gathered before the first pass and summed after the last, if ranks shared
         all of it evenly."""
         gathered, scattered, summed, updated = self._moves(point, profile)
-        layers, pp = max(1, len(profile.units) // point.region.mesh.pp), point.region.mesh.pp
-        backward = math.fsum(unit.backward for unit in profile.units) / pp
+        pp = point.region.mesh.pp
+        layers = math.ceil(len(profile.units) / pp)
+        backward = math.fsum(unit.backward for unit in self._loaded(point, profile)) / pp
         scattered, summed = (step.left_seconds(each, layers, backward) for each in (scattered, summed))
-        first = (
-            gathered / (SCHEDULES[point.schedule].chunks or point.chunks or 1) if point.schedule in SCHEDULES else 0.0
-        )
-        return (0.0 if self._streams(point) else first) + scattered + summed + updated
+        row = SCHEDULES.get(point.schedule)
+        chunks = row.chunks or point.chunks or 2 if row is not None else 2  # only those of the first stage come first
+        first = gathered if chunks == 1 and not self._streams(point) else 0.0
+        return first + scattered + summed + updated
 
     def _streamed_seconds(self, point: Point, profile: Profile) -> float:
         """Of gathers that run beside the passes, two for each microbatch."""
@@ -236,17 +326,18 @@ class Costing:
         mesh, options = point.region.mesh, self.options_of(point)
         key = (profile.key, mesh, point.zero, point.zero_ranks, point.offload)
         if key not in self._updates:
-            total = np.zeros(4)
+            totals = np.zeros(4)
             for axes, weights in profile.weights.items():
                 line = mesh.data_axes(axes)
                 shards = mesh.zero_shards(point.zero_ranks, line) if point.zero and line else 1
-                total += self._line_seconds(line, shards, weights, point, options)
-            gathered, scattered, summed, updated = (float(each) / mesh.pp for each in total)
-            self._updates[key] = gathered, scattered, summed, updated
+                summed = profile.summed.get(axes, Weights(0, 0, 0))
+                totals += self._line_seconds(line, shards, weights, summed, point, options)
+            gathered, scattered, rest, updated = (float(each) / mesh.pp for each in totals)
+            self._updates[key] = gathered, scattered, rest, updated
         return self._updates[key]
 
     def _line_seconds(
-        self, axes: tuple[str, ...], shards: int, weights: Weights, point: Point, options: Options
+        self, axes: tuple[str, ...], shards: int, weights: Weights, summed: Weights, point: Point, options: Options
     ) -> list[float]:
         machine = self._machine(point)
         line = machine.lines.get(axes)
@@ -254,9 +345,7 @@ class Costing:
         if line is None or line.size == 1:
             return [0.0, 0.0, 0.0, updated]
         sent = (
-            weights.elements * getattr(torch, options.reduce_dtype).itemsize
-            if options.reduce_dtype
-            else weights.masters
+            summed.elements * getattr(torch, options.reduce_dtype).itemsize if options.reduce_dtype else summed.masters
         )
         moved = [("all_gather", weights.copies, shards, line.shard), ("reduce_scatter", sent, shards, line.shard)]
         gathered, scattered = (seconds_of(*each) if each[2] > 1 else 0.0 for each in moved)
@@ -286,11 +375,12 @@ def parts_of(pipeline: Pipeline, costs: Sequence[BlockCost], model: Model) -> di
     timeline, schedule = pipeline.timeline, pipeline.schedule
     rank = max(range(schedule.ranks), key=lambda r: (timeline.busy_seconds[r], -r))
     stages = [k for k, home in enumerate(schedule.placement) if home == rank]
-    sent: Counter[str] = Counter()
+    sent: dict[str, float] = {}
     for cost in (costs[model.calls[i].block] for k in stages for i in pipeline.stages[k]):
         for (axis, _), seconds in cost.wires.items():
-            sent[f"communication over {axis}"] += schedule.microbatches * sum(seconds)
-    again = schedule.microbatches * sum(pipeline.recompute_seconds(k) for k in stages)
+            name = f"communication over {axis}"
+            sent[name] = sent.get(name, 0.0) + schedule.microbatches * sum(seconds)
+    again = schedule.microbatches * math.fsum(pipeline.recompute_seconds(k) for k in stages)
     busy, updates = timeline.busy_seconds[rank], timeline.costs.step_seconds[rank]
     found: dict[str, float] = {
         "compute": busy - updates - again - sum(sent.values()),

@@ -1,18 +1,37 @@
-"""What a search says of the points that weren't chosen: the next best, and those that nothing beats in both costs."""
+"""What a search says of the points that weren't chosen: the next best, and what other memory or GPUs would bring.
+
+A proof needs few points laid out. So that there is something to compare with, the best of other kinds are laid out
+after it (:func:`compared`); and where a user asks for whole fronts, the points that look best with less memory
+(:func:`memory_front`) and on other numbers of GPUs (:func:`gpus_front`) are laid out, without a proof.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from autopar.plan import PointPlan
+from autopar.errors import ArgumentError, AutoparError
+from autopar.plan import PointPlan, bytes_text, change_text
 from autopar.planner.modes import MODES
 from autopar.search.costing import Outcome
+from autopar.search.pins import Pins
 from autopar.search.space import Point
 
 if TYPE_CHECKING:
     from autopar.search.loop import Found, Search
 
 _RUNNERS_UP = 5
+_SAME_DEGREES = 2  # of them
+_FURTHER = 8  # points that are laid out for them at most
+_LOOKS = 2000  # of those that are looked at
+_GPUS = (Fraction(1, 4), Fraction(1, 2), Fraction(3, 4), Fraction(3, 2), Fraction(2), Fraction(4))
+_MEMORY = 3 / 4  # of the peak of the plan before
+_MEMORIES = 4
 
 
 def point_plan(search: Search, outcome: Outcome, why: str = "") -> PointPlan:
@@ -31,22 +50,47 @@ def point_plan(search: Search, outcome: Outcome, why: str = "") -> PointPlan:
     )
 
 
-def runners_up(search: Search, found: Found, chosen: Outcome) -> list[PointPlan]:
-    """The next best, each with other degrees, microbatches, schedule or vocabulary than those before it."""
-    seen = {_kind(chosen.point)}
-    rows = []
-    for outcome in found.outcomes:
-        if _kind(outcome.point) in seen:
-            continue
-        seen.add(_kind(outcome.point))
-        rows.append(point_plan(search, outcome, why(chosen, outcome)))
-        if len(rows) == _RUNNERS_UP:
+def compared(search: Search, found: Found) -> Found:
+    """``found`` with outcomes of points that may be among the runners-up, where it takes few to tell."""
+    best, rows, tries = found.outcomes[0], _next(found.outcomes[0], found.outcomes), 0
+    for bound, point in itertools.islice(search.others(), _LOOKS):
+        if tries == _FURTHER or (len(rows) == _RUNNERS_UP and bound >= rows[-1].step_seconds):
             break
+        profile = search.profiler.known[point.region.key]
+        if not _adds(point, best, rows) or math.isinf(search.costing.memory_bound(point, profile)):
+            continue
+        tries += 1
+        with suppress(AutoparError):
+            search.lay_out(point)
+            best, *_ = ranked = search.ranked()
+            rows = _next(best, ranked)
+    return replace(found, outcomes=search.ranked(), laid_out=search.laid_out)
+
+
+def runners_up(search: Search, found: Found, chosen: Outcome) -> list[PointPlan]:
+    """The next best: of each other degrees the best, and what else these degrees could do."""
+    return [point_plan(search, outcome, why(chosen, outcome)) for outcome in _next(chosen, found.outcomes)]
+
+
+def _next(chosen: Outcome, ranked: Iterable[Outcome]) -> list[Outcome]:
+    rows: list[Outcome] = []
+    for outcome in ranked:
+        if len(rows) < _RUNNERS_UP and _adds(outcome.point, chosen, rows):
+            rows.append(outcome)
     return rows
 
 
+def _adds(point: Point, chosen: Outcome, rows: Sequence[Outcome]) -> bool:
+    """Whether a point is of another kind than ``rows``."""
+    mesh, own = point.region.mesh, chosen.point
+    if mesh != own.region.mesh:
+        return all(row.point.region.mesh != mesh for row in rows)
+    same = [own, *(row.point for row in rows if row.point.region.mesh == mesh)]
+    return len(same) <= _SAME_DEGREES and all(_kind(other) != _kind(point) for other in same)
+
+
 def _kind(point: Point) -> tuple[object, ...]:
-    return point.region, point.schedule, point.chunks, point.vocabulary
+    return point.region, point.schedule, point.vocabulary
 
 
 def why(chosen: Outcome, other: Outcome) -> str:
@@ -56,17 +100,76 @@ def why(chosen: Outcome, other: Outcome) -> str:
         ((other.parts[name] - chosen.parts.get(name, 0.0), name) for name in other.parts),
         key=lambda part: (-part[0], part[1]),
     )
-    longer = [f"{name} +{seconds / chosen.step_seconds:.1%}" for seconds, name in parts if seconds > 0][:2]
-    return f"step {more:+.1%}: {' and '.join(longer) or 'no part alone'}"
+    longer = [f"{name} {change_text(seconds / chosen.step_seconds)}" for seconds, name in parts if seconds > 0][:2]
+    return f"step {change_text(more)}: {', '.join(longer) or 'no part alone'}"
 
 
-def time_and_memory(search: Search, found: Found) -> list[PointPlan]:
-    """Of what was laid out, what nothing beats in both time and memory, by rising time."""
+def memory_front(search: Search, found: Found, *, further: bool = False) -> list[PointPlan]:
+    """Of what was laid out, what nothing beats in both time and memory, by rising time. With ``further``, of what
+    searches under less and less memory find, too."""
+    outcomes = [*found.outcomes, *(_leaner(search, found.outcomes[0]) if further else ())]
     front: list[Outcome] = []
-    for outcome in found.outcomes:  # by rising time
+    for outcome in sorted(outcomes, key=lambda o: o.step_seconds):
         if not front or outcome.peak_bytes < front[-1].peak_bytes:
             front.append(outcome)
     return [point_plan(search, outcome) for outcome in front]
+
+
+def _leaner(search: Search, best: Outcome) -> Iterator[Outcome]:
+    """The best under budgets that fall, until nothing fits."""
+    outcome: Outcome | None = best
+    for _ in range(_MEMORIES):
+        assert outcome is not None
+        budget = int(_MEMORY * outcome.peak_bytes)
+        pins = search.pins
+        options = pins.options.model_copy(update={"budget_bytes": budget + search.costing.spared_bytes})
+        outcome = _again(search, replace(pins, options=options), f"search within {bytes_text(budget)}")
+        if outcome is None:
+            return
+        yield outcome
+
+
+def gpus_front(search: Search, chosen: Outcome) -> list[PointPlan]:
+    """The fastest for other numbers of GPUs, by rising numbers: those that the batch can use and in which it fits.
+
+    Of degrees that were pinned as a whole, ``dp`` changes with the GPUs.
+    """
+    here, rows = search.pins.gpus, [(search.pins.gpus, chosen)]
+    for times in _GPUS:
+        gpus = here * times
+        pins = _on(search.pins, int(gpus)) if gpus.denominator == 1 else None
+        outcome = _again(search, pins, f"search on {gpus} GPUs") if pins is not None else None
+        if outcome is not None:
+            rows.append((int(gpus), outcome))
+    return [point_plan(search, outcome, _gained(here, chosen, gpus, outcome)) for gpus, outcome in sorted(rows)]
+
+
+def _on(pins: Pins, gpus: int) -> Pins | None:
+    mesh = {axis: size for axis, size in pins.mesh.items() if axis != "dp"} if pins.mesh_is_whole else pins.mesh
+    try:
+        return replace(pins, gpus=gpus, mesh=mesh)
+    except ArgumentError:  # pinned degrees don't divide so many
+        return None
+
+
+def _gained(here: int, chosen: Outcome, gpus: int, other: Outcome) -> str:
+    """What so many GPUs do for the step: ``2x the GPUs, 1.92x as fast``."""
+    if gpus == here:
+        return ""
+    return f"{gpus / here:.3g}x the GPUs, {chosen.step_seconds / other.step_seconds:.2f}x as fast"
+
+
+def _again(search: Search, pins: Pins, phase: str) -> Outcome | None:
+    """What looks best under other ``pins``, which may differ in GPUs and memory; None where nothing does."""
+    search.tell(phase)
+    costing = search.costing
+    if pins.options != search.pins.options:
+        costing = costing.under(pins.options)
+    again = replace(search, pins=pins, costing=costing, outcomes=[], refusals={}, watch=None)
+    try:
+        return next(iter(again.glance()), None)
+    except AutoparError:
+        return None
 
 
 def differs(point: Point) -> str:

@@ -16,11 +16,13 @@ from autopar.search.costing import Costing, Outcome
 from autopar.search.fronts import differs
 from autopar.search.pins import SEARCHED_OPTIONS, Pins
 from autopar.search.profiles import Profiler
+from autopar.search.space import regions, savers
 
 if TYPE_CHECKING:
     from autopar.search.loop import Found, Search
 
 _OFFERED = 4
+_LEAN_REGIONS = 3
 _MORE = (1.25, 1.5, 2, 3, 4, 6, 8)
 """Times the GPUs that are tried, where that is a whole number of them."""
 
@@ -43,15 +45,40 @@ def refusal(search: Search, found: Found) -> AutoparError:
         return refusals[0]
     too_large = (error for error in refusals if isinstance(error, BudgetError))
     needed = min((error.needed_bytes for error in too_large if error.needed_bytes), default=0)
+    needed = needed or _leanest_bytes(search)
     offers = relaxations(search)
     pinned = _pinned_text(search.pins)
+    has = bytes_text(search.costing.budget_bytes)
     least = f"the leanest way found needs {bytes_text(needed)} on a rank, which" if needed else "a rank"
     text = (
-        f"nothing fits on {search.pins.gpus} GPUs{pinned}: {least} has {bytes_text(search.costing.budget_bytes)} "
+        f"nothing fits on {_gpus_text(search.pins.gpus)}{pinned}: {least} has {has} "
         f"({found.points:,} ways were looked at)"
     )
     ways = "; or ".join(map(str, offers))
     return BudgetError(f"{text}. It fits {ways}" if ways else f"{text}. No single change makes it fit", needed)
+
+
+def _gpus_text(gpus: int) -> str:
+    return f"{gpus} GPU{'s' if gpus > 1 else ''}"
+
+
+def _leanest_bytes(search: Search) -> int:
+    """What a rank needs with the smallest microbatches on the most stages, everything split and away that can be; 0
+    where that can't run at all. Bounds alone refused it, which don't say by how much."""
+    found = regions(search.sizes, search.pins)
+    for region in sorted(found, key=lambda r: (r.rows / r.key.inner, -r.mesh.pp))[:_LEAN_REGIONS]:
+        if search.place(region) is None:
+            continue
+        point = max(search.points_of(region), key=lambda p: (p.schedule == "1f1b", p.zero, not p.head))
+        ways = savers(search.costing.cluster, search.pins, point.vocabulary, point.zero)
+        offload, chunks = max(ways, key=lambda way: (len(way[0]), -way[1]))
+        try:
+            search.lay_out(point._replace(offload=offload, head_chunks=chunks))
+        except BudgetError as error:
+            return error.needed_bytes
+        except AutoparError:
+            continue
+    return 0
 
 
 def _pinned_text(pins: Pins) -> str:
@@ -104,7 +131,7 @@ def _with_more_gpus(search: Search) -> Iterator[tuple[str, Pins, Costing]]:
         if gpus == int(gpus):
             mesh = {} if pins.mesh_is_whole else pins.mesh
             try:
-                yield f"on {int(gpus)} GPUs", replace(pins, gpus=int(gpus), mesh=mesh), search.costing
+                yield f"on {_gpus_text(int(gpus))}", replace(pins, gpus=int(gpus), mesh=mesh), search.costing
             except ArgumentError:  # pinned degrees don't divide so many
                 continue
 

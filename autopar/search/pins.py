@@ -10,6 +10,7 @@ from typing import Final
 from autopar.errors import ArgumentError
 from autopar.mesh import AXES, Mesh
 from autopar.options import Options
+from autopar.planner.modes import mode_of
 
 SEARCHED_OPTIONS: Final = ("zero", "zero_ranks", "offload", "head_chunks")
 """The fields of :class:`autopar.options.Options` that change what a step costs and not what it computes."""
@@ -41,6 +42,8 @@ class Pins:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ArgumentError(f"{name}={value!r}; it must be a whole number of at least 1")
+        if self.vocabulary is not None:
+            mode_of(self.vocabulary)
         product = math.prod(size for axis, size in self._sizes().items())
         if not self.mesh_is_whole and (product > self.gpus or self.gpus % product):
             raise ArgumentError(

@@ -8,27 +8,34 @@ those, and what a stage costs is read off it.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
+from torch import fx
+
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
-from autopar.graph import Info, Model, info
+from autopar.graph import Info, Model, info, operands
 from autopar.mesh import Mesh
 from autopar.options import Options
+from autopar.passes.hoist import parameter_sums
 from autopar.passes.vocabulary import STAGELESS
 from autopar.planner.activations import Activations
 from autopar.planner.block_costs import BlockCost, Machine, block_cost
 from autopar.planner.build import Placed, Request, activations_of, place
 from autopar.planner.pipeline import Wanted
+from autopar.search.gradients import Kind, kinds_by_call
 from autopar.search.hulls import Array, hull
 
 
 class Key(NamedTuple):
     """What a placement depends on: the rows of a microbatch on one rank, the axes within which they are split, and how
-    the head is computed (``head``: over so many pipeline ranks, 0: whole; in ``chunks`` of tokens)."""
+    the head is computed (``head``: over so many pipeline ranks, 0: whole; in ``chunks`` of tokens). ``stages``: state
+    has to fit in so many ranks (0: it may be as large as it likes). ``several``: a batch is several microbatches, in
+    which not every model can be cut; ``copies``: there is a dp, over which gradients are summed."""
 
     rows: int
     ep: int
@@ -37,6 +44,9 @@ class Key(NamedTuple):
     borrowed: tuple[str, ...] = ()
     head: int = 0
     chunks: int = 1
+    stages: int = 0
+    several: bool = False
+    copies: bool = False
 
     @property
     def inner(self) -> int:
@@ -98,13 +108,46 @@ class Profile:
         return self._hulls[block, recompute]
 
     @cached_property
+    def fixed_seconds(self) -> float:
+        """Of one microbatch, whatever its size: a launch for each op, forward and backward."""
+        launch = self.placed.request.cluster.device.launch_seconds
+        launches = [
+            sum(1 + info(node).meta.needs_grad for node, seconds in cost.op_seconds.items() if seconds >= launch > 0)
+            for cost in self.costs
+        ]
+        return launch * sum(launches[unit.block] for unit in self.units)
+
+    @cached_property
+    def working_bytes(self) -> int:
+        """What the op with the largest tensors needs while its backward runs: they and their gradients."""
+        nodes = [node for block in self.model.blocks for node in block.ops if info(node).meta.needs_grad]
+        return max((_with_gradients(node) for node in nodes), default=0)
+
+    @cached_property
+    def unit_parameters(self) -> list[Counter[Kind]]:
+        """Elements of the trained parameters of each unit."""
+        model, kinds = self.model, kinds_by_call(self.model)
+        return [kinds[i] for i, call in enumerate(model.calls) if model.block_of(call).kind not in STAGELESS]
+
+    @cached_property
     def weights(self) -> dict[tuple[str, ...], Weights]:
         """Of all trained parameters, by the axes that they are split on."""
+        return self._weights(summed=False)
+
+    @cached_property
+    def summed(self) -> dict[tuple[str, ...], Weights]:
+        """Of those whose gradient is a sum over all ranks that they are whole on."""
+        return self._weights(summed=True)
+
+    def _weights(self, *, summed: bool) -> dict[tuple[str, ...], Weights]:
+        sums = parameter_sums(self.model) if summed else {}
         found: dict[tuple[str, ...], Weights] = {}
         for name, data in _parameters(self.model).items():
             known = self.model.parameters[name]
             if known.trainable and not known.is_buffer:
                 split = tuple(axis for axis, kind in data.types().items() if kind.is_shard)
+                if summed and not set(self.placed.request.mesh.data_axes(split)) <= set(sums[name]):
+                    continue
                 here = Weights(
                     data.meta.numel, data.meta.bytes, data.meta.numel * (known.master or data.meta.dtype).itemsize
                 )
@@ -134,6 +177,11 @@ class Weights:
         return Weights(self.elements + other.elements, self.copies + other.copies, self.masters + other.masters)
 
 
+def _with_gradients(node: fx.Node) -> int:
+    given = [info(operand) for operand in operands(node) if info(operand).role not in ("parameter", "buffer")]
+    return sum(data.meta.bytes for data in given if data.meta.needs_grad) + 2 * info(node).meta.bytes
+
+
 def _parameters(model: Model) -> dict[str, Info]:
     return {
         name: info(node)
@@ -142,7 +190,7 @@ def _parameters(model: Model) -> dict[str, Info]:
     }
 
 
-_BOUNDLESS = 1 << 62
+_BOUNDLESS = 1 << 60
 
 
 class Models(Protocol):
@@ -173,10 +221,11 @@ class Profiler:
         return self.known.get(key)
 
     def _made(self, key: Key, mesh: Mesh, microbatches: int) -> Profile:
-        # Whether state fits depends on stages and copies; here it may be as large as it likes.
-        options = self.options.model_copy(update={"head_chunks": key.chunks, "budget_bytes": _BOUNDLESS})
+        options = self.options.model_copy(update={"head_chunks": key.chunks})
+        state = (self.options.budget_bytes or self.cluster.device.memory_bytes) * key.stages or _BOUNDLESS
         vocabulary = "vocab-1" if key.head else "redistributed"  # what is placed is the same for all split heads
-        request = Request(mesh, microbatches, self.cluster, Wanted("1f1b", vocabulary), options, dict(self.expert_load))
+        wanted, load = Wanted("1f1b", vocabulary), dict(self.expert_load)
+        request = Request(mesh, microbatches, self.cluster, wanted, options, load, state)
         placed = place(self.models[key.cp > 1].copy(), request)
         machine = Machine.of(self.cluster, placed.request.mesh, options.zero_ranks)
         costs = [block_cost(block, machine) for block in placed.model.blocks]

@@ -17,9 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from torch import fx
+
 from autopar.cluster import Cluster
 from autopar.errors import ArgumentError
-from autopar.graph import Model, info, operands
+from autopar.graph import Block, Model, info, op_name, operands
 from autopar.mesh import Mesh
 from autopar.options import OFFLOADABLE
 from autopar.planner.modes import MODES
@@ -36,6 +38,7 @@ BEATEN: Final = ("naive", "gpipe", "zb", "pipedream", "interlaced")
 
 _SPLIT_HEADS: Final = ("vocab-1", "vocab-2")
 _HEAD_CHUNKS: Final = (1, 8)
+_LAYING, _ACTION = 5500, 20  # units of work of a point, and of each of its passes
 _MOST_CHUNKS: Final = 8
 """Stages per rank that are tried: each halves the bubble that is left, and doubles the messages."""
 
@@ -68,11 +71,31 @@ class Sizes:
 
 def _experts(model: Model) -> Iterator[int]:
     """How many experts each layer has, by the weights that its products take."""
-    for node in (node for block in model.blocks for node in block.ops):
-        for position in lookup(str(Op.of(node).name)).expert_operands(Op.of(node)):
-            operand = operands(node)[position]
-            if info(operand).role == "parameter":
-                yield info(operand).meta.shape[0]
+    for block in model.blocks:
+        yield from (info(node).meta.shape[0] for node in _of_experts(block))
+
+
+def _of_experts(block: Block) -> set[fx.Node]:
+    """Parameters that products take with a dim of experts."""
+    taken = ((node, lookup(op_name(node)).expert_operands(Op.of(node))) for node in block.ops)
+    behind = {_stored(operands(node)[position]) for node, positions in taken for position in positions}
+    return {node for node in behind if info(node).role == "parameter"}
+
+
+def _stored(node: fx.Node) -> fx.Node:
+    """The placeholder behind casts."""
+    while node.op == "call_function" and len(operands(node)) == 1:
+        (node,) = operands(node)
+    return node
+
+
+def expert_share(model: Model) -> float:
+    """Of all elements of parameters, those of experts."""
+    counts = model.counts()
+    blocks = list(zip(model.blocks, counts, strict=True))
+    experts = sum(count * info(node).meta.numel for block, count in blocks for node in _of_experts(block))
+    total = sum(count * info(node).meta.numel for block, count in blocks for node in block.placeholders("parameter"))
+    return experts / total if total else 0.0
 
 
 class Region(NamedTuple):
@@ -85,7 +108,8 @@ class Region(NamedTuple):
     @property
     def key(self) -> Key:
         mesh = self.mesh
-        return Key(self.rows, mesh.ep, mesh.cp, mesh.tp, mesh.borrowed)
+        several, copies = self.microbatches > 1, mesh.dp > 1
+        return Key(self.rows, mesh.ep, mesh.cp, mesh.tp, mesh.borrowed, several=several, copies=copies)
 
 
 class Point(NamedTuple):
@@ -101,9 +125,9 @@ class Point(NamedTuple):
     head_chunks: int
 
     @property
-    def key(self) -> Key:
-        split = bool(MODES[self.vocabulary].head)
-        return self.region.key._replace(head=self.region.mesh.pp if split else 0, chunks=self.head_chunks)
+    def head(self) -> int:
+        """Over how many pipeline ranks the head is split; 0: it is whole."""
+        return self.region.mesh.pp if MODES[self.vocabulary].head else 0
 
 
 def regions(sizes: Sizes, pins: Pins) -> list[Region]:
@@ -238,3 +262,10 @@ def savers(cluster: Cluster, pins: Pins, vocabulary: str, zero: int) -> Iterator
         kinds += [each for n in range(1, len(OFFLOADABLE) + 1) for each in itertools.combinations(OFFLOADABLE, n)]
     chunks = [options.head_chunks] if pins.fixes("head_chunks") else list(_HEAD_CHUNKS)
     yield from itertools.product(kinds, chunks)
+
+
+def work_of(point: Point) -> float:
+    """How long laying it out takes, in :data:`autopar.search.loop.WORK`'s units of some 20 microseconds."""
+    row, region = SCHEDULES.get(point.schedule), point.region
+    stages = region.mesh.pp * (point.chunks or (row.chunks if row else 0) or 1)
+    return _LAYING + _ACTION * stages * region.microbatches

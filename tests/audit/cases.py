@@ -52,8 +52,8 @@ class Plan:
 
 FAST_PLANS: Final = (
     Plan("llama", {"pp": 2, "dp": 2, "tp": 2}, {"microbatches": 2}),  # messages, changes between calls, tables
-    Plan("nano_gpt", {"pp": 2, "dp": 2, "tp": 2}, {"microbatches": 2}),  # tied tables, sums over dp and tp
     Plan("mlp", {"pp": 4}, {"schedule": "zb-h1"}),
+    Plan("mlp", {"pp": 2}, {"schedule": "zb-h1", "precision": "bf16"}, torch.float32),  # sums in another dtype
     Plan("mlp", {"pp": 2, "dp": 2}, {"schedule": "interleaved", "chunks": 2, "zero": 3}),
     Plan("mlp", {"dp": 4}, {"zero": 2, "zero_ranks": 2}),
     Plan("llama", {"cp": 2}, {"attention": "ring"}),
@@ -63,6 +63,8 @@ FAST_PLANS: Final = (
 )
 
 SLOW_PLANS: Final = (
+    Plan("nano_gpt", {"pp": 2, "dp": 2, "tp": 2}, {"microbatches": 2}),  # tied tables, sums over dp and tp
+    Plan("llama", {"dp": 2}, {"precision": "bf16", "microbatches": 1}, torch.float32),
     Plan("encoder", {"dp": 2, "tp": 2}, {"zero": 1}),
     Plan("gpt2", {"pp": 2, "dp": 2}, {"schedule": "zb-h1"}),
     Plan("gpt2", {"pp": 4}, {"vocabulary": "vocab-1"}),

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import autopar
 from autopar.audit import Audit
 from autopar.audit.step import step_seconds
-from autopar.planner import between, block_costs, zero
+from autopar.planner import between, block_costs, gradients, zero
 from autopar.schedules import Costs, generate, lower, simulate_timeline
 from autopar.schedules.weight_moves import WeightMoves
 from tests.audit.cases import FAST_PLANS, SLOW_PLANS, Plan
@@ -66,6 +67,22 @@ def test_a_wrong_price_of_an_op_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
     found = SMALL.compile().audit()
     assert {row.what for row in found.different} == {"stage 0: forward", "stage 1: forward", "step"}
     assert 0 < found.different[0].difference < 0.01
+
+
+def test_a_wrong_price_of_adding_up_gradients_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = gradients.Summed.added
+    monkeypatch.setattr(gradients.Summed, "added", lambda *given, **named: 1.01 * right(*given, **named))
+    found = SMALL.compile().audit()
+    assert {row.what for row in found.different} == {"stage 0: backward", "stage 1: backward", "step"}
+
+
+def test_gradients_that_are_scattered_are_added_up_as_planned() -> None:
+    """Rows that two ranks can't share evenly are padded to be sent, which no plan counts."""
+    options = {"schedule": "zb-h1", "zero": 2, "precision": "bf16"}
+    found = Plan("mlp", {"pp": 2, "dp": 2}, options, torch.float32).compile().audit()
+    rows = {row.what: row for row in found.rows}
+    for what in ("backward", "weight gradients"):
+        assert all(rows[f"stage {stage}: {what}"].is_equal for stage in (0, 1))
 
 
 def test_a_wrong_program_is_seen() -> None:

@@ -7,7 +7,7 @@ cross entropy is torch's own, of all ranks' logits side by side.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -65,6 +65,7 @@ def _place(model: Model, mesh: Mesh, microbatches: int) -> None:
     problems = [AxisProblem("mb", microbatches, MicrobatchPrices(), "batch")] if microbatches > 1 else []
     for axis in (a for a in ("dp", "tp") if mesh.size(a) > 1):
         link = cluster.link(mesh.size(axis), mesh.stride(axis), mesh.world)
+        link = replace(link, call_seconds=0.0)  # so that sequences of a few tokens are split, too
         prices = RankPrices(mesh.size(axis), cluster.device, link, microbatches)
         problems.append(AxisProblem(axis, mesh.size(axis), prices, "batch" if axis == "dp" else "model"))
     for problem in problems:

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from autopar.cluster import Cluster
-from autopar.cost_models.step import left_seconds, optimizer_seconds
+from autopar.cost_models.step import add_seconds, copy_seconds, left_seconds, optimizer_seconds
 
 DEVICE = dataclasses.replace(Cluster.load("cpu").device, memory_bytes_per_second=1e9)
 
@@ -24,6 +24,12 @@ def test_itemsizes_by_hand() -> None:
     update = partial(optimizer_seconds, 10**6, DEVICE, parameter_itemsize=1, gradient_itemsize=10, moment_itemsize=100)
     assert update() == pytest.approx(412e-3)
     assert update(clip=True) == pytest.approx(442e-3)
+
+
+def test_adding_up_gradients_by_hand() -> None:
+    """A gradient of 2 bytes an element read, its sum of 4 read and written; a copy is written once."""
+    assert add_seconds(10**6, 2, 4, DEVICE) == pytest.approx(10e-3)
+    assert copy_seconds(10**6, 2, 4, DEVICE) == pytest.approx(6e-3)
 
 
 def test_sums_of_gradients_run_beside_the_backward() -> None:

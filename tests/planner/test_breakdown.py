@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import autopar
 from autopar.api import prepare
 from autopar.cluster import Cluster
 from autopar.cost_models import collective
@@ -30,6 +29,7 @@ from autopar.schedules.offloads import offload_activations
 from autopar.schedules.weight_moves import WeightMoves
 from tests.fast_cluster import FAST
 from tests.models import llama
+from tests.pinned import compile_pinned
 
 SLOW_LINK = replace(FAST.intra_node, bytes_per_second=1e6)
 """So slow that communication can't hide."""
@@ -179,7 +179,7 @@ def test_mfu_of_products_by_hand() -> None:
     """The first product has one more in the backward, for its weight (the input has no gradient), the second two."""
     products = [2 * 64 * 32 * 128 * 2, 2 * 64 * 128 * 16 * 3]
     for mesh, gpus in (({"dp": 1}, 1), ({"dp": 2}, 2), ({"tp": 2}, 2)):
-        plan = autopar.plan(Products(), gpus, sample=torch.ones(64, 32), mesh=mesh, cluster="a100")
+        plan = compile_pinned(Products(), gpus, sample=torch.ones(64, 32), mesh=mesh, cluster="a100").plan
         assert plan.cost.model_flops == sum(products)
         assert (plan.cost.dtype, plan.cost.peak_flops_per_second) == (
             "float32",
@@ -220,3 +220,19 @@ def test_messages_of_nodes_are_those_that_costs_count(mesh: dict[str, int]) -> N
         for wire, both in cost.hidden.items():
             counted[wire] = counted.get(wire, 0.0) + sum(both)
         assert dict(seconds) == pytest.approx(counted, rel=1e-9)
+
+
+def test_backwards_add_up_gradients() -> None:
+    """Eight microbatches; products that are put off add to the sum by themselves."""
+    plain, later = (built({"pp": 2}, schedule=schedule, recompute="none") for schedule in ("1f1b", "zb-h1"))
+    for found in (plain, later):
+        rank, placement = found.plan.cost.rank, found.pipeline.timeline.schedule.placement
+        stages = [stage for stage, home in enumerate(placement) if home == rank]
+        accumulated = 8 * sum(found.pipeline.accumulations[stage].seconds for stage in stages)
+        assert found.plan.cost.exposed_seconds("accumulation") == pytest.approx(accumulated)
+    pairs = zip(plain.pipeline.accumulations, later.pipeline.accumulations, strict=True)
+    assert all(0 < b.seconds < a.seconds / 2 for a, b in pairs)
+
+
+def test_one_microbatch_adds_nothing() -> None:
+    assert built({"dp": 1}, microbatches=1).plan.cost.exposed_seconds("accumulation") == 0.0

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-import autopar
 from autopar.api import prepare
 from autopar.errors import ArgumentError, BudgetError, PlanError
 from autopar.mesh import Mesh
@@ -184,7 +183,7 @@ def megatron_plan(recompute: str, layers: int = 2) -> Plan:
     with torch.device("meta"):
         model = MegatronGPT(layers=layers, width=6144, heads=64, vocabulary=51200).half().train()
         ids = torch.zeros(4, 2048, dtype=torch.int64)
-    return autopar.plan(model, 8, sample=(ids, ids), mesh={"tp": 8}, cluster="a100", recompute=recompute)
+    return compile_pinned(model, 8, sample=(ids, ids), mesh={"tp": 8}, cluster="a100", recompute=recompute).plan
 
 
 def test_selective_recomputation_of_a_22b_layer_as_published() -> None:

@@ -114,7 +114,7 @@ def test_what_the_head_reads_again_crosses_from_where_it_is_made() -> None:
 
 LONG = (2, 256, 8)
 KINDS: dict[str, list[dict[str, int]]] = {
-    "a wider layer in the middle": [{}, {}, {}, {"wide": 6}, {}, {}, {}],
+    "a wider layer in the middle": [{}, {}, {}, {"wide": 18}, {}, {}, {}],
     "two kinds of attention": [{"causal": i % 3 == 2} for i in range(7)],
 }
 

@@ -55,14 +55,14 @@ def check(case_of: Callable[[], Case], mesh: dict[str, int], recompute: str, **o
 @pytest.mark.slow
 @pytest.mark.parametrize(("recompute", "tied"), [("full", False), ("selective", True), ("small", False)])
 @pytest.mark.parametrize("options", SCHEDULES, ids=lambda o: o["schedule"])
-@pytest.mark.parametrize("mesh", [{"pp": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "dp": 2}])
+@pytest.mark.parametrize("mesh", [{"pp": 2, "tp": 2}, {"pp": 2, "dp": 2}])
 def test_parity(mesh: dict[str, int], options: dict[str, str], recompute: str, tied: bool) -> None:
     check(lambda: llama(8, layers=4, tied=tied, vocabulary=50), mesh, recompute, microbatches=4, **options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-@pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}, {"dp": 2, "tp": 2}])
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 2, "tp": 2}])
 @pytest.mark.parametrize("name", ["gpt2", "nano_gpt", "encoder", "mlp"])
 def test_parity_of_other_models(name: str, mesh: dict[str, int], recompute: str) -> None:
     with Float64():
@@ -75,19 +75,19 @@ def test_parity_sample(recompute: str, options: dict[str, str]) -> None:
     check(lambda: llama(4, layers=4, tied=True, vocabulary=50), {"pp": 2}, recompute, microbatches=2, **options)
 
 
-@pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2, "dp": 2}])
-@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize(("mesh", "recompute"), [({"tp": 2}, "full"), ({"pp": 2, "dp": 2}, "selective")])
 def test_dropout_repeats_exactly(mesh: dict[str, int], recompute: str) -> None:
     """Bitwise: the same masks, drawn again in the backward."""
-    case = prepared(lambda: gpt2(8, dropout=0.2))
+    case = prepared(lambda: gpt2(4, layers=2, dropout=0.2))
     found = [compiled(case, mesh, microbatches=2, recompute=r).simulate(case.batch, 2) for r in ("none", recompute)]
     assert found[0].losses == found[1].losses
     for name, gradient in found[0].gradients.items():
         assert torch.equal(gradient, found[1].gradients[name]), name
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("name", "recompute"), [("llama", "none"), ("llama", "selective"), ("llama", "full"), ("gpt2", "selective")]
+)
 def test_a_forward_leaves_what_the_plan_says_to_the_byte(name: str, recompute: str) -> None:
     with Float64():
         job = compiled(make(name, 8), {"pp": 2, "tp": 2}, microbatches=4, recompute=recompute)

@@ -128,6 +128,7 @@ def test_a_refusal_is_one_message_and_exit_2(
 def test_plan_writes_its_timeline(tmp_path: Path) -> None:
     trace, page = tmp_path / "trace.json", tmp_path / "page.html"
     arguments = ["plan", "tests.report.small_model:make", "--gpus", "2", "--mesh", "pp=2", "--microbatches", "2"]
+    arguments += ["--schedule", "1f1b"]
     result = CliRunner().invoke(cli.app, [*arguments, "--trace", str(trace), "--html", str(page)])
     assert result.exit_code == 0, result.output
     value = json.loads(trace.read_text(encoding="utf-8"))

@@ -16,7 +16,7 @@ from autopar.schedules import SCHEDULES, Costs, PassTimes, Schedule, Timeline, g
 from autopar.schedules.flow import is_receive, is_send
 from autopar.schedules.vocabulary import BARRIERS
 
-RANKS = (2, 4, 8, 16)
+RANKS = (2, 4, 8)
 SIZES = [(p, times * p) for p in RANKS for times in (1, 2, 4)]
 STEADY = [(p, m) for p, m in SIZES if m > p]
 HEAD_SECONDS = 0.5

@@ -1,0 +1,77 @@
+"""Searches of small models, and all points of their spaces."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from autopar import Cluster
+from autopar.errors import AutoparError
+from autopar.options import Options
+from autopar.preparation import Prepared
+from autopar.search import Pins, searching
+from autopar.search.costing import Outcome
+from autopar.search.loop import Found, Search
+from autopar.search.space import Point, regions, savers
+from tests.models import make
+
+
+@cache
+def prepared(name: str, batch: int) -> Prepared:
+    case = make(name, batch)
+    return Prepared(case.model, case.batch, case.loss, (0, 1), "cpu", "model")
+
+
+def pins_of(gpus: int, **given: Any) -> Pins:
+    """What a user would have pinned."""
+    options = {name: value for name, value in given.items() if name in Options.model_fields}
+    rest = {name: value for name, value in given.items() if name not in options}
+    return Pins(gpus, options=Options.of(**options), given=frozenset(options), **rest)
+
+
+def search_of(name: str, batch: int, gpus: int, cluster: Cluster, **given: Any) -> Search:
+    """One that hasn't begun."""
+    return searching(prepared(name, batch), pins_of(gpus, **given), cluster, {})
+
+
+def every_point(search: Search) -> Iterator[Point]:
+    for region in regions(search.sizes, search.pins):
+        for point in search.points_of(region):
+            for offload, chunks in savers(search.costing.cluster, search.pins, point.vocabulary, point.zero):
+                yield point._replace(offload=offload, head_chunks=chunks)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A point that was laid out, and what was said of it before."""
+
+    outcome: Outcome
+    by_region: float
+    by_passes: float
+    by_memory: float
+
+    @property
+    def bounds(self) -> tuple[float, float, float]:
+        return self.by_region, self.by_passes, self.by_memory
+
+
+def brute_force(search: Search, every: int) -> tuple[Found, list[Tried]]:
+    """What ``search`` finds, and then each ``every``-th point of its space that can run and fits."""
+    found = search.run()
+    tried = []
+    for point in itertools.islice(every_point(search), 0, None, every):
+        profile = search.place(point.region)
+        try:
+            outcome = search.lay_out(point)
+        except AutoparError:
+            continue
+        assert profile is not None
+        region = max(
+            search.by_scaling(point.region), search.costing.region_bound(point.region, search.share(point.region))
+        )
+        costing = search.costing
+        tried.append(Tried(outcome, region, costing.bound(point, profile), costing.memory_bound(point, profile)))
+    return found, tried

@@ -1,0 +1,122 @@
+"""Bounds of a pipeline's passes against timelines of cuts, and of memory against all that units can do."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.schedules import Costs, Schedule, generate, lower, simulate_timeline
+from autopar.schedules.pass_times import PassTimes
+from autopar.search.bounds import Held, folded, recomputed, scaled, straight
+from autopar.search.profiles import Key, Unit
+
+times = st.lists(st.tuples(*[st.floats(0.01, 3.0)] * 3), min_size=4, max_size=7)
+ROUNDED = 1 + 1e-9
+
+
+def units_of(passes: list[tuple[float, float, float]]) -> list[Unit]:
+    """Backwards of the input's gradient and of the weights'."""
+    return [Unit(0, forward, inputs + weights, weights) for forward, inputs, weights in passes]
+
+
+def shortest(units: list[Unit], name: str, ranks: int, chunks: int | None, microbatches: int) -> float:
+    """Over all cuts, by the timeline."""
+    draft = generate(name, ranks, microbatches, chunks=chunks)
+    cuts = itertools.combinations(range(1, len(units)), draft.stages - 1)
+    return min(_seconds(units, draft, (0, *cut, len(units)), name) for cut in cuts)
+
+
+def _seconds(units: list[Unit], draft: Schedule, cut: tuple[int, ...], name: str) -> float:
+    stages = [units[a:b] for a, b in itertools.pairwise(cut)]
+    costs = Costs(
+        forward_seconds=tuple(sum(u.forward for u in stage) for stage in stages),
+        backward_seconds=tuple(sum(u.backward for u in stage) for stage in stages),
+        weight_seconds=tuple(sum(u.weights for u in stage) for stage in stages),
+        send_forward_seconds=(0.0,) * len(stages),
+        send_backward_seconds=(0.0,) * len(stages),
+        reduce_seconds=(0.0,) * len(stages),
+        activation_bytes=(0,) * len(stages),
+        step_seconds=(0.0,) * draft.ranks,
+    )
+    made = generate(name, draft.ranks, draft.microbatches, chunks=draft.chunks, costs=PassTimes.of(costs))
+    return simulate_timeline(lower(made, costs.seconds), costs).makespan_seconds
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+@settings(max_examples=30)
+@given(times, st.integers(2, 3), st.integers(1, 4))
+def test_no_cut_is_below_the_straight_bound(
+    name: str, passes: list[tuple[float, float, float]], ranks: int, microbatches: int
+) -> None:
+    units = units_of(passes)
+    bound = straight(units, ranks, microbatches, split=name != "1f1b")
+    assert bound <= shortest(units, name, ranks, None, microbatches) * ROUNDED
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("interleaved", 2), ("zb-v", None), ("v-half", None)])
+@settings(max_examples=30)
+@given(times, st.integers(1, 2))
+def test_no_cut_is_below_the_folded_bound(
+    name: str, chunks: int | None, passes: list[tuple[float, float, float]], microbatches: int
+) -> None:
+    units = units_of(passes)
+    bound = folded(units, 2, 2 * microbatches, split=name != "interleaved")
+    assert bound <= shortest(units, name, 2, chunks, 2 * microbatches) * ROUNDED
+
+
+def test_bounds_are_met() -> None:
+    """Where all units are alike: by 1F1B, and by one rank."""
+    units = units_of([(1.0, 1.0, 1.0)] * 4)
+    assert straight(units, 4, 8, split=False) == pytest.approx((8 + 3) * 3)
+    assert straight(units, 1, 8, split=False) == pytest.approx(8 * 12)
+    assert shortest(units, "1f1b", 4, None, 8) == pytest.approx((8 + 3) * 3)
+
+
+saves = st.lists(st.tuples(st.floats(0.1, 2.0), st.floats(0.0, 4.0), st.floats(0.0, 2.0)), min_size=3, max_size=5)
+
+
+@settings(max_examples=30)
+@given(saves, st.integers(1, 3), st.floats(2.0, 40.0), st.integers(1, 4), st.sampled_from([1, 2]))
+def test_nothing_is_below_the_bound_by_memory(
+    layers: list[tuple[float, float, float]], ranks: int, budget: float, microbatches: int, chunks: int
+) -> None:
+    """Each layer keeps one of three amounts; ranks, one stage each, keep as many microbatches as there are after
+    them. A bound for several stages on a rank holds for these, too."""
+    ranks = min(ranks, len(layers))
+    saved, extra = np.array([4.0, 2.0, 1.0]), np.array([0.0, 0.3, 1.0])
+    seconds, state, least = (np.array(column) for column in zip(*layers, strict=True))
+    held = Held(seconds, seconds / 3, state, 0.0 * least, np.ones(len(layers)), saved, extra)
+    kept = [float(min(microbatches, ranks - rank)) for rank in range(ranks)]
+    bound = recomputed(held, kept, microbatches, budget, split=False, chunks=chunks)
+    best = math.inf
+    for cut in itertools.combinations(range(1, len(layers)), ranks - 1):
+        stages = list(itertools.pairwise((0, *cut, len(layers))))
+        taken = [_least_extra(b - a, k, budget - state[a:b].sum()) for (a, b), k in zip(stages, kept, strict=True)]
+        ends = [
+            seconds[:a].sum() + microbatches * (seconds[a:b].sum() + x) for (a, b), x in zip(stages, taken, strict=True)
+        ]
+        best = min(best, max(ends))
+    assert bound <= best * ROUNDED
+
+
+def _least_extra(count: int, kept: float, room: float) -> float:
+    """Of ``count`` layers that may keep ``room`` bytes of ``kept`` microbatches each."""
+    ways = itertools.combinations_with_replacement([(4.0, 0.0), (2.0, 0.3), (1.0, 1.0)], count)
+    fits = [sum(e for _, e in way) for way in ways if kept * sum(s for s, _ in way) <= room]
+    return min(fits, default=math.inf)
+
+
+def test_what_is_a_part_of_what() -> None:
+    whole = Key(rows=8, ep=1, cp=1, tp=1)
+    assert scaled(whole, whole) == 1
+    assert scaled(whole, Key(rows=2, ep=1, cp=2, tp=2, several=True, copies=True)) == 1 / 16
+    assert scaled(Key(8, 1, 1, 2), Key(8, 1, 1, 1)) is None, "less split isn't a part"
+    assert scaled(Key(8, 1, 1, 2), Key(8, 1, 1, 3)) is None
+    assert scaled(Key(8, 1, 1, 1), Key(3, 1, 1, 1)) is None
+    assert scaled(Key(8, 4, 1, 1), Key(4, 2, 1, 1)) is None, "other experts"
+    assert scaled(Key(8, 2, 1, 2, ("tp",)), Key(4, 2, 1, 2)) is None

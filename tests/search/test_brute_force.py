@@ -1,0 +1,85 @@
+"""The search against laying out its whole space: what it finds, what it proves, and each bound on the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from autopar import Cluster
+from autopar.search.choose import _build
+from tests.fast_cluster import FAST
+from tests.search.spaces import brute_force, every_point, prepared, search_of
+
+ROUNDED = 1 + 1e-9
+CLUSTERS = {"fast": FAST, "cpu": Cluster.load("cpu"), "h100": Cluster.load("h100")}
+SMALL = [
+    ("mlp", 2, 2, "cpu", 5, {}),
+    ("mlp", 4, 4, "fast", 61, {}),
+    ("gpt2", 2, 2, "fast", 61, {}),
+]
+LARGE = [
+    ("gpt2", 4, 4, "h100", 97, {}),
+    ("gpt2", 4, 4, "fast", 13, {"zero": 1, "offload": (), "head_chunks": 1, "vocabulary": "redistributed"}),
+    ("llama", 4, 4, "cpu", 97, {}),
+    ("llama", 8, 8, "fast", 97, {"zero": 0, "offload": (), "head_chunks": 1, "mesh": {"cp": 1}}),
+]
+TIGHT = [  # MiB that force recomputation, ZeRO or offload
+    ("gpt2", 8, 2, "fast", 13, {"budget_bytes": 3 << 20}),
+    ("gpt2", 8, 4, "h100", 97, {"budget_bytes": 2 << 20}),
+]
+
+
+def check(name: str, batch: int, gpus: int, cluster: str, every: int, given: dict[str, Any]) -> None:
+    search = search_of(name, batch, gpus, CLUSTERS[cluster], **given)
+    found, tried = brute_force(search, every)
+    assert found.points == sum(1 for _ in every_point(search))
+    assert found.outcomes, "something fits"
+    assert tried
+    least = min(one.outcome.step_seconds for one in tried)
+    assert found.bound_seconds <= min(least, found.outcomes[0].step_seconds) * ROUNDED
+    if found.bound_seconds >= found.outcomes[0].step_seconds * (1 - search.tolerance):
+        assert found.outcomes[0].step_seconds * (1 - search.tolerance) <= least * ROUNDED
+    for one in tried:
+        assert max(one.bounds) <= one.outcome.step_seconds * ROUNDED, one
+
+
+@pytest.mark.parametrize(("name", "batch", "gpus", "cluster", "every", "given"), SMALL)
+def test_small_spaces(name: str, batch: int, gpus: int, cluster: str, every: int, given: dict[str, Any]) -> None:
+    check(name, batch, gpus, cluster, every, given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "batch", "gpus", "cluster", "every", "given"), [*LARGE, *TIGHT])
+def test_larger_spaces(name: str, batch: int, gpus: int, cluster: str, every: int, given: dict[str, Any]) -> None:
+    check(name, batch, gpus, cluster, every, given)
+
+
+def test_what_was_found_is_what_is_built() -> None:
+    """The shared placement of a region's key costs what one of the point's own does."""
+    search = search_of("mlp", 4, 2, FAST)
+    found = search.run()
+    for outcome in found.outcomes[:3]:
+        built = _build(search, outcome.point, None)
+        assert built.plan.step_seconds == pytest.approx(outcome.step_seconds, rel=1e-3)
+
+
+def test_a_profile_without_copies_is_none_of_ranks_with_copies() -> None:
+    """Gradients are summed over dp, which one that was placed without dp doesn't know of."""
+    search = search_of("mlp", 4, 4, FAST, microbatch=1)
+    search.run()
+    for key, profile in search.profiler.known.items():
+        assert key.copies == (profile.placed.request.mesh.dp > 1)
+        assert key.several == (profile.placed.request.microbatches > 1)
+
+
+def test_two_searches_find_the_same() -> None:
+    first, second = (search_of("mlp", 4, 4, FAST).run() for _ in range(2))
+    assert first.outcomes == second.outcomes
+    assert (first.bound_seconds, first.points, first.placed, first.laid_out) == (
+        second.bound_seconds,
+        second.points,
+        second.placed,
+        second.laid_out,
+    )
+    assert prepared("mlp", 4) is prepared("mlp", 4)

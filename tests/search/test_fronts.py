@@ -1,0 +1,53 @@
+"""Runners-up and fronts: what a plan says of the points that weren't chosen."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.search.fronts import compared, gpus_front, memory_front, runners_up
+from autopar.search.loop import Found, Search
+from tests.fast_cluster import FAST
+from tests.search.spaces import search_of
+
+GPUS = 4
+
+
+@pytest.fixture(scope="module")
+def searched() -> tuple[Search, Found]:
+    search = search_of("gpt2", 8, GPUS, FAST, schedule="1f1b", vocabulary="redistributed", offload=())
+    return search, compared(search, search.run())
+
+
+def test_runners_up_are_of_other_kinds_and_no_faster(searched: tuple[Search, Found]) -> None:
+    search, found = searched
+    best = found.outcomes[0]
+    rows = runners_up(search, found, best)
+    assert len(rows) == 5
+    assert all(row.step_seconds >= best.step_seconds and row.why.startswith("step ") for row in rows)
+    other = [row.mesh for row in rows if row.mesh != best.point.region.mesh]
+    assert len(other) == len(set(other)) >= 3
+
+
+def test_what_is_compared_is_counted(searched: tuple[Search, Found]) -> None:
+    search, found = searched
+    assert found.laid_out == search.laid_out >= len(found.outcomes) >= 6
+    assert [outcome.step_seconds for outcome in found.outcomes] == sorted(o.step_seconds for o in found.outcomes)
+
+
+def test_less_memory_takes_more_time(searched: tuple[Search, Found]) -> None:
+    search, found = searched
+    rows = memory_front(search, found, further=True)
+    assert len(rows) >= 2
+    assert [row.step_seconds for row in rows] == sorted(row.step_seconds for row in rows)
+    assert [row.peak_bytes for row in rows] == sorted((row.peak_bytes for row in rows), reverse=True)
+    assert rows[-1].peak_bytes <= 0.75 * rows[0].peak_bytes
+
+
+def test_other_numbers_of_gpus(searched: tuple[Search, Found]) -> None:
+    search, found = searched
+    rows = gpus_front(search, found.outcomes[0])
+    assert [row.gpus for row in rows] == sorted({row.gpus for row in rows})
+    assert {1, 2, GPUS, 8} <= {row.gpus for row in rows}
+    assert all(row.mesh.world == row.gpus for row in rows)
+    assert rows[0].why.startswith("0.25x the GPUs, ")
+    assert search.pins.gpus == GPUS

@@ -1,0 +1,74 @@
+"""What is pinned stays, what contradicts itself is refused with what would work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from autopar import Cluster
+from autopar.errors import ArgumentError, AutoparError
+from autopar.planner.build import Built
+from autopar.search import choose
+from autopar.search.space import regions
+from tests.pinned import PINNED
+from tests.search.spaces import pins_of, prepared, search_of
+
+CPU = Cluster.load("cpu")
+
+
+def chosen(gpus: int, **given: Any) -> Built:
+    return choose(prepared("mlp", 4), pins_of(gpus, **given), CPU, {})
+
+
+def test_a_part_of_a_mesh_stays() -> None:
+    found = regions(search_of("mlp", 4, 4, CPU, mesh={"pp": 2}).sizes, pins_of(4, mesh={"pp": 2}))
+    assert {region.mesh.pp for region in found} == {2}
+    assert {(region.mesh.replicas, region.mesh.tp) for region in found} >= {(2, 1), (1, 2)}
+    plan = chosen(4, mesh={"pp": 2}, microbatch=1, zero=1).plan
+    assert (plan.mesh.pp, plan.mesh.world, plan.options.zero) == (2, 4, 1)
+    assert plan.batch_size == plan.microbatches * plan.mesh.replicas
+    assert plan.search is not None
+    assert {"pp", "zero", "microbatch"}.isdisjoint(plan.search.free)
+    assert {"dp", "tp", "schedule"} <= set(plan.search.free)
+
+
+def test_everything_pinned_is_built_without_a_search() -> None:
+    plan = chosen(2, mesh={"pp": 2}, microbatches=2, chunks=1, **PINNED).plan
+    assert plan.search is None
+    assert (plan.mesh.pp, plan.microbatches, plan.schedule) == (2, 2, "1f1b")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "given", "words"),
+    [
+        (4, {"mesh": {"pp": 3}}, "use gpus=3"),
+        (4, {"mesh": {"xx": 2}}, "unknown axes"),
+        (4, {"mesh": {"tp": 0}}, "'tp' has size 0"),
+        (4, {"mesh": {"tp": -2}}, "'tp' has size -2"),
+        (4, {"mesh": {"tp": True}}, "'tp' has size True"),
+        (4, {"microbatches": 0}, "microbatches=0"),
+        (4, {"microbatch": True}, "microbatch=True"),
+        (4, {"chunks": -1}, "chunks=-1"),
+        (4, {"microbatch": 3}, "divide"),
+        (2, {"mesh": {"dp": 2}, "microbatch": 3}, r"microbatch may be one of \[1, 2\]"),
+        (2, {"mesh": {"dp": 2}, "microbatches": 3}, r"microbatches may be one of \[1, 2\]"),
+        (2, {"mesh": {"dp": 2}, "microbatches": 2, "microbatch": 2}, "leave one of the two out"),
+        (2, {"schedule": "nope"}, "nope"),
+        (2, {"vocabulary": "nope"}, "nope"),
+        (2, {"mesh": {"pp": 2}, "vocabulary": "interlaced"}, "can't be split over the pipeline"),
+        (2, {"budget_bytes": 1 << 60}, "use budget_bytes="),
+    ],
+)
+def test_pins_that_cant_be(gpus: int, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(AutoparError, match=words):
+        chosen(gpus, **given)
+
+
+def test_a_prime_number_of_gpus_names_one_that_works() -> None:
+    """Seven divide neither the heads nor the sequence, and there are six layers and more."""
+    with pytest.raises(ArgumentError, match="gpus=7 can't all be used") as refused:
+        choose(prepared("gpt2", 2), pins_of(7), CPU, {})
+    works = int(str(refused.value).split("use gpus=")[1].split(",")[0])
+    assert works == 6
+    assert regions(search_of("gpt2", 2, works, CPU).sizes, pins_of(works))
