@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from autopar.search.loop import Search
 
 _TRIES = 3  # points of one region
-_FAILURES = 2  # regions with the same number of stages that may turn out not to fit
+_REGIONS = 6  # that fit
+_FAILURES = 2  # regions with the same pp and tp that may turn out not to fit
 _WORK = 1e5  # of a point: about two seconds
 _LOOKS = 5000  # at regions
 
 
 def dive(search: Search, regions: list[Region]) -> None:
-    """Lay out points of the most promising region for each number of stages, plain ones first."""
+    """Lay out points of the most promising regions, of other pp and tp each, plain ones first."""
     node = search.costing.cluster.devices_per_node
     plain = [r for r in regions if r.mesh.tp <= node and r.mesh.cp == 1 and not r.mesh.borrowed]
     _dive(search, plain)
@@ -37,13 +38,15 @@ def _dive(search: Search, regions: list[Region]) -> None:
     waiting = [(_first_estimate(search, region), number) for number, region in enumerate(regions)]
     heapq.heapify(waiting)
     estimated: set[int] = set()
-    tried: Counter[int] = Counter()
+    tried: Counter[tuple[int, int]] = Counter()
+    found = 0
     for _ in range(_LOOKS):
-        if not waiting or waiting[0][0] >= search.best_seconds:
+        if not waiting or waiting[0][0] >= search.best_seconds or found == _REGIONS:
             return
         estimate, number = heapq.heappop(waiting)
         region = regions[number]
-        if tried[region.mesh.pp] > _FAILURES:
+        degrees = region.mesh.pp, region.mesh.tp
+        if tried[degrees] > _FAILURES:
             continue
         if search.place_reference(region):
             heapq.heappush(waiting, (_first_estimate(search, region), number))
@@ -51,7 +54,9 @@ def _dive(search: Search, regions: list[Region]) -> None:
             estimated.add(number)
             heapq.heappush(waiting, (max(estimate, search.costing.estimate(region, search.share(region))), number))
         else:
-            tried[region.mesh.pp] += 1 + _FAILURES * _lay_out(search, region)
+            fits = _lay_out(search, region)
+            tried[degrees] += 1 + _FAILURES * fits
+            found += fits
 
 
 def _first_estimate(search: Search, region: Region) -> float:

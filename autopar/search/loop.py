@@ -30,7 +30,7 @@ from autopar.search.watching import Watcher
 TOLERANCE = 0.01
 """A plan that is proven to be within this share of the best is good enough."""
 
-WORK = 4.5e5
+WORK = 6e5
 """Units of some 20 microseconds (:func:`autopar.search.space.work_of`) that a search may take; what is left then counts
 with its bound. Counted, not measured: searches are deterministic."""
 
@@ -375,7 +375,7 @@ class Search:
 def promise(what: Region | Point) -> float:
     """How many times its bound a step is likely to take: what is done in more complicated ways is bounded worse."""
     if isinstance(what, Region):
-        return 1.0
+        return 1.0 + 0.01 * (what.mesh.cp > 1) + 0.005 * (what.mesh.tp > 1)
     row = SCHEDULES.get(what.schedule)
     doubts = [
         (0.02, bool(MODES[what.vocabulary].head)),

@@ -9,6 +9,8 @@ from autopar.search.loop import Found, Search
 from tests.fast_cluster import FAST
 from tests.search.spaces import search_of
 
+pytestmark = pytest.mark.slow
+
 GPUS = 4
 
 

@@ -1,0 +1,19 @@
+"""Models placed once for many points."""
+
+from __future__ import annotations
+
+from autopar import Cluster
+from autopar.mesh import Mesh
+from autopar.search.profiles import Key
+from tests.search.spaces import search_of
+
+
+def test_a_head_in_chunks_takes_about_as_long() -> None:
+    """Its logits fill a device as well as those of the whole head do."""
+    profiler = search_of("gpt2", 8, 1, Cluster.load("h100")).profiler
+    heads = []
+    for chunks in (1, 2):
+        profile = profiler.of(Key(8, 1, 1, 1, chunks=chunks), Mesh(), 1)
+        assert profile is not None
+        heads.append(profile.units[-1].seconds)
+    assert heads[0] / 4 < heads[1] < 4 * heads[0]
