@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import typer
 from models import Sizes, gpt, gpt_batch
+from plain import PLAIN
 from rank_worker import BATCHES, WORLD, compared, one_device_losses
 from ranks import run_pair
 from rich.console import Console
@@ -104,7 +105,7 @@ def autopar_step(way: str, sizes: Sizes) -> Step:
 
     mesh, sample = {"dp": 1, "cp": WORLD}, gpt_batch(sizes)
     job = autopar.compile(
-        gpt(sizes), WORLD, sample=sample, optimizer=adamw, mesh=mesh, microbatches=1, attention=way, seq_dim=1
+        gpt(sizes), WORLD, sample=sample, optimizer=adamw, mesh=mesh, microbatches=1, attention=way, seq_dim=1, **PLAIN
     )
     return lambda batch: job.step(batch) / WORLD  # every rank has the whole loss
 

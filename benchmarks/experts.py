@@ -24,6 +24,7 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
+from plain import PLAIN
 from rank_worker import BATCHES, WORLD, compared, one_device_losses
 from ranks import run_pair
 from rich.console import Console
@@ -123,7 +124,7 @@ def autopar_step(model: nn.Module, sizes: Sizes) -> Step:
     import autopar
 
     mesh = {"dp": WORLD, "ep": WORLD}
-    job = autopar.compile(model, WORLD, sample=batch_of(sizes), optimizer=adamw, mesh=mesh, microbatches=1)
+    job = autopar.compile(model, WORLD, sample=batch_of(sizes), optimizer=adamw, mesh=mesh, microbatches=1, **PLAIN)
     return lambda batch: job.step(batch) / WORLD  # every rank has the whole loss
 
 

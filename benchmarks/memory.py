@@ -19,6 +19,7 @@ from typing import Annotated, Any, Final
 import torch
 import typer
 from models import Sizes, gpt, gpt_batch
+from plain import PLAIN
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -130,7 +131,7 @@ def report_of(case: Case) -> MemoryReport:
         mesh=case.mesh,
         microbatches=case.microbatches,
         cluster="cpu",
-        **case.options,
+        **{**PLAIN, **case.options},
     )
     return job.memory(batch, measure="simulate")
 
@@ -160,7 +161,7 @@ def full_size(name: str, batch: int) -> MemoryReport:
         model = LlamaForCausalLM(LlamaConfig(**_LLAMA_3[name], **shared)).to(torch.bfloat16).train()
     ids: Tensor = torch.zeros(batch, 8192, dtype=torch.int64)
     sample = {"input_ids": ids, "labels": ids}
-    job = autopar.compile(model, 64, sample=sample, mesh=mesh, cluster="h100", **options)
+    job = autopar.compile(model, 64, sample=sample, mesh=mesh, cluster="h100", **{**PLAIN, **options})
     return job.memory(measure="fake")
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from models import Sizes, gpt, gpt_batch
+from plain import PLAIN
 from time_split import time_split
 from torch import Tensor, nn
 from torch_jobs import BASELINES, Batch, Step, adamw, loss_of
@@ -162,8 +163,11 @@ def autopar_step(options: Options, side: str) -> Step:
         sample=gpt_batch(options.sizes),
         optimizer=adamw,
         mesh={"dp" if options.axis == "zero3" else options.axis: WORLD},
-        zero=3 if options.axis == "zero3" else 0,
         microbatches=options.microbatches,
-        vocabulary=side.removeprefix("autopar").strip() or "redistributed",
+        **{
+            **PLAIN,
+            "zero": 3 if options.axis == "zero3" else 0,
+            "vocabulary": side.removeprefix("autopar").strip() or "redistributed",
+        },
     )
     return lambda batch: job.step(batch) / WORLD  # every rank has the whole loss
