@@ -55,10 +55,12 @@ def _built(search: Search, measured: Callable[[Built], Built] | None) -> tuple[B
     that made it slower or too large."""
     best: tuple[Built, Outcome, Search, Found] | None = None
     error: AutoparError | None = None
+    proven = math.inf
     for _ in range(_ROUNDS):
         found = search.run()
+        proven = min(proven, found.bound_seconds)  # with all memory: what is spared is of one plan
         if not found.outcomes:
-            error = error or refusal(search, found)
+            error = refusal(search, found) if best is None else None
             break
         try:
             built, outcome = _best(search, found, measured)
@@ -68,7 +70,7 @@ def _built(search: Search, measured: Callable[[Built], Built] | None) -> tuple[B
             search = search.again(search.costing.spared_bytes + more)
             continue
         if best is None or built.plan.step_seconds < best[0].plan.step_seconds:
-            best = built, outcome, search, found
+            best = built, outcome, search, replace(found, bound_seconds=proven)
         if built.plan.step_seconds <= outcome.step_seconds * (1 + search.tolerance):
             break
         hidden = max(built.plan.peak_bytes) - outcome.peak_bytes

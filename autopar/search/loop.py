@@ -191,12 +191,16 @@ class Search:
     def _push(self, bound: float, what: Region | Point) -> None:
         if math.isinf(bound):
             return
-        self._numbers += 1
-        item = _Item(bound * promise(what), self._numbers, what, bound)
         if self._is_beaten(bound):
-            self._passed.append(item)
+            self._pass(bound, what)
         else:
-            heapq.heappush(self._waiting, item)
+            self._numbers += 1
+            heapq.heappush(self._waiting, _Item(bound * promise(what), self._numbers, what, bound))
+
+    def _pass(self, bound: float, what: Region | Point) -> None:
+        """Leave it out; what is proven counts with its bound."""
+        self._numbers += 1
+        self._passed.append(_Item(bound, self._numbers, what, bound))
 
     def tell(self, phase: str) -> None:
         if self.watch is not None:
@@ -336,6 +340,8 @@ class Search:
         except AutoparError as error:
             if isinstance(error, BudgetError):
                 self._save(point, known)
+                if error.needed_bytes <= self.costing.whole_budget_bytes + known.working_bytes:
+                    self._pass(bound, point)  # what its largest op needs was an estimate: that proves nothing
             return
         if outcome.recomputes:
             self._save(point, known)
