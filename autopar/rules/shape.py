@@ -174,10 +174,11 @@ def copies(node: fx.Node) -> bool:
     while is_view(source) and len(operands(source)) == 1 and not is_getitem(source):
         chain.append(source)
         source = operands(source)[0]
-    shape = info(source).meta.shape
-    given = torch.empty(shape, device="meta")
+    shape, dtype = info(source).meta.shape, info(source).meta.dtype
+    given = torch.empty(shape, dtype=dtype, device="meta")
     if op_name(source) == _ATTENTION and shape[-1] == info(operands(source)[0]).meta.shape[-1]:
-        given = torch.empty((*shape[:-3], shape[-2], shape[-3], shape[-1]), device="meta").transpose(-2, -3)
+        laid_out = (*shape[:-3], shape[-2], shape[-3], shape[-1])
+        given = torch.empty(laid_out, dtype=dtype, device="meta").transpose(-2, -3)
     for view in reversed(chain):
         given = _viewed(view, given)
     made = given.contiguous() if op_name(node) == _CONTIGUOUS else given.reshape(info(node).meta.shape)
