@@ -27,7 +27,7 @@ from autopar.shapes import Shapes
 from autopar.simulate.alone import run_alone
 from autopar.simulate.memory import MemoryTracker, ShapeTracker
 from autopar.simulate.run import run
-from autopar.storages import ALLOCATED, BUFFERS, Phase
+from autopar.storages import ALLOCATED, BUFFERS, Phase, fake_tensors
 
 _KEEPS: Final = {
     **dict.fromkeys(("F", "S", "U", "E", "I"), "saved"),
@@ -104,6 +104,21 @@ def on_shapes(
         given: dict[str, Tensor] = {path: answers.empty(t.shape, t.dtype) for path, t in batch.items()}
         with ShapeTracker(answers) as tracker:
             return measured(tracker, fake, axes, given)
+
+    return run_alone(program, rank, job.mesh.world)
+
+
+def on_fake_tensors(job: Job, batch: Mapping[str, Tensor], rank: int, measured: Measure) -> RankMemory:
+    """The same on torch's fake tensors: slower, and to the byte where gathered weights come and go within a pass."""
+    fake = without_values(job)
+
+    def program() -> RankMemory:
+        axes = Axes.build(job.mesh, rank, "cpu", job.seed, job.options.zero_ranks, own=True)
+        axes = replace(axes, world=Axis.of("world", [rank], rank, None), imbalance=1.0)
+        with fake_tensors():
+            given = {path: torch.empty(t.shape, dtype=t.dtype) for path, t in batch.items()}
+            with MemoryTracker(fake=True) as tracker:
+                return measured(tracker, fake, axes, given)
 
     return run_alone(program, rank, job.mesh.world)
 

@@ -35,6 +35,7 @@ from autopar.simulate.measure import (
     by_neighbours,
     measure,
     of_each_index,
+    on_fake_tensors,
     on_shapes,
     record,
     warm_up,
@@ -78,7 +79,7 @@ def predicted_memory(job: Job, batch: Mapping[str, Tensor], known: Known | None 
     def predicted(rank: int) -> RankMemory:
         actions = job.schedule.lists[job.mesh.coordinate(rank, "pp")]
         if by_neighbours(actions):
-            return on_shapes(job, batch, rank, measure, before.shapes)
+            return on_fake_tensors(job, batch, rank, measure)
         stages = job.stages(rank)
         keys = {action: _key(action, stages, job.schedule.microbatches) for action in actions}
         known = before.ranks[common, likeness(job, rank)]

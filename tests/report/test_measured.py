@@ -238,7 +238,8 @@ def test_nothing_is_written_where_the_run_fails(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_real_processes_beside_their_prediction(tmp_path: Path) -> None:
     """``train --profile`` on real processes, then ``plan --measured``, which reads their traces."""
-    job = ["tests.report.small_model:make", "--mesh", "pp=2", "--microbatches", "4"]
+    job = ["tests.report.small_model:make", "--mesh", "pp=2", "--microbatches", "4", "--schedule", "1f1b"]
+    job += ["--vocabulary", "redistributed", "--zero", "0", "--offload", "none", "--head-chunks", "1"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "autopar", "train", *job, "--steps", "2", "--profile", str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
