@@ -56,7 +56,8 @@ def compared(search: Search, found: Found) -> Found:
     for bound, point in itertools.islice(search.others(), _LOOKS):
         if tries == _FURTHER or (len(rows) == _RUNNERS_UP and bound >= rows[-1].step_seconds):
             break
-        profile = search.profiler.known[point.region.key]
+        profile = search.profile(point.region)
+        assert profile is not None
         if not _adds(point, best, rows) or math.isinf(search.costing.memory_bound(point, profile)):
             continue
         tries += 1

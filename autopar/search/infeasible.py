@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from autopar.errors import ArgumentError, AutoparError, BudgetError
 from autopar.plan import bytes_text, seconds_text
-from autopar.search.costing import Costing, Outcome
+from autopar.search.costing import Outcome
 from autopar.search.fronts import differs
 from autopar.search.pins import SEARCHED_OPTIONS, Pins
 from autopar.search.profiles import Profiler
@@ -70,7 +70,7 @@ def _leanest_bytes(search: Search) -> int:
         if search.place(region) is None:
             continue
         point = max(search.points_of(region), key=lambda p: (p.schedule == "1f1b", p.zero, not p.head))
-        ways = savers(search.costing.cluster, search.pins, point.vocabulary, point.zero)
+        ways = savers(search.costing.cluster, search.pins)
         offload, chunks = max(ways, key=lambda way: (len(way[0]), -way[1]))
         try:
             search.lay_out(point._replace(offload=offload, head_chunks=chunks))
@@ -93,8 +93,8 @@ def _pinned_text(pins: Pins) -> str:
 def relaxations(search: Search) -> list[Relaxation]:
     """At most four single changes that make it fit, in the order of what they cost a user."""
     offers = []
-    for change, pins, costing in _changes(search):
-        found = _searched(search, pins, costing)
+    for change, pins in _changes(search):
+        found = _searched(search, pins)
         if found is not None:
             offers.append(Relaxation(change, found))
         if len(offers) == _OFFERED:
@@ -102,41 +102,41 @@ def relaxations(search: Search) -> list[Relaxation]:
     return offers
 
 
-def _changes(search: Search) -> Iterator[tuple[str, Pins, Costing]]:
-    pins, costing = search.pins, search.costing
+def _changes(search: Search) -> Iterator[tuple[str, Pins]]:
+    pins = search.pins
     for name in ("recompute", *SEARCHED_OPTIONS):
         if name in pins.given:
             default = type(pins.options).model_fields[name].default
             options = pins.options.model_copy(update={name: default})
             freed = replace(pins, options=options, given=pins.given - {name})
-            yield f"without {name}={getattr(pins.options, name)!r}", freed, replace(costing, options=options)
+            yield f"without {name}={getattr(pins.options, name)!r}", freed
     for name in ("microbatch", "microbatches", "vocabulary", "chunks", "schedule"):
         if getattr(pins, name) is not None:
             freed = replace(pins, **{name: None})  # type: ignore[arg-type]
-            yield f"without {name}={getattr(pins, name)!r}", freed, costing
+            yield f"without {name}={getattr(pins, name)!r}", freed
     if pins.mesh:
-        yield f"without mesh={dict(pins.mesh)}", replace(pins, mesh={}), costing
+        yield f"without mesh={dict(pins.mesh)}", replace(pins, mesh={})
     if "budget_bytes" in pins.given and pins.options.budget_bytes:
         options = pins.options.model_copy(update={"budget_bytes": None})
-        whole = bytes_text(costing.cluster.device.memory_bytes)
+        whole = bytes_text(search.costing.cluster.device.memory_bytes)
         freed = replace(pins, options=options, given=pins.given - {"budget_bytes"})
-        yield f"with the device's {whole}", freed, replace(costing, options=options)
+        yield f"with the device's {whole}", freed
     yield from _with_more_gpus(search)
 
 
-def _with_more_gpus(search: Search) -> Iterator[tuple[str, Pins, Costing]]:
+def _with_more_gpus(search: Search) -> Iterator[tuple[str, Pins]]:
     pins = search.pins
     for times in _MORE:
         gpus = times * pins.gpus
         if gpus == int(gpus):
             mesh = {} if pins.mesh_is_whole else pins.mesh
             try:
-                yield f"on {_gpus_text(int(gpus))}", replace(pins, gpus=int(gpus), mesh=mesh), search.costing
+                yield f"on {_gpus_text(int(gpus))}", replace(pins, gpus=int(gpus), mesh=mesh)
             except ArgumentError:  # pinned degrees don't divide so many
                 continue
 
 
-def _searched(search: Search, pins: Pins, costing: Costing) -> Outcome | None:
+def _searched(search: Search, pins: Pins) -> Outcome | None:
     """The best under ``pins``; None where still nothing fits."""
     profiler = search.profiler
     if pins.options != profiler.options:
@@ -145,7 +145,7 @@ def _searched(search: Search, pins: Pins, costing: Costing) -> Outcome | None:
         search,
         pins=pins,
         profiler=profiler,
-        costing=Costing(costing.cluster, pins.options, costing.spared_bytes),
+        costing=search.costing.under(pins.options),
         outcomes=[],
         refusals={},
         quick=True,

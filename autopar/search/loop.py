@@ -315,14 +315,14 @@ class Search:
         cluster = self.costing.cluster
         for schedule, chunks, vocabulary in schedules(region, self.sizes, self.pins, self.heads):
             for zero, zero_ranks in storages(region, cluster, self.pins):
-                offload, head_chunks = next(savers(cluster, self.pins, vocabulary, zero))
+                offload, head_chunks = next(savers(cluster, self.pins))
                 yield Point(region, schedule, chunks, vocabulary, zero, zero_ranks, offload, head_chunks)
 
     def count(self, region: Region) -> int:
         """Its points, with those that only save memory."""
         kinds = sum(1 for _ in schedules(region, self.sizes, self.pins, self.heads))
         ways = sum(1 for _ in storages(region, self.costing.cluster, self.pins))
-        return kinds * ways * sum(1 for _ in savers(self.costing.cluster, self.pins, "redistributed", 0))
+        return kinds * ways * sum(1 for _ in savers(self.costing.cluster, self.pins))
 
     def _try(self, bound: float, point: Point) -> None:
         known = self.profile(point.region)
@@ -369,7 +369,7 @@ class Search:
 
     def _save(self, point: Point, profile: Profile) -> None:
         """What saves memory in other ways, which only helps where something was recomputed, or didn't fit."""
-        ways = list(savers(self.costing.cluster, self.pins, point.vocabulary, point.zero))
+        ways = list(savers(self.costing.cluster, self.pins))
         if (point.offload, point.head_chunks) != ways[0]:
             return
         for offload, chunks in ways[1:]:

@@ -254,7 +254,7 @@ def storages(region: Region, cluster: Cluster, pins: Pins) -> Iterator[tuple[int
             yield zero, inner
 
 
-def savers(cluster: Cluster, pins: Pins, vocabulary: str, zero: int) -> Iterator[tuple[tuple[str, ...], int]]:
+def savers(cluster: Cluster, pins: Pins) -> Iterator[tuple[tuple[str, ...], int]]:
     """``(offload, head_chunks)``, first neither: the others save memory and take time."""
     options = pins.options
     kinds: list[tuple[str, ...]] = [options.offload]

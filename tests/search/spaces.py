@@ -40,7 +40,7 @@ def search_of(name: str, batch: int, gpus: int, cluster: Cluster, **given: Any) 
 def every_point(search: Search) -> Iterator[Point]:
     for region in regions(search.sizes, search.pins):
         for point in search.points_of(region):
-            for offload, chunks in savers(search.costing.cluster, search.pins, point.vocabulary, point.zero):
+            for offload, chunks in savers(search.costing.cluster, search.pins):
                 yield point._replace(offload=offload, head_chunks=chunks)
 
 
