@@ -31,6 +31,7 @@ from autopar.report import (
     memory_svg,
     merged_trace,
     print_explanation,
+    print_section,
     read_steps,
     record,
     timeline_html,
@@ -229,7 +230,7 @@ def memory_command(
     if json_:
         print(json.dumps(report.to_json()))
         return
-    _console().print(report.table())
+    print_section(_console(), report.section())
     if experts := job.plan.explain_experts():
         print(experts)
 
@@ -263,7 +264,7 @@ def train_command(
     loads: Loads = None,
     json_: Json = False,
 ) -> None:
-    """Train under torchrun on the sample batch: ``torchrun --nproc-per-node 4 -m autopar train MODEL``."""
+    """Train under torchrun on the sample batch: torchrun --nproc-per-node 4 -m autopar train MODEL."""
     named = options.resolved()
     job = options.job(named, int(os.environ.get("WORLD_SIZE", "1")))
     losses, steps_loads = [], []

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, cast, get_type_hints
+from typing import Annotated, Any, Final, cast, get_args, get_type_hints
 
 import typer
 
@@ -28,7 +30,9 @@ class JobOptions:
     mesh: Annotated[str, typer.Option(help="degrees, all (pp=2,dp=2,tp=2) or some (tp=8) (default: searched)")] = ""
     microbatches: Annotated[int | None, typer.Option(help="microbatches per step (default: searched)")] = None
     microbatch: Annotated[int | None, typer.Option(help="rows of a microbatch on one rank, instead")] = None
-    cluster: Annotated[str | None, typer.Option(help=f"{', '.join(presets())}, or a TOML file")] = None
+    cluster: Annotated[
+        str | None, typer.Option(help=f"{', '.join(presets())}, or a TOML file (default: h100 where CUDA is, else cpu)")
+    ] = None
     schedule: Annotated[
         str | None, typer.Option(help="1f1b, v-half, …, synthesized (autopar timeline --list) (default: searched)")
     ] = None
@@ -48,7 +52,7 @@ class JobOptions:
     zero_ranks: Annotated[int | None, typer.Option(help="dp ranks that share one copy, 0: all (default: searched)")] = (
         None
     )
-    recompute: Annotated[str | None, typer.Option(help="auto, none, selective or full")] = None
+    recompute: Annotated[str | None, typer.Option(help="auto, none, selective or full (default: auto)")] = None
     budget: Annotated[float | None, typer.Option(help="GiB of a rank (default: the device's memory)")] = None
     offload: Annotated[
         str, typer.Option(help="optimizer, parameters, activations (by commas), or none (default: searched)")
@@ -105,6 +109,8 @@ class JobOptions:
             parts = [part.strip() for part in self.offload.split(",")]
             given["offload"] = () if parts == ["none"] else tuple(parts)
         if self.budget is not None:
+            if not math.isfinite(self.budget):
+                raise ArgumentError(f"--budget {self.budget} is no number of GiB; leave it out for the device's memory")
             given["budget_bytes"] = round(self.budget * 2**30)
         if self.placement:
             given["placements"] = _placements(self.placement)
@@ -158,9 +164,41 @@ def takes_job(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., 
 
 def _parameters(defaults: dict[str, Any]) -> list[inspect.Parameter]:
     hints = get_type_hints(JobOptions, include_extras=True)
-    empty = inspect.Parameter.empty
-    found = []
-    for name, given in inspect.signature(JobOptions).parameters.items():
-        default = defaults.get(name, given.default if given.default is not empty else empty)
-        found.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name]))
-    return found
+    panels = {name: panel for panel, names in _PANELS.items() for name in names}
+    return [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=defaults.get(name, given.default),
+            annotation=_in_panel(hints[name], panels.get(name)),
+        )
+        for name, given in inspect.signature(JobOptions).parameters.items()
+    ]
+
+
+_PANELS: Final = {
+    "Model": ("batch", "sequence", "dtype", "clip_norm"),
+    "Degrees and schedule": (
+        *("mesh", "microbatches", "microbatch", "cluster"),
+        *("schedule", "chunks", "vocabulary", "placement", "plan"),
+    ),
+    "Memory and precision": (
+        *("precision", "float8", "reduce_dtype", "state_dtype", "zero", "zero_ranks", "recompute", "budget"),
+        *("offload", "powersgd", "activations", "head_chunks"),
+    ),
+    "Experts and long sequences": (
+        *("expert_imbalance", "expert_bias_rate", "expert_load", "statistics"),
+        *("attention", "cp_order"),
+    ),
+}
+"""How --help groups them; what is left is a command's own."""
+
+
+def _in_panel(hint: Any, panel: str | None) -> Any:
+    """The annotation of an option, under the heading ``panel``."""
+    kind, option = get_args(hint)
+    if panel is None:
+        return hint
+    option = copy(option)
+    option.rich_help_panel = panel
+    return Annotated[kind, option]

@@ -33,6 +33,9 @@ def resolve(name: str, *, batch: int, sequence: int, dtype: str, meta: bool, see
     Raises ArgumentError where there is no such model.
     """
     torch.manual_seed(seed)
+    for option, size in (("batch", batch), ("sequence", sequence)):
+        if size < 1:
+            raise ArgumentError(f"{option}={size}; it must be a whole number of at least 1")
     kind, _, rest = name.partition(":")
     if not rest:
         raise ArgumentError(f"{name!r} names no model; write hf:path/to/config.json or package.module:factory")

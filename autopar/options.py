@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any, Final, Literal, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -120,19 +121,34 @@ class Options(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             name = ".".join(map(str, first["loc"]))
+            if first["type"] == "extra_forbidden":
+                close = get_close_matches(name, cls.model_fields, n=1)
+                meant = f" (did you mean {close[0]!r}?)" if close else ""
+                raise ArgumentError(
+                    f"there is no option {name!r}{meant}; options are {', '.join(cls.model_fields)}"
+                ) from error
             problem = first["msg"].removeprefix("Value error, ")
+            if first["type"] == "tuple_type":
+                problem = f"give a tuple of names, such as ({OFFLOADABLE[0]!r},)"
             raise ArgumentError(f"{name}={first['input']!r}: {problem}" if name else problem) from error
-
-    def changed(self) -> dict[str, Any]:
-        """What differs from the defaults, by name."""
-        return {name: value for name, value in self if value != type(self).model_fields[name].default}
 
     def __str__(self) -> str:
         """``zero 3, recompute full``; empty where nothing is asked for."""
-        parts = []
-        for name, value in self.changed().items():
-            text = "+".join(value) if isinstance(value, tuple) else str(value)
-            if isinstance(value, dict):
-                text = " ".join(f"{what}={a}:{kind}" for what, kinds in value.items() for a, kind in kinds.items())
-            parts.append(f"{name.replace('_', ' ')} {text}")
-        return ", ".join(parts)
+        return self.beside(Options())
+
+    def beside(self, other: Options) -> str:
+        """``zero 1, within 26 GiB, no offload``: what is other than in ``other``."""
+        return ", ".join(_text(name, value) for name, value in self if value != getattr(other, name))
+
+
+def _text(name: str, value: Any) -> str:
+    if name == "budget_bytes":
+        return f"within {value / 2**30:.3g} GiB" if value else "the device's memory"
+    words = name.replace("_", " ")
+    if value is False or value in (None, "", (), {}):
+        return f"no {words}"
+    if isinstance(value, dict):
+        value = " ".join(f"{what}={axis}:{kind}" for what, kinds in value.items() for axis, kind in kinds.items())
+    elif isinstance(value, tuple):
+        value = "+".join(value)
+    return words if value is True else f"{words} {value}"

@@ -135,10 +135,6 @@ def transition(src: Type, dst: Type) -> Transition | None:
     return None if way is None or src == dst else way
 
 
-def can_become(src: Type, dst: Type) -> bool:
-    return src == dst or transition(src, dst) is not None
-
-
 def local_shape(shape: tuple[int, ...], kind: Type, size: int) -> tuple[int, ...]:
     """The shape one rank of an axis of ``size`` ranks holds of a tensor of ``shape``."""
     if not kind.is_shard:

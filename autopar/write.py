@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from autopar.errors import ArgumentError
-from autopar.plan import Plan
+from autopar.plan import Plan, spans_text
 from autopar.runtime.job import Job
 
 _TRAIN: Final = '''\
@@ -114,4 +114,4 @@ def program_file(stage: int) -> str:
 
 def _who_runs(job: Job, stage: int) -> str:
     ranks = [r for r in range(job.mesh.world) if stage in job.stages(r)]
-    return f"the program of pipeline stage {stage}, run by rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return f"the program of pipeline stage {stage}, run by rank{'s' * (len(ranks) > 1)} {spans_text(ranks)}"

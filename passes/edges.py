@@ -1,6 +1,6 @@
 """What happens between a value's producer and a call that takes it: transitions, or a sum before the step.
 
-Changes of nothing: what calls and stages have between them follows from the types that were solved, and code is written
+Changes nothing: what calls and stages have between them follows from the types that were solved, and code is written
 and costs are counted by it. A value that later stages take is sent on from stage to stage, once. It travels as it was
 made, unless all that take it want the same other type and that is smaller: then the transition comes before the cut.
 """

@@ -70,7 +70,7 @@ def exchange_seconds(bytes_: int, axes: Sequence[str], nodes: int, cluster: Clus
     if nodes > 1:
         within = collective.seconds("all_to_all", bytes_, ranks // nodes, cluster.intra_node)
         across = collective.seconds("all_to_all", bytes_, nodes, cluster.inter_node)
-        copies = 2 * 2 * bytes_ / cluster.device.memory_bytes_per_second  # before each hop, read and written
+        copies = 2 * 2 * bytes_ / cluster.device.achievable_memory_bytes_per_second  # before each hop, read and written
         return within + across + copies
 
     def among(count: int, link: Link) -> float:

@@ -125,7 +125,8 @@ class _Caster:
             return (info(operands(node)[0]).meta.dtype,)
         key = (node.target, _freeze((node.args, node.kwargs)))
         if key not in self.known:
-            self.known[key] = _computed_dtypes(node)
+            is_cast = any(self.captured.get(n) != info(n).meta.dtype for n in operands(node))
+            self.known[key] = _computed_dtypes(node, is_cast)
         return self.known[key]
 
     def _only_moves(self, node: fx.Node) -> bool:
@@ -153,8 +154,11 @@ def _ask_for_float32(node: fx.Node) -> None:
         node.kwargs = {**node.kwargs, "dtype": torch.float32}
 
 
-def _computed_dtypes(node: fx.Node) -> tuple[torch.dtype, ...]:
-    """What the op makes of operands without data. Raises CaptureError where it can't take them."""
+def _computed_dtypes(node: fx.Node, is_cast: bool) -> tuple[torch.dtype, ...]:
+    """What the op makes of operands without data; ``is_cast``: of other dtypes than were captured.
+
+    Raises CaptureError where it can't take them, or can't tell without data.
+    """
 
     def empty(operand: fx.Node) -> Any:
         meta = info(operand).meta
@@ -163,12 +167,18 @@ def _computed_dtypes(node: fx.Node) -> tuple[torch.dtype, ...]:
     args, kwargs = fx.map_arg((node.args, node.kwargs), empty)
     args = tuple(_on_meta(a) for a in args)
     kwargs = {name: _on_meta(value) for name, value in kwargs.items()}
+    taken = ", ".join(str(info(n).meta) for n in operands(node))
     try:
         made = node.target(*args, **kwargs)  # type: ignore[operator]
-    except NotImplementedError:  # what it makes depends on values; such ops are on no list
-        return tuple(meta.dtype for meta in info(node).outputs)
+    except NotImplementedError as error:
+        found = tuple(meta.dtype for meta in info(node).outputs)
+        if not is_cast or not any(map(_is_castable, found)):
+            return found
+        raise CaptureError(
+            f"{where(node)} is given {taken} under autocast, and of which dtype its result is then can't be told "
+            f"without values ({str(error).splitlines()[0]}); disable autocast around it"
+        ) from error
     except RuntimeError as error:
-        taken = ", ".join(str(info(n).meta) for n in operands(node))
         raise CaptureError(
             f"{where(node)} can't take {taken} ({str(error).splitlines()[0]}), which it is given under autocast; cast "
             "its operands to one dtype there"

@@ -123,7 +123,7 @@ def test_written_directory_is_complete_or_absent(job: autopar.ParallelModel, tmp
         ({"gpus": 4, "mesh": {"dp": 2, "xp": 2}}, ArgumentError, "unknown axes"),
         ({"gpus": 2, "mesh": {"dp": 2}, "microbatches": 3}, ShardingError, r"microbatches may be one of \[1, 2, 4\]"),
         ({"gpus": 8, "mesh": {"pp": 8}}, StageError, "use pp <= 6"),
-        ({"gpus": 2, "schedule": "2f1b"}, autopar.AutoparError, "known schedules are naive, gpipe, 1f1b"),
+        ({"gpus": 2, "schedule": "2f1b"}, autopar.AutoparError, "is none of naive, gpipe, 1f1b"),
         ({"gpus": 2, "cluster": "abacus"}, autopar.AutoparError, "abacus"),
         ({"gpus": 2, "microbatches": 0}, ArgumentError, "at least 1"),
     ],

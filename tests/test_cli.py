@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from autopar import cli
+from autopar.command_options import _PANELS, JobOptions
 from autopar.plan import Plan
 
 CONFIG = {
@@ -99,3 +101,10 @@ def test_a_refusal_is_one_message_and_exit_2(
     printed = " ".join(capsys.readouterr().err.split())
     assert words in printed
     assert "Traceback" not in printed
+
+
+def test_help_groups_every_option_of_a_job() -> None:
+    grouped = [name for names in _PANELS.values() for name in names]
+    assert sorted(grouped) == sorted({field.name for field in fields(JobOptions)} - {"model"})
+    text = CliRunner().invoke(cli.app, ["memory", "--help"]).output
+    assert all(panel in text for panel in _PANELS)

@@ -1,4 +1,4 @@
-"""Options: strict values, errors that name the argument, text, and the keyword arguments of compile."""
+"""Options: strict values, errors that name the argument, and the keyword arguments of compile."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ def test_the_keyword_arguments_are_the_fields():
     assert set(Given.__annotations__) == set(Options.model_fields)
 
 
-def test_text_names_what_differs_from_the_defaults():
+def test_text_names_what_differs_from_the_defaults_or_from_others():
     assert str(Options()) == ""
-    assert str(Options(zero=3, recompute="full", offload=("optimizer", "activations"))) == (
-        "zero 3, recompute full, offload optimizer+activations"
+    options = Options(
+        zero=3, budget_bytes=3 * 2**30, offload=("optimizer", "activations"), placements={"*.w": {"tp": "I"}}
     )
+    assert str(options) == "zero 3, within 3 GiB, offload optimizer+activations, placements *.w=tp:I"
+    assert Options(zero=3, float8=True).beside(options) == "float8, the device's memory, no offload, no placements"
+    assert options.beside(options) == ""
 
 
 def test_json_both_ways():
@@ -32,7 +35,9 @@ def test_json_both_ways():
     [
         ({"zero": 4}, "zero=4: .*less than or equal to 3"),
         ({"zero": "3"}, "zero='3'.*integer"),
-        ({"zer": 1}, "zer=1: .*not permitted"),
+        ({"zer": 1}, r"there is no option 'zer' \(did you mean 'zero'\?\); options are precision, float8, "),
+        ({"offload": "optimizer"}, r"offload='optimizer': give a tuple of names, such as \('optimizer',\)"),
+        ({"gpu_count": 1}, "there is no option 'gpu_count'; options are precision"),
         ({"precision": "bfloat16"}, "precision='bfloat16': .*'model', 'bf16' or 'fp16'"),
         ({"reduce_dtype": "int8"}, "reduce_dtype='int8'; it may be one of bfloat16"),
         ({"offload": ("gradients",)}, r"offload names \['gradients'\]; it may name optimizer, parameters, activations"),

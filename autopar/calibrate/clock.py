@@ -22,7 +22,8 @@ def _same(value: float) -> float:
 class Clock:
     """Times calls on ``device``; ``repeats`` and ``run_seconds`` as in Effort.
 
-    ``agree`` makes one number of those of all ranks that take part: they must call as often as each other.
+    ``agree`` gives the longest seconds of all ranks that take part: they must call as often as each other, and one
+    that has nothing to do must not decide how often.
     """
 
     device: torch.device
@@ -38,8 +39,7 @@ class Clock:
 
     def calls(self, seconds: float) -> int:
         """How many calls of so many seconds make a run."""
-        most = max(1.0, min(self.run_seconds / max(seconds, 1e-9), _MOST_CALLS))
-        return math.ceil(self.agree(most))
+        return math.ceil(max(1.0, min(self.run_seconds / max(self.agree(seconds), 1e-9), _MOST_CALLS)))
 
     def run(self, call: Callable[[], object], calls: int) -> float:
         """Seconds per call of ``calls`` calls, one after the other."""

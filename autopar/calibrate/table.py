@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from statistics import median
 from typing import Any
 
@@ -15,7 +15,7 @@ from autopar.cost_models import collective, compute
 
 
 def tables(calibration: Calibration) -> list[Table]:
-    """Products by dtype and size, then the collectives of each link by kind, ranks and bytes."""
+    """Products by dtype and size, then the collectives of each link by ranks, bytes and kind."""
     links = {message.link: None for message in calibration.messages}
     return [
         _products(calibration),
@@ -36,8 +36,9 @@ def _used(calibration: Calibration) -> list[Product]:
 
 
 def _of_product(calibration: Calibration, product: Product) -> float:
-    made = float(product.m * product.n)
-    return compute.seconds(product.flops, product.moved_bytes, product.dtype, calibration.cluster.device, made)
+    """Of a short run, as it was measured: what is left of the rate without a pause is another figure."""
+    device = replace(calibration.cluster.device, sustained_fraction=1.0)
+    return compute.seconds(product.flops, product.moved_bytes, product.dtype, device, float(product.m * product.n))
 
 
 def _of_message(calibration: Calibration, message: Message) -> float:
@@ -61,15 +62,15 @@ def _products(calibration: Calibration) -> Table:
 def _collectives(calibration: Calibration, messages: Sequence[Message]) -> Table:
     link = messages[0].link
     errors = [_of_message(calibration, m) / m.seconds - 1 for m in messages]
-    sizes = sorted({_nominal(m.bytes_) for m in messages})
+    kinds = list(dict.fromkeys(m.kind for m in messages))
     title = f"{link.replace('_', ' ')}: microseconds (error of the fit, {_typical(errors)})"
-    table = Table("collective", "ranks", *map(_bytes, sizes), title=title)
+    table = Table("ranks", "bytes", *kinds, title=title)
     cells = {
-        (m.kind, m.size, _nominal(m.bytes_)): f"{m.seconds * 1e6:,.0f} ({error:+.0%})"
+        (m.size, _nominal(m.bytes_), m.kind): f"{m.seconds * 1e6:,.0f} ({error:+.0%})"
         for m, error in zip(messages, errors, strict=True)
     }
-    for kind, ranks in dict.fromkeys((m.kind, m.size) for m in messages):
-        table.add_row(kind, str(ranks), *(cells.get((kind, ranks, size), "") for size in sizes))
+    for ranks, size in sorted({(ranks, size) for ranks, size, _ in cells}):
+        table.add_row(str(ranks), _bytes(size), *(cells.get((ranks, size, kind), "") for kind in kinds))
     return table
 
 
@@ -79,7 +80,7 @@ def _typical(errors: Iterable[float]) -> str:
 
 def _nominal(bytes_: int) -> int:
     """Groups that don't divide a message send a few bytes less: the power of two that was meant."""
-    return 1 << round(bytes_ - 1).bit_length()
+    return 1 << (bytes_ - 1).bit_length()
 
 
 def _bytes(count: int) -> str:

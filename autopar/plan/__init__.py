@@ -20,7 +20,15 @@ from autopar.plan.parts import (
 )
 from autopar.plan.plan import VERSION, Plan
 from autopar.plan.tables import Column, Section
-from autopar.plan.text import bytes_text, change_text, flops_text, percent_text, seconds_text, units_text
+from autopar.plan.text import (
+    bytes_text,
+    change_text,
+    flops_text,
+    percent_text,
+    seconds_text,
+    spans_text,
+    units_text,
+)
 
 __all__ = [
     "BUBBLE",
@@ -49,5 +57,6 @@ __all__ = [
     "flops_text",
     "percent_text",
     "seconds_text",
+    "spans_text",
     "units_text",
 ]

@@ -137,6 +137,8 @@ def _of_search(plan: Plan) -> Iterator[str]:
     search = plan.search
     if search is None:
         return
+    if search.bound_seconds > plan.step_seconds * (1 + _EXACT):
+        yield f"search.bound_seconds: {search.bound_seconds} is above step_seconds, {plan.step_seconds}"
     for name in ("runners_up", "memory_front", "gpus_front"):
         points: list[PointPlan] = getattr(search, name)
         for number, point in enumerate(points):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -64,11 +65,15 @@ def difference(a: Plan, b: Plan) -> PlanDiff:
         for item in (d for row in rows for d in row(a, b, group)):
             seen.add(item.path)
             found.append(item)
-    values = [plan.model_dump(mode="json", exclude={"digest"}) for plan in (a, b)]
-    for path, x, y in sorted(_leaves("", *values), key=lambda leaf: leaf[0].startswith("blocks")):
+    for path, x, y in sorted(_leaves("", _content(a), _content(b)), key=lambda leaf: leaf[0].startswith("blocks")):
         if path not in seen and not any(path.startswith((f"{said}.", f"{said}[")) for said in seen):
             found.append(_line(_REST, path, path, x, y))
     return PlanDiff(tuple(found))
+
+
+def _content(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON has it, the cluster by its keys."""
+    return plan.model_dump(mode="json", exclude={"digest"}) | {"cluster_toml": tomllib.loads(plan.cluster_toml)}
 
 
 def _line(group: str, path: str, name: str, x: Any, y: Any, text: Callable[[Any], str] = str) -> Difference:
@@ -113,6 +118,15 @@ def _mesh(a: Plan, b: Plan, group: str) -> Iterator[Difference]:
             yield Difference(group, f"mesh_sizes.{axis}", x, y, f"{axis}: {x} -> {y}")
 
 
+def _cluster(a: Plan, b: Plan, group: str) -> Iterator[Difference]:
+    """Figures of one cluster that changed; another cluster has others anyway."""
+    if a.cluster == b.cluster:
+        mine, theirs = (tomllib.loads(plan.cluster_toml) for plan in (a, b))
+        for path, x, y in _leaves("cluster_toml", mine, theirs):
+            if not path.startswith("cluster_toml.sources"):
+                yield _line(group, path, path.partition(".")[2], x, y)
+
+
 def _options(a: Plan, b: Plan, group: str) -> Iterator[Difference]:
     mine, theirs = (plan.options.model_dump(mode="json") for plan in (a, b))
     for name, x in mine.items():
@@ -125,7 +139,7 @@ def _parts(a: Plan, b: Plan, group: str) -> Iterator[Difference]:
     mine, theirs = ({(p.name, p.axis, p.kind): p for p in plan.cost.parts} for plan in (a, b))
     for key in [*mine, *(key for key in theirs if key not in mine)]:
         x, y = (side[key].exposed_seconds if key in side else 0.0 for side in (mine, theirs))
-        name, path = " ".join(filter(None, key)), "cost.parts[" + ",".join(filter(None, key)) + "]"
+        name, path = " ".join(filter(None, key)), f"cost.parts[{_part(*key)}]"
         if abs(x - y) > 1e-3 * a.step_seconds:
             yield _line(group, path, name, x, y, seconds_text)
 
@@ -145,8 +159,9 @@ def _parameters(a: BlockPlan, b: BlockPlan, group: str) -> Iterator[Difference]:
     for node in a.nodes:
         other = theirs.get(node.name)
         if node.op in ("parameter", "buffer") and other is not None and layout(node) != layout(other):
-            path, text = f"blocks[{a.name}].nodes[{node.name}].choices", f"{layout(node)} -> {layout(other)}"
-            yield Difference(group, path, node.choices, other.choices, f"{units_text(a.paths)} {node.name}: {text}")
+            path, name = f"blocks[{a.name}].nodes[{node.name}].choices", node.source or node.name
+            text = f"{units_text(a.paths)} {name}: {layout(node)} -> {layout(other)}"
+            yield Difference(group, path, node.choices, other.choices, text)
 
 
 def _sent(a: BlockPlan, b: BlockPlan, group: str) -> Iterator[Difference]:
@@ -180,7 +195,7 @@ def _stages(a: Plan, b: Plan, group: str) -> Iterator[Difference]:
 def _recomputation(a: Plan, b: Plan, group: str) -> Iterator[Difference]:
     for number, (x, y) in enumerate(zip_longest(a.stage_plans, b.stage_plans)):
         mine, theirs = _recomputing(x), _recomputing(y)
-        if mine != theirs:
+        if mine != theirs and any(stage is not None and any(stage.recompute) for stage in (x, y)):
             yield _line(group, f"stage_plans[{number}].recompute", f"stage {number} recomputes in", mine, theirs)
 
 
@@ -200,7 +215,10 @@ def _peaks(a: Plan, b: Plan, group: str) -> Iterator[Difference]:
 
 
 _GROUPS: Final[dict[str, tuple[Rows, ...]]] = {
-    "model and cluster": (_field("model_name"), _field("model_fingerprint"), _field("cluster"), _field("batch_size")),
+    "model and cluster": (
+        *(_field("model_name"), _field("model_fingerprint")),
+        *(_field("cluster"), _cluster, _field("batch_size")),
+    ),
     "degrees": (_mesh, _field("microbatches")),
     "schedule": (_field("schedule"), _field("chunks"), _field("vocabulary"), _stages),
     "options": (_options,),
@@ -208,7 +226,7 @@ _GROUPS: Final[dict[str, tuple[Rows, ...]]] = {
     "placements": (_placements,),
     _PREDICTED: (
         _field("cost.step_seconds", "step", seconds_text),
-        _field("cost.bound_seconds", "bound", seconds_text),
+        _field("cost.bound_seconds", "bound on the mesh", seconds_text),
         _field("mfu", "MFU", percent_text),
         _field("cost.model_flops", "model FLOPs of a step", flops_text),
         _parts,
@@ -234,6 +252,11 @@ def _leaves(path: str, a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _names(values: list[Any]) -> list[str]:
-    """Of the entries of a list, if each has its own; else none."""
-    found = [value["name"] for value in values if isinstance(value, dict) and "name" in value]
+    """Of the entries of a list, if each has its own; else none. Parts of a step have an axis and a kind beside it."""
+    named = [value for value in values if isinstance(value, dict) and "name" in value]
+    found = [_part(value["name"], value.get("axis"), value["kind"] if "axis" in value else "") for value in named]
     return found if len(set(found)) == len(values) else []
+
+
+def _part(*words: str | None) -> str:
+    return ",".join(filter(None, words))

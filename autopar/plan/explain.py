@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from autopar.cluster import Cluster
-from autopar.options import Options
 from autopar.plan import layouts
 from autopar.plan.parts import ExpertsPlan, PointPlan, StagePlan
 from autopar.plan.tables import Column, Section
@@ -167,7 +166,7 @@ def _stages(plan: Plan) -> Section:
         Column("units", "layers"),
         Column("forward_seconds", "forward", "seconds"),
         Column("backward_seconds", "backward", "seconds"),
-        Column("parameter_bytes", "parameters", "bytes"),
+        Column("parameter_bytes", "parameters", "bytes", spare=True),
         Column("saved_bytes", "saved", "bytes"),
         Column("inflight", "in flight", "count"),
         Column("offloads", "activations"),
@@ -230,7 +229,8 @@ def _memory(plan: Plan) -> Section:
         )
         for number, rank in enumerate(plan.rank_plans)
     )
-    lines = () if all(rank.action for rank in plan.rank_plans) else ("beside it, what passes need while they run",)
+    added_up = not all(rank.action for rank in plan.rank_plans)
+    lines = ("added up by the solvers, without buffers: no rank comes near its budget",) if added_up else ()
     return Section("memory", f"peak memory by pipeline rank, of {bytes_text(budget)}", columns, rows, lines)
 
 
@@ -306,28 +306,12 @@ def _point(plan: Plan, number: int, point: PointPlan) -> tuple[Any, ...]:
         _degrees_text(point),
         point.microbatches,
         f"{point.schedule}{chunks}{vocabulary}",
-        _different(point.options, plan.options) or "as here",
+        point.options.beside(plan.options) or "as here",
         point.step_seconds,
         share,
         point.peak_bytes,
         point.why,
     )
-
-
-def _different(options: Options, here: Options) -> str:
-    """``zero 1, no offload``: what is other than ``here``."""
-    found = []
-    for name, value in options:
-        if value == getattr(here, name):
-            continue
-        if name == "budget_bytes":
-            found.append(f"within {bytes_text(value)}" if value else "the device's memory")
-        else:
-            text = "+".join(value) if isinstance(value, tuple) else value
-            found.append(
-                f"{name.replace('_', ' ')} {text}" if text not in ("", None) else f"no {name.replace('_', ' ')}"
-            )
-    return ", ".join(found)
 
 
 def _degrees_text(point: PointPlan) -> str:

@@ -33,7 +33,7 @@ ACTIVATIONS: Final = (
 
 def of_block(block: BlockPlan) -> list[Section]:
     """Two tables: the block's parameters, and its activations in order, those alike that follow each other as one."""
-    where = units_text(block.paths)
+    where = units_text(block.paths) if any(block.paths) else "code between modules"
     stored = [node for node in block.nodes if node.op in _STORED]
     made = [node for node in block.nodes if node.op not in _STORED and not _is_marker(node)]
     return [
@@ -41,7 +41,7 @@ def of_block(block: BlockPlan) -> list[Section]:
             f"parameters of {block.name}",
             f"parameters of {block.name}: {where}",
             PARAMETERS,
-            tuple((n.name, n.op, shape_text(n), layout(n), _bytes(n)) for n in stored),
+            tuple((n.source or n.name, n.op, shape_text(n), layout(n), _bytes(n)) for n in stored),
         ),
         Section(
             f"activations of {block.name}",

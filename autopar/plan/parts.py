@@ -65,7 +65,8 @@ class MessagePlan(Value):
 
 class NodePlan(Value):
     """One op, parameter or input of a block: ``shape`` of what a rank holds of it, types per axis (``choices``:
-    ``"S(2), S(0) -> P"``; a parameter's is its storage), and what it sends."""
+    ``"S(2), S(0) -> P"``; a parameter's is its storage), and what it sends. ``source`` is the user's line of an op, the
+    name in the block's modules of a parameter or buffer."""
 
     name: str
     op: str
@@ -149,7 +150,8 @@ class RankPlan(Value):
     """What one pipeline rank holds: its stages, its rows of split vocabulary layers, its device memory at the peak.
 
     ``kinds`` (:data:`autopar.storages.KINDS`) make up ``peak_bytes``, reached in ``action``; where that is "", they are
-    what the solver added up: state and saved activations, no buffers and temporaries. ``host_bytes``: beside it.
+    what the solvers added up: state, saved activations, the largest temporaries of a pass, no buffers. ``host_bytes``:
+    beside it.
     """
 
     stages: list[Count]
@@ -198,11 +200,6 @@ class CostPlan(Value):
     def compute_seconds(self) -> float:
         """What the rank computes before the optimizer, without what it sends."""
         return self.exposed_seconds("forward", "backward", "recomputation", "accumulation", "vocabulary")
-
-    @property
-    def communication_seconds(self) -> float:
-        """What the rank waits for that is on its way."""
-        return math.fsum(part.exposed_seconds for part in self.parts if part.axis)
 
     @property
     def bubble_seconds(self) -> float:

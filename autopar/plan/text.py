@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
+
+_SHORT: Final = 32  # characters of units that are named one by one
 
 
 def seconds_text(seconds: float) -> str:
@@ -46,6 +49,18 @@ def change_text(share: float) -> str:
 
 
 def units_text(units: Sequence[str]) -> str:
-    """``model.layers.0 … model.layers.3 (4)``; code between modules has no path."""
+    """``glue, layers.0``, or ``model.layers.0 … model.layers.3 (4)`` of more; code between modules has no path."""
     named = [unit or "(glue)" for unit in units]
-    return ", ".join(named) if len(named) <= 3 else f"{named[0]} … {named[-1]} ({len(named)})"
+    text = ", ".join(named)
+    return text if len(named) < 3 and len(text) <= _SHORT else f"{named[0]} … {named[-1]} ({len(named)})"
+
+
+def spans_text(numbers: Sequence[int]) -> str:
+    """``0-3, 8-11`` of rising numbers."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][1] == number - 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)

@@ -27,7 +27,7 @@ def _node_plan(node: fx.Node, machine: Machine) -> NodePlan:
     return NodePlan(
         name=node.name,
         op=op_name(node) if node.op == "call_function" else data.role,
-        source=data.source,
+        source=data.name if data.role in ("parameter", "buffer") else data.source,
         shape=list(data.meta.shape),
         dtype=dtype_name(data.meta.dtype),
         choices={axis: str(choice) for axis, choice in data.choices.items()},

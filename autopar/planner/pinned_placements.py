@@ -24,8 +24,8 @@ Placements = Mapping[str, Mapping[str, str]]
 
 
 def check_placements(model: Model, placements: Placements) -> None:
-    """Raises ArgumentError for a pattern that no parameter's name matches, an axis that parameters have no type on, and
-    a text that is no type."""
+    """Raises ArgumentError for a pattern that no parameter's name matches, an axis that parameters have no type on, a
+    text that is no type, and one that splits a dim which there isn't."""
     names = [name for parameter in model.parameters.values() for name in _names(parameter)]
     for pattern, wanted in placements.items():
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -39,7 +39,14 @@ def check_placements(model: Model, placements: Placements) -> None:
                     f"placements: {pattern!r} has a type on {axis!r}, which is no axis that parameters are placed on; "
                     f"those are {', '.join(AXES)}"
                 )
-            _parsed(pattern, axis, text)
+            kind = _parsed(pattern, axis, text)
+            for parameter in model.parameters.values():
+                shape = parameter.meta.shape
+                if kind.is_shard and kind.dim >= len(shape) and _is_meant(parameter, pattern):
+                    fits = f"its dims are 0 to {len(shape) - 1}" if shape else "it has none to split"
+                    raise ArgumentError(
+                        f"placements: {pattern!r} is {text} on {axis}, but {parameter.name} is {list(shape)}: {fits}"
+                    )
 
 
 def pinned_types(model: Model, placements: Placements, axis: str) -> dict[tuple[int, fx.Node], Type]:
@@ -84,7 +91,7 @@ def restricted(name: str, axis: str, size: int, possible: Sequence[Type], kind: 
 def _wanted(parameter: ParameterInfo, placements: Placements, axis: str) -> Type | None:
     found: dict[Type, str] = {}
     for pattern, wanted in placements.items():
-        if axis in wanted and any(fnmatchcase(name, pattern) for name in _names(parameter)):
+        if axis in wanted and _is_meant(parameter, pattern):
             found[_parsed(pattern, axis, wanted[axis])] = pattern
     if len(found) > 1:
         texts = " and ".join(f"{pattern!r} {kind}" for kind, pattern in found.items())
@@ -100,6 +107,10 @@ def _parsed(pattern: str, axis: str, text: str) -> Type:
     if kind.kind == "P":
         raise ArgumentError(f"placements: {pattern!r} on {axis} is P, a pending sum; parameters are I or S(dim)")
     return kind
+
+
+def _is_meant(parameter: ParameterInfo, pattern: str) -> bool:
+    return any(fnmatchcase(name, pattern) for name in _names(parameter))
 
 
 def _names(parameter: ParameterInfo) -> Iterator[str]:

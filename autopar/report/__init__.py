@@ -4,7 +4,7 @@ from autopar.report.chrome_trace import chrome_trace
 from autopar.report.experts import load_table
 from autopar.report.measured import Comparison, MeasuredRank, compare, merged_trace, read_steps, record
 from autopar.report.memory import MemoryReport, memory_report, memory_svg
-from autopar.report.plan_tables import print_explanation, section_table
+from autopar.report.plan_tables import print_explanation, print_section
 from autopar.report.search_progress import Progress, SearchProgress, live_progress
 from autopar.report.timeline_html import timeline_html
 from autopar.report.timeline_svg import timeline_svg
@@ -23,9 +23,9 @@ __all__ = [
     "memory_svg",
     "merged_trace",
     "print_explanation",
+    "print_section",
     "read_steps",
     "record",
-    "section_table",
     "timeline_html",
     "timeline_svg",
 ]

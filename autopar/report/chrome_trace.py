@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from autopar.report.lanes import described, exchange_events, kept_per_rank, lane_of, rank_events
+from autopar.report.lanes import described, exchange_events, lane_of, rank_events
 from autopar.schedules.actions import Action
 from autopar.schedules.flow import channel, counterpart, is_exchange, is_receive, is_send
 from autopar.schedules.timeline import Event, Timeline
@@ -53,7 +53,6 @@ def timeline_events(timeline: Timeline, processes: Sequence[Process]) -> Iterato
     """The trace events of ``timeline``, one process for each of its ranks."""
     exchanges = exchange_events(timeline)
     messages = _messages(timeline)
-    kept = kept_per_rank(timeline)
     for rank, row in enumerate(rank_events(timeline)):
         process = processes[rank]
         threads = list(dict.fromkeys(["passes", *sorted(map(_thread, row), key=_thread_order)]))
@@ -67,7 +66,7 @@ def timeline_events(timeline: Timeline, processes: Sequence[Process]) -> Iterato
             yield _slice(event, process.pid, tid, posted)
             if (arrow := _arrow(event, messages)) is not None:
                 yield {**arrow, "pid": process.pid, "tid": tid}
-        for point in kept[rank]:
+        for point in timeline.kept(rank):
             at = {"ph": "C", "ts": _micro(point.seconds), "pid": process.pid, "tid": 0}
             yield {**at, "name": "in flight", "args": {"microbatches": point.in_flight}}
             yield {**at, "name": "kept", "args": {"bytes": point.bytes}}

@@ -8,10 +8,11 @@ from typing import Final
 from autopar.schedules.actions import Action
 from autopar.schedules.flow import is_exchange, is_send
 from autopar.schedules.looks import LOOKS
-from autopar.schedules.timeline import Event, Kept, Timeline
+from autopar.schedules.timeline import Event, Timeline
 
 LANES: Final = ("activations", "gradients", "reductions", "offloads", "fetches")
-"""What runs beside the compute of each rank: what it sends forward and back, its reductions, copies to the host."""
+"""What runs beside the compute of each rank: what it sends forward and back, gathers of weights and reductions of
+gradients, copies to the host."""
 
 NOUNS: Final[Mapping[str, str]] = {
     **{kind: look.name for kind, look in LOOKS.items()},
@@ -53,11 +54,6 @@ def rank_events(timeline: Timeline) -> list[list[Event]]:
     for event in timeline.events:
         rows[event.rank].append(event)
     return rows
-
-
-def kept_per_rank(timeline: Timeline) -> list[list[Kept]]:
-    """``timeline.kept(rank)`` of every rank."""
-    return [timeline.kept(rank) for rank in range(timeline.schedule.ranks)]
 
 
 def exchange_events(timeline: Timeline) -> dict[Action, tuple[float, float]]:

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, Final
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
 
 from autopar.errors import ArgumentError
-from autopar.plan import bytes_text
+from autopar.plan import Column, Section, bytes_text, spans_text
+from autopar.report.plan_tables import section_table
 from autopar.report.timeline_svg import document
 from autopar.runtime.executor import Executor
 from autopar.runtime.job import Job
@@ -36,9 +36,11 @@ _COLOURS: Final = {
 _STYLE: Final = """
 .memory{background:#fff;color:#1a1a1a;font-family:system-ui,"Segoe UI",Helvetica,Arial,sans-serif;font-size:11px}
 .memory .name{font-weight:600;font-size:12px}
+.memory .scale{fill:none;stroke:#33475b;stroke-width:.8}
 .memory .budget{stroke:#b3261e;stroke-width:1;stroke-dasharray:4 3}
 """.strip()
-_PANEL, _GAP, _LABELS, _LEGEND, _MARGIN = 110.0, 26.0, 150.0, 26.0, 12.0  # px
+_PANEL, _GAP, _LABELS, _LEGEND, _SCALE, _KEY, _MARGIN = 110, 26, 150, 26, 70, 100, 12  # px
+_LONGEST: Final = 18  # characters that there is room for beside a panel
 _WIDEST, _NARROWEST = 14.0, 1.5  # px of an action
 
 
@@ -61,27 +63,35 @@ class MemoryReport:
         pairs = zip(self.predicted, self.measured, strict=bool(self.measured))
         return [predicted.peak_bytes / measured.peak_bytes - 1 for predicted, measured in pairs]
 
-    def table(self) -> Table:
+    def section(self) -> Section:
         """A row for the ranks of each pipeline index, and one below it of what was measured on the fullest of them."""
         kinds = [kind for kind in (*KINDS, ALLOCATED) if any(rank.peak.peak.get(kind) for rank in self._all())]
-        host = any(rank.host_peak_bytes for rank in self._all())
-        table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for name in ("ranks", "at", *kinds, "peak", "budget", *(["host"] if host else [])):
-            table.add_column(name, justify="left" if name in ("ranks", "at") else "right", no_wrap=name in kinds)
+        columns = (
+            Column("ranks", "ranks"),
+            Column("action", "at"),
+            *(Column(f"{kind}_bytes", kind, "bytes") for kind in kinds),
+            Column("peak_bytes", "peak", "bytes"),
+            Column("share", "of budget", "share"),
+            Column("host_peak_bytes", "host", "bytes"),
+        )
+        rows = []
         for index in dict.fromkeys(self.pipeline_index):
             ranks = [rank for rank, own in enumerate(self.pipeline_index) if own == index]
-            self._row(table, spans(ranks), self.predicted[ranks[0]], kinds, host)
+            rows.append(self._row(spans_text(ranks), self.predicted[ranks[0]], kinds))
             if self.measured:
                 fullest = max(ranks, key=lambda rank: self.measured[rank].peak_bytes)
-                self._row(table, f"  {self.how}", self.measured[fullest], kinds, host)
-        return table
+                rows.append(self._row(f"  {self.how}", self.measured[fullest], kinds))
+        return Section("memory", "", columns, tuple(rows))
 
-    def _row(self, table: Table, ranks: str, memory: RankMemory, kinds: list[str], host: bool) -> None:
+    def table(self) -> Table:
+        """:meth:`section` as one table, however wide."""
+        return section_table(self.section())
+
+    def _row(self, ranks: str, memory: RankMemory, kinds: Sequence[str]) -> tuple[Any, ...]:
         peak = memory.peak
-        each = [bytes_text(peak.peak.get(kind, 0)) if peak.peak.get(kind) else "" for kind in kinds]
-        share = f"{100 * peak.peak_bytes / self.budget_bytes:.3g} %"
-        on_host = [bytes_text(memory.host_peak_bytes)] if host else []
-        table.add_row(ranks, peak.label, *each, bytes_text(peak.peak_bytes), share, *on_host)
+        held = [peak.peak.get(kind) or None for kind in kinds]
+        share = peak.peak_bytes / self.budget_bytes
+        return (ranks, peak.label, *held, peak.peak_bytes, share, memory.host_peak_bytes or None)
 
     def _all(self) -> list[RankMemory]:
         return [*self.predicted, *self.measured]
@@ -103,17 +113,6 @@ class MemoryReport:
             beside = f", measured {bytes_text(self.measured[rank].peak_bytes)}" if self.measured else ""
             lines.append(f"rank {rank}: peak {bytes_text(peak.peak_bytes)} in {peak.label}{beside}")
         return "\n".join(lines)
-
-
-def spans(ranks: Sequence[int]) -> str:
-    """``0-3, 8-11``."""
-    found: list[list[int]] = []
-    for rank in ranks:
-        if found and found[-1][1] == rank - 1:
-            found[-1][1] = rank
-        else:
-            found.append([rank, rank])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
 
 
 def _json(memory: RankMemory) -> dict[str, Any]:
@@ -138,35 +137,45 @@ def memory_svg(report: MemoryReport) -> str:
     shown = max(top, report.budget_bytes if report.budget_bytes < 2 * top else 0)
     actions = max(len(memory.phases) for memory in panels)
     box = min(_WIDEST, max(_NARROWEST, 900.0 / actions))
-    inner = [_legend()]
+    held = [kind for kind in KINDS if any(phase.peak.get(kind) for memory in panels for phase in memory.phases)]
+    inner = [_legend(held)]
     for number, (index, memory) in enumerate(zip(indices, panels, strict=True)):
         y = _LEGEND + number * (_PANEL + _GAP)
         ranks = [rank for rank, own in enumerate(report.pipeline_index) if own == index]
-        inner.append(_panel(memory, f"ranks {spans(ranks)}", y, box, shown, report.budget_bytes))
-    width = _LABELS + actions * box + 2 * _MARGIN
+        inner.append(_panel(memory, _name(ranks), y, box, shown, report.budget_bytes))
+    width = max(_LABELS + actions * box + _SCALE, _KEY * len(held)) + 2 * _MARGIN
     height = _LEGEND + len(panels) * (_PANEL + _GAP) + 2 * _MARGIN
     return document(f'<g class="memory">{"".join(inner)}</g>', width, height, _STYLE, "memory over a step", _MARGIN)
 
 
-def _legend() -> str:
+def _name(ranks: Sequence[int]) -> str:
+    """Short enough to stand beside a panel."""
+    text = spans_text(ranks)
+    return f"ranks {text}" if len(text) <= _LONGEST else f"{len(ranks)} ranks from {ranks[0]}"
+
+
+def _legend(kinds: Sequence[str]) -> str:
     parts = []
-    for number, kind in enumerate(KINDS):
-        x = 92 * number
+    for number, kind in enumerate(kinds):
+        x = _KEY * number
         parts.append(f'<rect x="{x}" y="0" width="10" height="10" fill="{_COLOURS[kind]}"/>')
         parts.append(f'<text x="{x + 14}" y="9">{kind}</text>')
     return "".join(parts)
 
 
 def _panel(memory: RankMemory, name: str, y: float, box: float, shown: int, budget_bytes: int) -> str:
-    peak = memory.peak
-    text = f'<text class="name" y="{y + 14:.1f}">{name}</text>'
-    text += f'<text y="{y + 30:.1f}">{bytes_text(peak.peak_bytes)} in {escape(peak.label)}</text>'
-    parts = [text]
+    peak, end = memory.peak, _LABELS + len(memory.phases) * box
+    parts = [
+        f'<text class="name" y="{y + 14:.1f}">{name}</text>',
+        f'<text y="{y + 30:.1f}">{bytes_text(peak.peak_bytes)} in {escape(peak.label)}</text>',
+        f'<path class="scale" d="M{end + 6:.1f} {y:.1f}h-4v{_PANEL}h4"/>',
+        f'<text x="{end + 9:.1f}" y="{y + 4:.1f}">{bytes_text(shown)}</text>',
+        f'<text x="{end + 9:.1f}" y="{y + _PANEL + 4:.1f}">0</text>',
+    ]
     for position, phase in enumerate(memory.phases):
         parts.append(_bar(phase, _LABELS + position * box, y, box, shown))
     if budget_bytes <= shown:
         line = y + _PANEL * (1 - budget_bytes / shown)
-        end = _LABELS + len(memory.phases) * box
         parts.append(f'<line class="budget" x1="{_LABELS}" x2="{end:.1f}" y1="{line:.1f}" y2="{line:.1f}"/>')
     return "".join(parts)
 

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Final
 
 from autopar.plan import bytes_text
-from autopar.report.lanes import described, exchange_events, kept_per_rank, lane_events, lane_of, rank_events
+from autopar.report.lanes import described, exchange_events, lane_events, lane_of, rank_events
 from autopar.schedules.actions import KINDS, Action, Schedule
 from autopar.schedules.looks import LOOKS, chunk_of, duration_text, shade
 from autopar.schedules.timeline import Event, Kept, Timeline
@@ -161,7 +161,7 @@ class Chart:
         self._chunks = [chunk_of(timeline.schedule, Action("F", 0, s)) for s in range(timeline.schedule.stages)]
         self.is_detailed = boxes <= MAX_DETAILED
         self.boxes = boxes
-        self.kept = kept_per_rank(timeline)
+        self.kept = [timeline.kept(rank) for rank in range(timeline.schedule.ranks)]
         self.peak_bytes = max(timeline.peak_activation_bytes)
         self.layout = _layout(timeline, self.rows, tuple(self.lanes), bool(self.exchanges), width)
 
@@ -318,7 +318,9 @@ class Chart:
     def _lane_keys(self) -> Iterator[tuple[str, float, str]]:
         drawn = {self._class(event.action) for rows in self.lanes.values() for row in rows for event in row}
         drawn |= {"exchanges"} if self.exchanges else set()
-        for name, text in _LANE_NAMES.items():
+        kinds = {event.action.kind for row in self.lanes.get("reductions", []) for event in row}
+        gathers = {"reductions": "weights gathered, gradients reduced"} if any(k.startswith("G") for k in kinds) else {}
+        for name, text in (_LANE_NAMES | gathers).items():
             if name in drawn:
                 yield f'<rect class="{name}" y="3" width="14" height="5"/>', 18, text
 

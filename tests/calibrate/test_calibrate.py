@@ -21,9 +21,10 @@ from autopar.calibrate import Calibration, calibrate
 from autopar.calibrate.describe import Measured, cluster_of
 from autopar.calibrate.fit import ProductFit
 from autopar.calibrate.processes import measure_in_processes
-from autopar.calibrate.samples import Effort, Message, cubes
+from autopar.calibrate.samples import Effort, Message, Product, cubes
 from autopar.calibrate.table import measurements, tables
 from autopar.cluster import Cluster
+from autopar.cost_models import compute
 from autopar.errors import ArgumentError
 from tests.pinned import compile_pinned
 
@@ -101,10 +102,21 @@ def test_measurements_stand_beside_the_fit(found: Calibration) -> None:
     both = Calibration(found.cluster, found.products, MESSAGES)
     products, links = tables(both)
     assert products.row_count == 3
-    assert links.row_count == 1
+    assert links.row_count == 2
+    assert [column.header for column in links.columns] == ["ranks", "bytes", "all_reduce"]
     rows = measurements(both)
     assert len(rows) == len(found.products) + 2
     assert all(row["seconds"] > 0 and row["fitted_seconds"] > 0 for row in rows)
+
+
+def test_short_runs_are_compared_with_short_runs() -> None:
+    """A device that slows down without a pause (to 0.91) was measured before it did."""
+    gpu = cluster_of("gpu", GPU, MESSAGES, date(2026, 1, 2))
+    peak = dataclasses.replace(gpu.device, sustained_fraction=1.0)
+    product = Product("bfloat16", 8192, 8192, 8192, 2, 1.0)
+    seconds = compute.seconds(product.flops, product.moved_bytes, "bfloat16", peak, 8192.0**2)
+    (row,) = measurements(Calibration(gpu, (dataclasses.replace(product, seconds=seconds),), ()))
+    assert row["fitted_seconds"] == pytest.approx(row["seconds"])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from autopar.calibrate.clock import Clock
 from autopar.calibrate.collectives import groups, measure_collectives
 from autopar.calibrate.samples import Effort, Message, cubes
 from autopar.errors import ArgumentError
@@ -28,6 +30,12 @@ def test_every_rank_reports_the_same_times() -> None:
     assert {(m.kind, m.link, m.size, m.bytes_) for m in messages} == expected
     assert all(m.seconds > 0 for m in messages)
     assert steps == ["collectives of 2 ranks, intra node", "collectives of 2 ranks, inter node"]
+
+
+def test_a_rank_without_a_group_does_not_decide_how_often_others_call() -> None:
+    """Of 3 ranks one has nobody to talk to in twos: its calls of nothing take no time."""
+    clock = Clock(torch.device("cpu"), repeats=1, run_seconds=0.01, agree=lambda seconds: max(seconds, 5e-3))
+    assert clock.calls(1e-8) == 2
 
 
 def test_nodes_must_be_equal() -> None:

@@ -198,6 +198,38 @@ def test_what_cant_be_is_refused() -> None:
         mixed_precision(flat, "cpu", "bf16")
 
 
+class Chosen(nn.Module):
+    """Its product and its argmax are made ops whose results depend on values, which no capture lets through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        return (h * (x > 0)).sum() + h.argmax(1).sum()
+
+
+def test_what_depends_on_values_keeps_its_dtype_or_is_refused() -> None:
+    """No run without values tells: integers stay integers, of what is cast nothing is known."""
+    aten = torch.ops.aten
+    flat = capture(*case_parts(Chosen(), 4, 8))
+    index = next(node for node in flat.nodes if op_name(node) == "aten.argmax.default")
+    index.target, index.args = aten.nonzero.default, index.args[:1]
+    mixed_precision(flat, "cpu", "bf16")
+    assert info(index).meta.dtype == torch.int64
+    flat = capture(*case_parts(Chosen(), 4, 8))
+    product = next(node for node in flat.nodes if op_name(node) == "aten.mul.Tensor")
+    product.target = aten.masked_select.default
+    with pytest.raises(CaptureError, match=r"masked_select.*is given bf16\[4, 8\].* without values .*disable autocast"):
+        mixed_precision(flat, "cpu", "bf16")
+    flat = capture(*case_parts(Chosen(), 4, 8))
+    product = next(node for node in flat.nodes if op_name(node) == "aten.mul.Tensor")
+    product.target = aten.masked_select.default
+    mixed_precision(flat, "cpu", "model")  # nothing is cast
+    assert info(product).meta.dtype == torch.float32
+
+
 # --- where casts stand --------------------------------------------------------------------------------
 
 

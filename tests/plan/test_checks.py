@@ -83,6 +83,8 @@ def test_a_search_names_points_of_the_right_size(plan: Plan) -> None:
     search = {"free": [], "points": 5, "placed": 2, "laid_out": 2, "bound_seconds": 0.0, "runners_up": [point]}
     with pytest.raises(PlanError, match=r"search.runners_up\[0\].mesh_sizes: .* is 4 ranks, but gpus is 8"):
         Plan.from_json(changed(plan, "search", search))
+    with pytest.raises(PlanError, match=r"search\.bound_seconds: 1000\.0 is above step_seconds"):
+        Plan.from_json(changed(plan, "search", search | {"runners_up": [], "bound_seconds": 1e3}))
     with pytest.raises(PlanError, match=r"search\.placed: .* greater than or equal to 0"):
         Plan.from_json(changed(plan, "search", search | {"runners_up": [], "placed": -1}))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -37,7 +38,7 @@ def test_groups_say_what_a_person_asks_first(plan: Plan) -> None:
     assert "schedule: 1f1b -> gpipe" in group(text, "schedule")
     assert group(text, "options") == ["zero: 0 -> 1", "recompute: auto -> full"]
     assert any(line.startswith("stage 0 recomputes in: 0 of ") for line in group(text, "recomputation"))
-    assert "layers.0 … layers.3 (4) p_up_weight: S(0)@tp -> whole" in group(text, "placements")
+    assert "layers.0 … layers.3 (4) up.weight: S(0)@tp -> whole" in group(text, "placements")
     sent = next(line for line in group(text, "placements") if line.startswith("layers.0 … layers.3 (4) sends forward"))
     assert "@tp" in sent.partition(" -> ")[0]
     assert "@dp" in sent.partition(" -> ")[2]
@@ -65,3 +66,17 @@ def test_whatever_else_differs_is_named_by_its_path(plan: Plan, part: str, chang
     assert group(plan.diff(other), "everything else") == [line.format(**first.model_dump())]
     (found,) = plan.differences(other).to_json()
     assert json.loads(json.dumps(found))["after"] == next(iter(changes.values()))
+
+
+def test_figures_of_a_cluster_that_changed_are_named(plan: Plan) -> None:
+    slower = dataclasses.replace(FAST.inter_node, bytes_per_second=FAST.inter_node.bytes_per_second / 2)
+    other = plan.model_copy(update={"cluster_toml": str(dataclasses.replace(FAST, inter_node=slower))})
+    (line,) = group(plan.diff(other), "model and cluster")
+    assert line.startswith("inter_node.bytes_per_second: ")
+    assert plan.diff(other) == f"[model and cluster]\n{line}"
+
+
+def test_what_no_plan_recomputes_is_no_difference(plan: Plan) -> None:
+    text = plan.diff(planned(mesh={"tp": 4}, recompute="none"))
+    assert "[recomputation]" not in text
+    assert "[degrees]" in text

@@ -13,7 +13,7 @@ from rich.console import Console
 import autopar
 from autopar import storages
 from autopar.options import Options
-from autopar.plan import Plan, PointPlan, SearchPlan
+from autopar.plan import Plan, PointPlan, SearchPlan, bytes_text
 from autopar.report import print_explanation
 from tests.fast_cluster import FAST
 from tests.models import llama
@@ -103,7 +103,7 @@ def test_layouts_name_the_collective_at_each_change(plan: Plan) -> None:
     block = next(block for block in plan.blocks if block.name == "LlamaDecoderLayer")
     for node in block.nodes:
         if node.op == "parameter":
-            row = parameters[node.name]
+            row = parameters[node.source]
             assert row["bytes"] == math.prod(node.shape) * 4
             assert row["types"] == ("whole" if "S" not in node.choices["tp"] else f"{node.choices['tp'][3:]}@tp")
     sent = [row for row in sections["activations of LlamaDecoderLayer"]["rows"] if row["forward"]]
@@ -126,7 +126,12 @@ def test_no_line_is_wider_than_the_terminal(plan: Plan, width: int) -> None:
     print_explanation(Console(width=width, file=file), plan.explanation())
     text = file.getvalue()
     assert max(map(len, text.splitlines())) <= width
-    assert "p_self_attn_q_proj_weight" in text
+    memory = text[text.index("peak memory by pipeline rank") : text.index("activations of")]
+    for kind in {kind for rank in plan.rank_plans for kind in rank.kinds}:
+        assert kind in memory
+    for rank in plan.rank_plans:
+        assert bytes_text(rank.peak_bytes) in memory
+    assert "self_attn.q_proj.weight" in text
     assert "MiB" in text or "KiB" in text
     layer = text[text.index("activations of LlamaDecoderLayer") : text.index("parameters of glue2")]
     assert ("modeling_llama.py" in layer) == (width == 160)

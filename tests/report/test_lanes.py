@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from autopar.report.lanes import described, exchange_events, kept_per_rank, lane_events
+from autopar.report.lanes import described, exchange_events, lane_events
 from autopar.schedules import Timeline, parse_action
-
-
-def test_what_is_kept_is_what_the_timeline_says(timeline: Timeline) -> None:
-    assert kept_per_rank(timeline) == [timeline.kept(rank) for rank in range(timeline.schedule.ranks)]
 
 
 def test_exchanges_follow_one_another_for_as_long_as_they_take(vocabulary: Timeline) -> None:

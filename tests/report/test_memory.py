@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -11,8 +12,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from autopar import cli
-from autopar.report import MemoryReport, memory_svg
-from autopar.report.memory import spans
+from autopar.plan import spans_text
+from autopar.report import MemoryReport, memory_svg, print_section
 from autopar.simulate.measure import RankMemory
 from autopar.storages import Phase
 
@@ -47,10 +48,21 @@ def test_table() -> None:
     console.print(REPORT.table())
     rows = [line.replace("│", " ").split() for line in console.export_text().splitlines() if "B0@0" in line]
     both, measured, last, _ = rows
-    assert both == [*("0-1", "B0@0", "1", "MiB", "4", "MiB", "1", "MiB", "6", "MiB", "50", "%")]
+    assert both == [*("0-1", "B0@0", "1", "MiB", "4", "MiB", "1", "MiB", "6", "MiB", "50.0", "%")]
     assert measured[:2] == ["simulated", "ranks"]  # of the fuller rank
     assert "7" in measured
     assert last[0] == "2"
+
+
+def test_a_narrow_terminal_has_every_figure() -> None:
+    """Three ranks beside each other don't fit into 40 columns: kinds become rows, then ranks tables."""
+    file = StringIO()
+    print_section(Console(width=40, file=file), REPORT.section())
+    lines = file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 40
+    peaks = [line.removeprefix("peak").split() for line in lines if line.startswith("peak")]
+    assert [word for row in peaks for word in row] == ["6", "MiB", "7", "MiB", "4", "MiB", "4", "MiB"]
+    assert sum(line.startswith("temporaries") for line in lines) == len(peaks) > 1
 
 
 def test_for_machines() -> None:
@@ -76,7 +88,7 @@ def test_picture() -> None:
 
 
 def test_spans_of_ranks() -> None:
-    assert spans([0, 1, 2, 8, 9, 11]) == "0-2, 8-9, 11"
+    assert spans_text([0, 1, 2, 8, 9, 11]) == "0-2, 8-9, 11"
 
 
 def test_command(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
@@ -11,8 +12,9 @@ import pytest
 from autopar.report import timeline_html, timeline_svg
 from autopar.report.lanes import exchange_events
 from autopar.report.timeline_svg import MAX_DETAILED
-from autopar.schedules import Timeline, generate
+from autopar.schedules import Costs, Timeline, generate, lower, simulate_timeline
 from autopar.schedules.looks import LOOKS
+from autopar.schedules.weight_moves import WeightMoves
 from tests.report.timelines import timeline_of
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -66,6 +68,14 @@ def test_header_and_labels_say_the_figures(one_f_one_b: Timeline) -> None:
     assert "2 in flight, 1.95 KiB" in text
     for name in ("forward", "backward", "step", "activations sent", "gradients sent", "reductions", "bytes kept"):
         assert f">{name}<" in text
+
+
+def test_gathers_of_weights_are_not_called_reductions() -> None:
+    moved = lower(generate("1f1b", 2, 3), moves=WeightMoves("step"))
+    costs = Costs.uniform(moved, forward_seconds=0.01, backward_seconds=0.02, reduce_seconds=0.004)
+    text = timeline_svg(simulate_timeline(moved, replace(costs, gather_seconds=(0.003,) * 2)))
+    assert ">weights gathered, gradients reduced<" in text
+    assert ">reductions<" not in text
 
 
 def test_kinds_that_do_not_occur_are_not_in_the_legend(one_f_one_b: Timeline) -> None:
