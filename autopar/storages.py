@@ -41,13 +41,15 @@ module computes with; gradients; optimizer state; what is saved for a backward; 
 class Phase:
     """What a rank did between two marks: the device bytes with which it began, at most, and at its end, by kind.
 
-    What was made in it and is of no known kind is ``temporaries`` where it died in it too.
+    What was made in it and is of no known kind is ``temporaries`` where it died in it too. ``host_bytes`` are those on
+    the host, then too.
     """
 
     label: str
     start: Mapping[str, int]
     peak: Mapping[str, int]
     end: Mapping[str, int]
+    host_bytes: tuple[int, int, int] = (0, 0, 0)
 
     @property
     def peak_bytes(self) -> int:
@@ -84,14 +86,15 @@ class StorageTracker(DispatchMode):  # type: ignore[misc]
     A storage that an operation got from outside doesn't count, nor do meta tensors, nor what a kernel needs while it
     runs, nor what an allocator adds. Fake tensors count with ``fake``, and then nothing else does. What is made while
     ``is_host`` says so is ``host_bytes``, in no other figure. A storage that is resized between operations (as FSDP2
-    does) is seen to be when it is used next, at the next mark, and before a peak is believed.
+    does) is seen to be when it is used next, at the next mark, and before a peak is believed; from then on, before
+    every operation: memory that was taken counts from there, though it is written to later.
     """
 
     def __init__(self, *, fake: bool = False, is_host: Callable[[], bool] = bool) -> None:
         super().__init__()
         self.live_bytes = 0
         self.host_bytes = 0
-        self.host_peak_bytes = 0
+        self._host_start = self._host_peak = self._host_before = 0  # as of the device below
         self.phases: list[Phase] = []
         self._counts = is_fake if fake else is_data
         self._is_host = is_host
@@ -114,14 +117,20 @@ class StorageTracker(DispatchMode):  # type: ignore[misc]
     def peak_bytes(self) -> int:
         return max(self._before, self._peak.bytes)
 
+    @property
+    def host_peak_bytes(self) -> int:
+        return max(self._host_before, self._host_peak)
+
     def mark(self, label: str, keeps: str = BUFFERS) -> None:
         """A new phase begins; what is made in it and outlives it is of the kind ``keeps``."""
-        self._look()
+        self._look(self._live)
         end = self._kinds((entry, entry.size) for entry in self._live.values() if not entry.is_host)
         if self._label:
-            self.phases.append(Phase(self._label, self._start, self._peak_kinds(), end))
+            host = self._host_start, self._host_peak, self.host_bytes
+            self.phases.append(Phase(self._label, self._start, self._peak_kinds(), end, host))
         self._label, self._keeps, self._start = label, keeps, end
-        self._before = self.peak_bytes
+        self._before, self._host_before = self.peak_bytes, self.host_peak_bytes
+        self._host_start = self._host_peak = self.host_bytes
         self._number += 1
         self._serial += 1  # no two moments have the same
         self._peak = _Moment(self.live_bytes, self._serial)
@@ -130,8 +139,7 @@ class StorageTracker(DispatchMode):  # type: ignore[misc]
         """Begin anew with what lives now: peaks and phases are those from here on."""
         self.mark("")
         self.phases.clear()
-        self.host_peak_bytes = self.host_bytes
-        self._before = 0
+        self._before = self._host_before = 0
 
     def own(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """The storages of ``tensors`` are of ``kind``, if they were made here and are of none yet."""
@@ -153,6 +161,7 @@ class StorageTracker(DispatchMode):  # type: ignore[misc]
         if func is _WHERE:
             return func(*args, **kwargs)
         self._operations += 1
+        self._look(self._resized)
         given = tensors_in([args, kwargs])
         for tensor in given:
             self._touch(tensor)
@@ -185,23 +194,25 @@ class StorageTracker(DispatchMode):  # type: ignore[misc]
         self._live[key] = entry
         self._change(entry, size)
 
-    def _look(self) -> None:
-        """At all storages."""
-        for entry in list(self._live.values()):
-            self._reread(entry)
-
-    def _reread(self, entry: _Entry) -> None:
-        """The size of a storage may have changed without an operation."""
-        storage = entry.reference()
-        if storage is not None and (size := storage.nbytes()) != entry.size:
-            self._resize(entry, size)
+    def _look(self, entries: Mapping[int, _Entry]) -> None:
+        """Sizes may have changed without an operation: of those that did, what was given back went first."""
+        seen = [(entry.reference(), entry) for entry in list(entries.values())]
+        changed = [(size, e) for s, e in seen if s is not None and (size := s.nbytes()) != e.size]
+        for size, entry in sorted(changed, key=lambda pair: pair[0] > pair[1].size):
+            self._count(entry, self._resized_by(entry, size))
+        if changed and self.live_bytes > self._peak.bytes:
+            self._top()
 
     def _resize(self, entry: _Entry, size: int) -> None:
+        self._change(entry, self._resized_by(entry, size))
+
+    def _resized_by(self, entry: _Entry, size: int) -> int:
+        """By how much, now that ``entry`` is noted to be of another ``size``."""
         self._serial += 1
         self._note(entry)
         self._resized[id(entry)] = entry
         before, entry.size = entry.size, size
-        self._change(entry, size - before)
+        return size - before
 
     def _note(self, entry: _Entry) -> None:
         """``entry`` is about to be another size than at the peak, or to go."""
@@ -210,13 +221,16 @@ class StorageTracker(DispatchMode):  # type: ignore[misc]
             entry.noted = self._peak.serial
 
     def _change(self, entry: _Entry, more: int) -> None:
+        self._count(entry, more)
+        if not entry.is_host and self.live_bytes > self._peak.bytes:
+            self._rise()
+
+    def _count(self, entry: _Entry, more: int) -> None:
         if entry.is_host:
             self.host_bytes += more
-            self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
-            return
-        self.live_bytes += more
-        if self.live_bytes > self._peak.bytes:
-            self._rise()
+            self._host_peak = max(self._host_peak, self.host_bytes)
+        else:
+            self.live_bytes += more
 
     def _rise(self) -> None:
         """A peak, unless storages have become smaller unseen. All are looked at now and then, which costs little per
@@ -224,8 +238,7 @@ class StorageTracker(DispatchMode):  # type: ignore[misc]
         every = self._operations - self._looked >= len(self._live) // 4
         if every:
             self._looked = self._operations
-        for entry in list((self._live if every else self._resized).values()):
-            self._reread(entry)
+        self._look(self._live if every else self._resized)
         if self.live_bytes > self._peak.bytes:
             self._top()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,18 +67,25 @@ class Storage:
 
 def rank_state(model: Model, calls: Iterable[int], storage: Storage, parts: int = 1) -> State:
     """Of all parameters that ``calls`` read, each once; ``parts``: ranks that share what is local to one."""
-    total = State(Counter(), Counter())
+    counts: Counter[Hashable] = Counter()
+    states: dict[Hashable, State] = {}  # by what a state depends on: a model's layers are alike
     for name, data in _parameters(model, calls).items():
-        total += parameter_state(model.parameters[name], data.meta, storage, parts, data.types())
-    return total
+        known, split = model.parameters[name], tuple(axis for axis, kind in data.types().items() if kind.is_shard)
+        like = known.trainable, known.is_buffer, known.master, bool(known.stacked), data.meta, split
+        counts[like] += 1
+        if like not in states:
+            states[like] = parameter_state(known, data.meta, storage, parts, data.types())
+    device, host = Counter[str](), Counter[str]()
+    for key, count in counts.items():
+        for total, mine in ((device, states[key].device), (host, states[key].host)):
+            total.update({kind: count * bytes_ for kind, bytes_ in mine.items()})
+    return State(+device, +host)
 
 
 def _parameters(model: Model, calls: Iterable[int]) -> dict[str, Info]:
-    return {
-        name: info(node)
-        for call in (model.calls[index] for index in calls)
-        for name, node in zip(call.parameters, model.block_of(call).parameters, strict=True)
-    }
+    found = [model.calls[index] for index in calls]
+    nodes = {number: model.blocks[number].parameters for number in {call.block for call in found}}
+    return {name: info(node) for call in found for name, node in zip(call.parameters, nodes[call.block], strict=True)}
 
 
 def vocabulary_state(model: Model, storage: Storage, ranks: int) -> State:
@@ -113,3 +120,87 @@ def parameter_state(
     if away:
         return State(gradients + copies, state + Counter(gradients=own * master.itemsize))
     return State(state + gradients + copies, Counter())
+
+
+@dataclass(frozen=True)
+class Passing:
+    """Bytes of weights and gradients that come and go: ``always``, when a backward begins (what is gathered for it, and
+    what the backward before still sends: ZeRO 3 and 2); ``closing``, when the last of a step ends (sums of the rows
+    that are stored here, beside the gradients that they are of). A rank needs its state, ``always``, what a pass
+    works with, and the larger of what is saved and ``closing``."""
+
+    always: int
+    closing: int
+
+
+def passing_bytes(model: Model, stages: Iterable[Sequence[int]], storage: Storage) -> Passing:
+    """Of a pipeline rank with these ``stages``, each its calls in order."""
+    found = [_StageWeights.of(model, calls, storage) for calls in stages]
+    streams = storage.options.zero == 3 or "parameters" in storage.options.offload
+    gathered = max((each.gathered_bytes for each in found), default=0) if streams else 0
+    flying = sum(each.flying_bytes for each in found) if storage.options.zero >= 2 else 0
+    closing = sum(each.part_bytes for each in found) if storage.options.zero == 1 else 0
+    return Passing(gathered + flying, closing)
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """``bytes_`` of the copy that is computed with, ``sent`` of its gradient as it travels, ``shards`` of its rows."""
+
+    bytes_: int
+    sent: int
+    shards: int
+
+
+@dataclass(frozen=True)
+class _StageWeights:
+    """The trained weights of each call of a stage; those of several calls are ``shared``."""
+
+    calls: Sequence[Sequence[_Weight]]
+    shared: Sequence[_Weight]
+
+    @classmethod
+    def of(cls, model: Model, calls: Sequence[int], storage: Storage) -> _StageWeights:
+        users = Counter(name for index in calls for name in dict.fromkeys(model.calls[index].parameters))
+        kept = {
+            name: _weight(model.parameters[name], data, storage) for name, data in _parameters(model, calls).items()
+        }
+        rows = [dict.fromkeys(model.calls[index].parameters) for index in calls]
+        own = [[w for name in row if users[name] == 1 and (w := kept[name]) is not None] for row in rows]
+        return cls(own, [w for name, w in kept.items() if users[name] > 1 and w is not None])
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Of the last two calls that have weights (the code behind the last layer, and that; or two layers), and what
+        all of a pass needs (:class:`autopar.runtime.streaming.Streaming`)."""
+        sizes = [sum(w.bytes_ for w in call if w.shards > 1) for call in self.calls]
+        return sum([size for size in sizes if size][-2:]) + sum(w.bytes_ for w in self.shared)
+
+    @property
+    def flying_bytes(self) -> int:
+        """The last two messages of a backward: large gradients travel alone, the others of a layer together, after
+        them (:class:`autopar.runtime.grads.Reducer`)."""
+        messages: list[int] = []
+        for call in self.calls[:2]:
+            weights = [w for w in call if w.shards > 1]
+            small = sum(w.sent for w in weights if w.bytes_ < _LARGE_BYTES)
+            messages += [small] if small else []
+            messages += [w.sent for w in weights if w.bytes_ >= _LARGE_BYTES]
+        return sum(messages[:_IN_FLIGHT])
+
+    @property
+    def part_bytes(self) -> int:
+        return sum(w.sent // w.shards for call in (*self.calls, self.shared) for w in call if w.shards > 1)
+
+
+_LARGE_BYTES = 2**20
+_IN_FLIGHT = 2
+
+
+def _weight(known: ParameterInfo, data: Info, storage: Storage) -> _Weight | None:
+    """None where it isn't trained."""
+    if known.is_buffer or not known.trainable:
+        return None
+    travels = storage.options.reduce_dtype
+    dtype = getattr(torch, travels) if travels else known.master or data.meta.dtype
+    return _Weight(data.meta.bytes, data.meta.numel * dtype.itemsize, storage.shards(data.types()))

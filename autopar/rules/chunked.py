@@ -47,6 +47,22 @@ def whole_logits(node: fx.Node) -> Meta | None:
     return _logits(Op.of(node)) if op_name(node) == CHUNKED else None
 
 
+def chunk_bytes(node: fx.Node) -> int:
+    """What the backward of a chunked cross entropy holds beside the gradients of its operands: a sum of the weight's
+    in float32 at least, and either a term of it with a chunk's gradient, or a chunk's product, logits and gradients.
+    0 for other ops."""
+    if op_name(node) != CHUNKED:
+        return 0
+    op = Op.of(node)
+    (x, weight), logits = op.operands[:2], _logits(op)
+    wide, narrow = max(4, x.dtype.itemsize), x.dtype.itemsize
+    chunk = -(-logits.numel // int(op.kwargs["chunks"]))
+    shaped = 2 * wide if op.kwargs.get("logits") is not None else wide
+    making = chunk * (2 * narrow + shaped)
+    adding = chunk * narrow + (weight.bytes if wide != narrow else 0)
+    return (weight.numel * wide if weight.needs_grad else 0) + max(making, adding) - weight.bytes
+
+
 def _logits(op: Op) -> Meta:
     x, weight = op.operands[:2]
     return Meta((*x.shape[:-1], weight.shape[_weight_dim(op)]), op.result.dtype, op.result.needs_grad)

@@ -12,7 +12,7 @@ A pass that follows another of the same stage begins with units that are at the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +61,15 @@ class Streaming:
         """Start what a forward (``F``) or backward (``B``, ``I``) begins with: ``GATHER_F``, ``GATHER_B``."""
         for unit in self._first(kind):
             unit.hold(self)
+
+    def rest(self, kinds: Mapping[str, bool]) -> None:
+        """Between passes: what passes of ``kinds`` begin with is there, or (False) on its way; nothing else is."""
+        self._ahead = []
+        self._release([*self._units, *self._roots])
+        for kind, there in kinds.items():
+            self.prefetch(kind)
+            for unit in self._first(kind) if there else ():
+                unit.wait()
 
     @contextmanager
     def running(self, kind: str, following: str) -> Iterator[None]:

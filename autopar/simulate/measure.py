@@ -27,7 +27,7 @@ from autopar.shapes import Shapes
 from autopar.simulate.alone import run_alone
 from autopar.simulate.memory import MemoryTracker, ShapeTracker
 from autopar.simulate.run import run
-from autopar.storages import ALLOCATED, BUFFERS, Phase, fake_tensors
+from autopar.storages import ALLOCATED, BUFFERS, Phase
 
 _KEEPS: Final = {
     **dict.fromkeys(("F", "S", "U", "E", "I"), "saved"),
@@ -108,21 +108,6 @@ def on_shapes(
     return run_alone(program, rank, job.mesh.world)
 
 
-def on_fake_tensors(job: Job, batch: Mapping[str, Tensor], rank: int, measured: Measure) -> RankMemory:
-    """The same on torch's fake tensors: slower, and to the byte where gathered weights come and go within a pass."""
-    fake = without_values(job)
-
-    def program() -> RankMemory:
-        axes = Axes.build(job.mesh, rank, "cpu", job.seed, job.options.zero_ranks, own=True)
-        axes = replace(axes, world=Axis.of("world", [rank], rank, None), imbalance=1.0)
-        with fake_tensors():
-            given = {path: torch.empty(t.shape, dtype=t.dtype) for path, t in batch.items()}
-            with MemoryTracker(fake=True) as tracker:
-                return measured(tracker, fake, axes, given)
-
-    return run_alone(program, rank, job.mesh.world)
-
-
 def without_values(job: Job) -> Job:
     """``job``, whose weights have shapes alone. Whether a step overflows depends on values: none does."""
     if isinstance(job.source, _Shapes):
@@ -183,19 +168,11 @@ def _measure_alone(tracker: MemoryTracker, job: Job, axes: Axes, batch: Mapping[
     return record(tracker, executor, batch)
 
 
-_BY_NEIGHBOURS: Final = frozenset({"GATHER_F", "GATHER_B", "OFFLOAD", "FETCH", "UPDATE"})
-
-
-def by_neighbours(actions: Iterable[Action]) -> bool:
-    """Whether what an action takes depends on those next to it: weights gathered for a pass stay for the next, say."""
-    return any(action.kind in _BY_NEIGHBOURS for action in actions)
-
-
 def warm_up(executor: Executor, batch: Mapping[str, Tensor]) -> None:
     """One step, so that there is optimizer state: of one microbatch, where that is as good, and the rank alone. Where
     nothing else stays of a step, gradients come from nowhere instead."""
     actions, options = executor.actions, executor.options
-    if not by_neighbours(actions):
+    if not is_asynchronous(actions):
         alone = not (options.offload or options.powersgd)
         executor.actions = tuple(a for a in actions if (a.kind == "STEP" if alone else a.microbatch <= 0))
         for master in executor.masters.values() if alone else ():
@@ -204,20 +181,32 @@ def warm_up(executor: Executor, batch: Mapping[str, Tensor]) -> None:
     executor.actions = actions
 
 
+def is_asynchronous(actions: Iterable[Action]) -> bool:
+    """Whether weights change within a step: how many versions there are depends on all actions before."""
+    return any(action.kind == "UPDATE" for action in actions)
+
+
 def begin(tracker: MemoryTracker, job: Job, axes: Axes) -> Executor:
     """The rank's executor, all of it made under ``tracker``."""
     tracker.mark("start", "gradients")  # beside parameters, the buckets of gradients are made here
     return start(job, axes)
 
 
-def record(tracker: MemoryTracker, executor: Executor, batch: Mapping[str, Tensor]) -> RankMemory:
-    """One more step: what it takes, action by action."""
+def record(
+    tracker: MemoryTracker,
+    executor: Executor,
+    batch: Mapping[str, Tensor],
+    prepare: Callable[[Action], None] | None = None,
+) -> RankMemory:
+    """One more step: what it takes, action by action, each after ``prepare``, which counts with none."""
     _own(tracker, executor)
     tracker.forget()
 
     def note(action: Action) -> None:
         if action.kind == "STEP":
             _own(tracker, executor)  # gradients are about to go
+        if prepare is not None:
+            prepare(action)
         tracker.mark(str(action), _KEEPS.get(action.kind, BUFFERS))
 
     executor.on_action = note

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
@@ -26,6 +27,11 @@ class ShapeTracker(MemoryTracker):
         super().__init__()
         self._shapes = shapes
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch wraps modes for its compiler, which never runs here: a wrapper takes as long as an answer."""
+        return False
+
     def __enter__(self) -> Self:
         self._shapes.on_memory, self._shapes.on_resize = self._begin, self._changed
         super().__enter__()
@@ -48,7 +54,7 @@ class ShapeTracker(MemoryTracker):
         if entry is not None:
             self._resize(entry, memory.nbytes())
 
-    def _look(self) -> None:
+    def _look(self, entries: Mapping[int, Any]) -> None:
         """There is nothing that wasn't seen."""
 
     def _rise(self) -> None:

@@ -1,12 +1,11 @@
 """Predicted memory of a job's ranks: each distinct pass once on shapes alone, composed along the action lists.
 
-An action of one kind in one stage takes and leaves the same bytes for every microbatch but a few: gradients are new in
-the first, may become wider when the second is added, and begin to be summed over ranks with the last. So a rank's step
-with four microbatches (more where a stage's backward is split for some of them only) says what each of its actions
-takes, and the step with all of them is their sum, in the order of its list: what the schedule keeps in flight is not
-run, but added up. Pipeline ranks whose code is the same but for names (:mod:`autopar.simulate.likeness`) are run once.
-Where weights are gathered for a pass, or activations are away meanwhile, that depends on an action's neighbours too,
-and the whole list is run.
+An action of one kind in one stage takes and leaves the same bytes for every microbatch but a few
+(:mod:`autopar.simulate.alike`). So a rank's step with four microbatches (more where a stage's backward is split for
+some of them only, or weights are gathered for passes) says what each of its actions takes, and the step with all of
+them is their sum, in the order of its list: what the schedule keeps in flight is not run, but added up. Pipeline ranks
+whose code is the same but for names (:mod:`autopar.simulate.likeness`) are run once. Where weights change within a
+step, the whole list is run.
 
 Peers answer at once: a rank that waits for one to take a message holds that message longer than is predicted
 (:func:`waiting_bytes`).
@@ -16,26 +15,28 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from autopar.runtime.axes import Axes
+from autopar.runtime.executor import Executor
 from autopar.runtime.job import Job
 from autopar.runtime.modules import dtype_of
-from autopar.schedules import Action, Schedule
+from autopar.schedules import Action
 from autopar.schedules.actions import ABSENT
+from autopar.schedules.weight_moves import followers
 from autopar.shapes import Shapes
+from autopar.simulate.alike import STREAMED, Key, Rest, keys, left, resting, stand_ins
 from autopar.simulate.likeness import likeness
 from autopar.simulate.measure import (
     BEGIN,
     RankMemory,
     begin,
-    by_neighbours,
+    is_asynchronous,
     measure,
     of_each_index,
-    on_fake_tensors,
     on_shapes,
     record,
     warm_up,
@@ -44,22 +45,20 @@ from autopar.simulate.measure import (
 from autopar.simulate.memory import MemoryTracker
 from autopar.storages import Phase
 
-_Key = tuple[str, int, int]
-"""Of an action: its kind, the place of its stage among those of its rank, and the microbatch that it is like."""
-
 
 @dataclass(frozen=True)
 class _Tried:
     """What a rank that was run holds, and what each of its actions took."""
 
     memory: RankMemory
-    phases: Mapping[_Key, Phase]
+    phases: Mapping[Key, Phase]
 
-    def composed(self, actions: Mapping[Action, _Key]) -> RankMemory:
+    def composed(self, actions: Mapping[Action, Key]) -> RankMemory:
         """Along the list of a rank whose actions took as much."""
         begin = next(phase for phase in self.memory.phases if phase.label == BEGIN)
         steps = [(BEGIN, begin), *((str(action), self.phases[key]) for action, key in actions.items())]
-        return replace(self.memory, phases=tuple(_composed(steps)))
+        phases = tuple(_composed(steps))
+        return replace(self.memory, phases=phases, host_peak_bytes=max(phase.host_bytes[1] for phase in phases))
 
 
 @dataclass(frozen=True)
@@ -78,18 +77,17 @@ def predicted_memory(job: Job, batch: Mapping[str, Tensor], known: Known | None 
 
     def predicted(rank: int) -> RankMemory:
         actions = job.schedule.lists[job.mesh.coordinate(rank, "pp")]
-        if by_neighbours(actions):
-            return on_fake_tensors(job, batch, rank, measure)
-        stages = job.stages(rank)
-        keys = {action: _key(action, stages, job.schedule.microbatches) for action in actions}
+        if is_asynchronous(actions):
+            return on_shapes(job, batch, rank, measure, before.shapes)
+        wanted = keys(actions, job.stages(rank), job.schedule.microbatches)
         known = before.ranks[common, likeness(job, rank)]
-        if not any(one.phases.keys() >= set(keys.values()) for one in known):
+        if not any(one.phases.keys() >= set(wanted.values()) for one in known):
             memory = on_shapes(job, batch, rank, _try, before.shapes)
             by_label = {phase.label: phase for phase in memory.phases}
-            run = [(key, by_label[str(action)]) for action, key in keys.items() if str(action) in by_label]
+            run = [(key, by_label[str(action)]) for action, key in wanted.items() if str(action) in by_label]
             known.insert(0, _Tried(memory, dict(reversed(run))))  # of those alike, the first
-        found = next(one for one in known if one.phases.keys() >= set(keys.values()))
-        return found.composed(keys)
+        found = next(one for one in known if one.phases.keys() >= set(wanted.values()))
+        return found.composed(wanted)
 
     return of_each_index(job, predicted)
 
@@ -118,17 +116,36 @@ class _Object:
 
 def _try(tracker: MemoryTracker, job: Job, axes: Axes, batch: Mapping[str, Tensor]) -> RankMemory:
     """A step of this rank with the microbatches that the others are like."""
-    alike = stand_ins(job.schedule.lists[axes["pp"].index], job.schedule.microbatches)
-    tried = {action.microbatch for action in alike.values()}
-    executor = begin(tracker, job.like(schedule=_only(job.schedule, tried)), axes)
+    actions, schedule = job.schedule.lists[axes["pp"].index], job.schedule
+    alike = stand_ins(actions, job.stages(axes.rank), schedule.microbatches)
+    tried = {ABSENT, *(action.microbatch for action in alike.values())}
+    executor = begin(tracker, job, axes)
+    executor.actions = tuple(action for action in actions if action.microbatch in tried)
     warm_up(executor, batch)
-    return record(tracker, executor, batch)
+    for stream in executor.streams.values():
+        stream.rest({})
+    return record(tracker, executor, batch, _Resting(tracker, executor, actions) if executor.streams else None)
 
 
-def _key(action: Action, stages: Sequence[int], microbatches: int) -> _Key:
-    place = stages.index(action.stage) if action.stage in stages else ABSENT
-    last = action.microbatch == microbatches - 1
-    return action.kind, place, action.microbatch if last else min(action.microbatch, 2)
+class _Resting:
+    """Between the actions that are run, have gathered what is in the list of ``actions`` that others are left out of.
+
+    ``executor`` was made for all of them: passes leave what they leave there."""
+
+    def __init__(self, tracker: MemoryTracker, executor: Executor, actions: Sequence[Action]) -> None:
+        self._tracker, self._streams = tracker, executor.streams
+        self._following, self._wanted = followers(actions), dict(resting(actions))
+        self._now: Rest = frozenset()
+
+    def __call__(self, action: Action) -> None:
+        if action.kind not in STREAMED:
+            return
+        wanted = self._wanted[action]
+        if wanted != self._now:
+            self._tracker.mark("")
+            for stage, stream in self._streams.items():
+                stream.rest({item.pass_kind: item.there for item in sorted(wanted) if item.stage == stage})
+        self._now = left(wanted, action, self._following)
 
 
 def waiting_bytes(job: Job, rank: int) -> int:
@@ -144,31 +161,17 @@ def waiting_bytes(job: Job, rank: int) -> int:
     return max(sizes, default=0)
 
 
-def stand_ins(actions: Iterable[Action], microbatches: int) -> dict[Action, Action]:
-    """Of each action, in order, the one that takes and leaves as much: those of microbatches 0, 1 and the last are
-    their own, others have the first of their kind in their stage."""
-    first: dict[tuple[str, int], Action] = {}
-    between = [action for action in actions if 2 <= action.microbatch < microbatches - 1]
-    for action in sorted(between, key=lambda action: action.microbatch):
-        first.setdefault((action.kind, action.stage), action)
-    others = frozenset(between)
-    return {action: first[action.kind, action.stage] if action in others else action for action in actions}
-
-
-def _only(schedule: Schedule, microbatches: Collection[int]) -> Schedule:
-    """``schedule`` without what it does of other microbatches."""
-    lists = tuple(tuple(a for a in row if a.microbatch in (ABSENT, *microbatches)) for row in schedule.lists)
-    return replace(schedule, lists=lists)
-
-
 def _composed(steps: Iterable[tuple[str, Phase]]) -> Iterator[Phase]:
     """A phase for each label, changed from the one before by what another phase changes."""
     now: Counter[str] | None = None
+    host = 0
     for label, phase in steps:
-        now = Counter(phase.start) if now is None else now
+        if now is None:
+            now, host = Counter(phase.start), phase.host_bytes[0]
         end = _moved(now, phase.start, phase.end)
-        yield Phase(label, now, _moved(now, phase.start, phase.peak), end)
-        now = end
+        before, peak, after = (host + bytes_ - phase.host_bytes[0] for bytes_ in phase.host_bytes)
+        yield Phase(label, now, _moved(now, phase.start, phase.peak), end, (before, peak, after))
+        now, host = end, after
 
 
 def _moved(now: Counter[str], before: Mapping[str, int], after: Mapping[str, int]) -> Counter[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -12,18 +13,23 @@ from torch import nn
 
 import autopar
 from autopar.errors import ArgumentError
+from autopar.runtime.job import Job
 from autopar.schedules import Action, generate
+from autopar.simulate.alike import keys, stand_ins
 from autopar.simulate.alone import run_alone
 from autopar.simulate.likeness import likeness
-from autopar.simulate.measure import RankMemory, fake_memory, measured_memory
-from autopar.simulate.predict import Known, predicted_memory, stand_ins
+from autopar.simulate.measure import RankMemory, fake_memory, measure, measured_memory, on_shapes
+from autopar.simulate.predict import Known, predicted_memory
+from autopar.storages import Phase
 from tests.fast_cluster import FAST
 from tests.models import make
 from tests.pinned import compile_pinned
 
 
-def compiled(name: str, mesh: dict[str, int], **options: Any) -> tuple[autopar.ParallelModel, dict[str, torch.Tensor]]:
-    case = make(name, 8, torch.float32)
+def compiled(
+    name: str, mesh: dict[str, int], rows: int = 8, **options: Any
+) -> tuple[autopar.ParallelModel, dict[str, torch.Tensor]]:
+    case = make(name, rows, torch.float32)
     given: dict[str, Any] = {"sample": case.batch, "loss": case.loss, "mesh": mesh, "cluster": FAST, **options}
     job = compile_pinned(case.model, math.prod(mesh.values()), **given)
     return job, {item.path: value for item, value in zip(job.plan.inputs, _values(case.batch), strict=True)}
@@ -121,6 +127,48 @@ def test_ranks_with_the_same_code_are_run_once() -> None:
     assert predicted[1].peak_bytes > predicted[2].peak_bytes
 
 
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"pp": 2, "dp": 2}], ids=str)
+def test_what_is_composed_is_what_the_whole_list_takes(mesh: dict[str, int]) -> None:
+    """Though what a pass takes depends on its neighbours there: weights gathered ahead."""
+    batch = {"x": torch.randn(16, 8)}
+    given: dict[str, Any] = {"sample": batch, "mesh": mesh, "microbatches": 8, "zero": 3, "cluster": FAST}
+    composed_as_whole(compile_pinned(Chain(8), math.prod(mesh.values()), **given).job, batch)
+
+
+@pytest.mark.slow
+def test_what_is_composed_where_ranks_have_several_stages() -> None:
+    options = {"zero": 3, "schedule": "interleaved", "chunks": 2, "microbatches": 8}
+    job, batch = compiled("llama_deep", {"pp": 2, "dp": 2}, rows=16, **options)
+    composed_as_whole(job.job, batch)
+
+
+def test_what_is_composed_where_activations_are_away() -> None:
+    batch = {"x": torch.randn(8 * 300, 8)}
+    away: dict[str, Any] = {"mesh": {"pp": 2}, "microbatches": 8, "offload": ("activations", "parameters")}
+    composed_as_whole(compile_pinned(Chain(6), 2, sample=batch, **away).job, batch)
+
+
+def test_microbatches_whose_activations_go_away_are_told_apart() -> None:
+    kinds = {2: ("F", "OFFLOAD", "FETCH", "B"), 3: ("F", "B"), 4: ("F", "B")}
+    found = keys([Action(kind, number, 0) for number, row in kinds.items() for kind in row], [0], 8)
+    forwards = [found[Action("F", number, 0)] for number in kinds]
+    assert forwards[0] != forwards[1] == forwards[2]
+
+
+def composed_as_whole(job: Job, batch: dict[str, torch.Tensor]) -> None:
+    for index, found in enumerate(predicted_memory(job, batch)[:: job.mesh.world // job.mesh.pp]):
+        whole = on_shapes(job, batch, job.mesh.rank(pp=index), measure)
+        assert [summed(phase) for phase in found.phases] == [summed(phase) for phase in whole.phases]
+
+
+def summed(phase: Phase) -> tuple[str, list[Counter[str]], tuple[int, int, int]]:
+    """A message that is still there counts as what was kept, whichever pass sent it."""
+    moments = [Counter(kinds) for kinds in (phase.start, phase.peak, phase.end)]
+    for kinds in moments:
+        kinds["gradients"] += kinds.pop("saved", 0)
+    return phase.label, [+kinds for kinds in moments], phase.host_bytes
+
+
 def test_what_was_run_serves_other_jobs_as_far_as_they_are_alike() -> None:
     """The third has the code of the first; its optimizer's state is narrower."""
     batch = {"x": torch.randn(4, 8)}
@@ -156,7 +204,7 @@ def test_masters_on_the_host() -> None:
 
 def stands_for(count: int) -> list[int]:
     actions = [Action("F", microbatch, 0) for microbatch in range(count)]
-    return [stand_ins(actions, count)[action].microbatch for action in actions]
+    return [stand_ins(actions, [0], count)[action].microbatch for action in actions]
 
 
 def test_which_microbatch_stands_for_which() -> None:
@@ -168,7 +216,7 @@ def test_which_microbatch_stands_for_which() -> None:
 def test_a_pass_that_only_later_microbatches_have_has_a_stand_in() -> None:
     """DualPipeV splits the backward of the first and last microbatches of a stage, and no others."""
     actions = generate("dualpipe-v", 4, 16).lists[0]
-    alike = stand_ins(actions, 16)
+    alike = stand_ins(actions, [0, 7], 16)
     assert list(alike) == list(actions)
     whole = [action for action in actions if action.kind == "B" and action.stage == 7]
     assert min(action.microbatch for action in whole) > 2

@@ -74,6 +74,24 @@ def test_storages_that_are_freed_and_made_again() -> None:
     assert tracker.live_bytes == 0
 
 
+def test_memory_that_is_taken_counts_before_it_is_used() -> None:
+    """Weights that are about to be gathered lie beside what is made in the meantime."""
+    with MemoryTracker() as tracker:
+        weight, freed = torch.ones(1000), torch.ones(1000)
+        weight.untyped_storage().resize_(0)
+        tracker.mark("gather")
+        freed.untyped_storage().resize_(0)  # seen at the next mark alone
+        tracker.mark("use")
+        before = torch.ones(1250)
+        del before
+        weight.untyped_storage().resize_(4000)
+        packed = torch.ones(500)
+        del packed
+        weight.untyped_storage().resize_(0)
+        tracker.mark("")
+    assert [phase.peak_bytes for phase in tracker.phases] == [4000, 4000 + 2000]
+
+
 def test_a_peak_names_what_was_resized_since() -> None:
     with MemoryTracker() as tracker:
         tracker.mark("one")

@@ -1,0 +1,186 @@
+"""What a pass of a block holds beside what is kept for its backward: from its graph, as autograd runs it.
+
+A forward holds values from the op that makes them to the last one that reads them. A backward runs the ops the other
+way round. It holds a gradient of each value from the first op that makes a term of it to the op that made the value;
+meanwhile what was kept goes, op by op. Gradients of what an op made inside of itself and kept are temporaries of that
+op, those of weights until they are added to what is counted as state. Views share memory, and so do their gradients.
+
+All bytes are relative to a rank that holds what all of the block keeps (:mod:`autopar.planner.saved`): that is what
+microbatches in flight count. Of a stage, the last block's backward begins with that much; others with less.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from autopar.graph import Block, RuntimeOp, info, is_getitem, operands
+from autopar.planner.saved import BlockSaved
+from autopar.rules.chunked import chunk_bytes
+
+_WEIGHTS = ("parameter", "buffer")
+
+
+def working_bytes(block: Block, found: BlockSaved) -> int:
+    """At most, in a forward or a backward of one microbatch; with recomputation, what is made again comes on top."""
+    kept = _Kept.of(block, found)
+    return max(0, _forward(block, found, kept), _backward(block, found, kept))
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """By op, the memories whose last reader in a backward it is; ``inside``: bytes that ops made and keep themselves;
+    ``memories``: all that are kept, with their bytes."""
+
+    memories: dict[fx.Node, int]
+    goes_after: dict[fx.Node, list[fx.Node]]
+    inside: dict[fx.Node, int]
+
+    @classmethod
+    def of(cls, block: Block, found: BlockSaved) -> _Kept:
+        first: dict[fx.Node, fx.Node] = {}
+        for node in block.ops:
+            for owner in found.ops[node].values:
+                first.setdefault(owner, node)
+        goes: dict[fx.Node, list[fx.Node]] = {}
+        for owner, node in first.items():
+            goes.setdefault(node, []).append(owner)
+        return cls(
+            {owner: found.owned_bytes[owner] for owner in first},
+            goes,
+            {node: found.ops[node].extra_bytes for node in block.ops},
+        )
+
+    @property
+    def bytes_(self) -> int:
+        return sum(self.memories.values()) + sum(self.inside.values())
+
+
+def _forward(block: Block, found: BlockSaved, kept: _Kept) -> int:
+    """Values that are not kept go after their last use; those that are kept come one after the other."""
+    owner, sizes = found.owner, found.owned_bytes
+    last = {owner[n]: k for k, node in enumerate(block.ops) for n in operands(node) if n in owner}
+    last |= {owner[n]: len(block.ops) for n in block.outputs if n in owner}
+    live = {n for n in block.inputs if info(n).meta.needs_grad}
+    bytes_ = sum(sizes[n] for n in live | (kept.memories.keys() & set(block.inputs))) - kept.bytes_
+    most = bytes_
+    for k, node in enumerate(block.ops):
+        made = [n for n in _made(node, found) if n not in live]
+        live.update(made)
+        bytes_ += sum(sizes[n] for n in made) + kept.inside[node]
+        most = max(most, bytes_)
+        gone = {n for n in live if n not in kept.memories and last.get(n, k) <= k and n.op == "call_function"}
+        live -= gone
+        bytes_ -= sum(sizes[n] for n in gone)
+    return most
+
+
+def _made(node: fx.Node, found: BlockSaved) -> Iterator[fx.Node]:
+    """What has memory of its own from ``node`` on: itself, or the nodes that take its elements."""
+    if node in found.owner:
+        if found.owner[node] is node:
+            yield node
+        return
+    yield from (user for user in node.users if found.owner.get(user) is user)
+
+
+@dataclass
+class _Gradients:
+    """Those that live: by node the memory that its gradient lies in, with bytes and how many nodes it serves."""
+
+    memory: dict[fx.Node, int] = field(default_factory=dict)
+    sizes: dict[int, int] = field(default_factory=dict)
+    serves: Counter[int] = field(default_factory=Counter)
+    number: int = 0
+
+    @property
+    def bytes_(self) -> int:
+        return sum(self.sizes.values())
+
+    def add(self, node: fx.Node, memory: int | None) -> int:
+        """A term of ``node``'s gradient, in ``memory`` (None: new). Gives the bytes that live until it is added."""
+        before = self.memory.get(node)
+        if before is not None and self.serves[before] == 1:  # added in place
+            return 0 if memory is not None else info(node).meta.bytes
+        if before is not None:
+            self._leave(before)
+            memory = None
+        if memory is None:
+            self.number, memory = self.number + 1, self.number
+            self.sizes[memory] = info(node).meta.bytes
+        self.memory[node] = memory
+        self.serves[memory] += 1
+        return info(node).meta.bytes if before is not None else 0
+
+    def drop(self, node: fx.Node) -> None:
+        memory = self.memory.pop(node, None)
+        if memory is not None:
+            self._leave(memory)
+
+    def _leave(self, memory: int) -> None:
+        self.serves[memory] -= 1
+        if not self.serves[memory]:
+            del self.serves[memory]
+            del self.sizes[memory]
+
+
+def _backward(block: Block, found: BlockSaved, kept: _Kept) -> int:
+    gradients, freed, most = _Gradients(), 0, 0
+    for node in dict.fromkeys(block.outputs):
+        if info(node).meta.needs_grad:
+            gradients.add(node, None)
+    for node in reversed(block.ops):
+        if is_getitem(node):
+            continue  # its gradient waits for those of the other elements
+        if any(n in gradients.memory for n in _results(node)):
+            most = max(most, _through(node, gradients, found, kept) - freed)
+        freed += kept.inside[node] + sum(kept.memories[n] for n in kept.goes_after.get(node, ()))
+    return max(most, gradients.bytes_ - freed)
+
+
+def _through(node: fx.Node, gradients: _Gradients, found: BlockSaved, kept: _Kept) -> int:
+    """The backward of one op: the bytes that live at most while it runs. Afterwards its own gradient is gone."""
+    weights = passing = 0
+    mine = gradients.memory.get(node)
+    for operand in dict.fromkeys(operands(node)):
+        data = info(operand)
+        if not data.meta.needs_grad:
+            continue
+        if data.role in _WEIGHTS:
+            weights += 0 if _passes_on(node, operand, found) else data.meta.bytes
+        else:
+            passing += gradients.add(operand, mine if _passes_on(node, operand, found) else None)
+    held = gradients.bytes_ + passing + weights + _inside(node, kept)
+    for result in _results(node):
+        gradients.drop(result)
+    return held
+
+
+def _results(node: fx.Node) -> Iterator[fx.Node]:
+    """What it makes: itself, or the elements of its tuple."""
+    yield node
+    yield from (user for user in node.users if is_getitem(user))
+
+
+def _inside(node: fx.Node, kept: _Kept) -> int:
+    """Temporaries of its backward: torch's own ops make a gradient of what they made inside and kept."""
+    return chunk_bytes(node) if isinstance(node.target, RuntimeOp) else kept.inside[node]
+
+
+def _passes_on(node: fx.Node, operand: fx.Node, found: BlockSaved) -> bool:
+    """Whether the operand's gradient is the result's: of a view of all of it, and of a sum."""
+    result, given = info(node).meta, info(operand).meta
+    if found.owner.get(node) is not None and found.owner.get(node) is found.owner.get(operand):
+        return result.numel == given.numel
+    terms = [n for n in operands(node) if info(n).meta.needs_grad]
+    is_sum = len(terms) > 1 and not found.ops[node].is_something
+    return is_sum and result.dtype == given.dtype and _is_part(result.shape, given.shape)
+
+
+def _is_part(result: Iterable[int], given: Iterable[int]) -> bool:
+    """Whether the operand is as large as the result, or (of a concatenation) one of its parts."""
+    a, b = tuple(result), tuple(given)
+    return len(a) == len(b) and sum(x != y for x, y in zip(a, b, strict=True)) <= 1
