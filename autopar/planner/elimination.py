@@ -19,6 +19,7 @@ import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log2, prod
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +30,9 @@ LARGEST = 1 << 23
 """Entries of the largest table that is made: 64 MiB."""
 
 _TABLES = 16  # as large as the largest that is allowed: all together sum up no more than these
-_SMALL = 1 << 20  # an order that sums up fewer entries than this is good enough
+_SMALL = 1 << 23  # an order that sums up fewer entries than this is good enough
+_CACHED = 1 << 20  # larger ones are made value by value
+
 _EQUAL = 1e-12  # values this close (relative) are equal: the first is taken, whatever the rounding of their sums
 
 
@@ -43,11 +46,43 @@ class Network:
 
 @dataclass(frozen=True)
 class _Step:
-    """``best``: the value of ``variable`` for each combination of values of ``scope``."""
+    """``variable`` and everything about it when it was eliminated: factors over it and variables of ``scope``."""
 
     variable: int
     scope: tuple[int, ...]
-    best: NDArray[np.intp]
+    own: Table
+    factors: Sequence[Table]
+
+    def least(self) -> Table:
+        """Of its values, for each combination of values of ``scope``; value by value where a table of all is large."""
+        shape = np.broadcast_shapes(*(factor.shape[1:] for factor in self.factors))
+        if len(self.own) * prod(shape) < _CACHED:
+            least: Table = _total(self.own.reshape(-1, *[1] * len(shape)), self.factors).min(axis=0)
+            return least
+        least, start = np.full(shape, np.inf), [1] * len(shape)
+        for value, price in enumerate(self.own):
+            total = _total(np.full(start, price), [factor[value] for factor in self.factors])
+            np.minimum(least, total, out=least)
+        return least
+
+    def best(self, values: Sequence[int]) -> int:
+        """The first value that is the least but for rounding, where ``scope`` has these ``values``."""
+        place = [values[w] for w in self.scope]
+        column = self.own
+        for factor in self.factors:
+            extents = zip(factor.shape[1:], place, strict=True)
+            where: tuple[Any, ...] = (slice(None), *(0 if extent == 1 else value for extent, value in extents))
+            column = column + factor[where]
+        least = column.min()
+        return int((column <= least + abs(least) * _EQUAL).argmax())
+
+
+def _total(table: Table, factors: Sequence[Table]) -> Table:
+    """Of ``table`` and all ``factors``, which broadcast."""
+    for factor in factors:
+        shape = np.broadcast_shapes(table.shape, factor.shape)
+        table = np.add(table, factor, out=table if table.shape == shape and table.base is None else np.empty(shape))
+    return table
 
 
 def eliminate(network: Network, largest: int = LARGEST) -> tuple[list[int], float] | None:
@@ -72,16 +107,16 @@ def eliminate(network: Network, largest: int = LARGEST) -> tuple[list[int], floa
             for w in factors[v][n][0]:
                 if w != v:
                     del factors[w][n]
-        scope, table = _sum(v, own[v], mine, sizes)
-        least, best = _least(table)
-        steps.append(_Step(v, scope, best))
-        if not scope:
+        step = _step(v, own[v], mine)
+        steps.append(step)
+        least = step.least()
+        if not step.scope:
             total += float(least)
-        elif len(scope) == 1:
-            own[scope[0]] = own[scope[0]] + least
+        elif len(step.scope) == 1:
+            own[step.scope[0]] = own[step.scope[0]] + least
         else:
-            for w in scope:
-                factors[w][number] = scope, least
+            for w in step.scope:
+                factors[w][number] = step.scope, least
             number += 1
     return _decode(steps, len(own)), total
 
@@ -99,34 +134,24 @@ def _condition(network: Network) -> tuple[list[Table], dict[tuple[int, int], Tab
     return own, pairs
 
 
-def _sum(
-    v: int, own: Table, factors: Sequence[tuple[tuple[int, ...], Table]], sizes: Sequence[int]
-) -> tuple[tuple[int, ...], Table]:
-    """All that is about ``v`` as one table over the variables it is about, in order, and ``v`` last."""
+def _step(v: int, own: Table, factors: Sequence[tuple[tuple[int, ...], Table]]) -> _Step:
+    """All that is about ``v``, each table with ``v`` first and then an axis for each other variable, in order."""
     scope = tuple(sorted({w for about, _ in factors for w in about if w != v}))
-    place = {w: axis for axis, w in enumerate((*scope, v))}
-    table: Table = own
+    place = {w: axis for axis, w in enumerate((v, *scope))}
+    found = []
     for about, factor in sorted(factors, key=lambda item: item[1].size):  # small ones first: fewer large sums
         axes = sorted(range(len(about)), key=lambda axis: place[about[axis]])
         shape = [1] * len(place)
-        for w in about:
-            shape[place[w]] = sizes[w]
-        table = table + factor.transpose(axes).reshape(shape)
-    return scope, table
-
-
-def _least(table: Table) -> tuple[Table, NDArray[np.intp]]:
-    """The least along the last axis, and the first place that has it but for rounding."""
-    least = table.min(axis=-1)
-    near = least + np.abs(least) * _EQUAL
-    best: NDArray[np.intp] = (table <= near[..., None]).argmax(axis=-1)
-    return least, best
+        for w, extent in zip(about, factor.shape, strict=True):
+            shape[place[w]] = extent
+        found.append(factor.transpose(axes).reshape(shape))
+    return _Step(v, scope, own, found)
 
 
 def _decode(steps: Sequence[_Step], count: int) -> list[int]:
     values = [0] * count
     for step in reversed(steps):
-        values[step.variable] = int(step.best[tuple(values[w] for w in step.scope)])
+        values[step.variable] = step.best(values)
     return values
 
 

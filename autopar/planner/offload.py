@@ -51,19 +51,20 @@ def choose(schedule: Schedule, costs: Costs, free_bytes: Sequence[int]) -> Stage
 
     ``free_bytes`` per pipeline rank: what it has left for activations.
     """
-    peaks = simulate_timeline(schedule, costs).peak_activation_bytes
+    without = simulate_timeline(schedule, costs, trusted=True)
+    peaks, least = without.peak_activation_bytes, without.makespan_seconds
     ranks = [rank for rank, (peak, free) in enumerate(zip(peaks, free_bytes, strict=True)) if peak > free]
     options = {rank: list(_subsets(schedule, costs, rank)) for rank in ranks}
     if math.prod(map(len, options.values())) <= _JOINT:
         every = [tuple(chain(*some)) for some in product(*options.values())]
-        return _best(schedule, costs, free_bytes, range(schedule.ranks), every)
+        return _best(schedule, costs, free_bytes, range(schedule.ranks), every, least)
     found: Stages = ()
     for rank in ranks:
-        best = _best(schedule, costs, free_bytes, [rank], [(*found, *some) for some in options[rank]])
+        best = _best(schedule, costs, free_bytes, [rank], [(*found, *some) for some in options[rank]], least)
         if best is None:
             return None
         found = best
-    return _best(schedule, costs, free_bytes, range(schedule.ranks), [found])
+    return _best(schedule, costs, free_bytes, range(schedule.ranks), [found], least)
 
 
 def offloaded_stages(schedule: Schedule, costs: Costs, free_bytes: Sequence[int], budget_bytes: int) -> Stages:
@@ -74,7 +75,7 @@ def offloaded_stages(schedule: Schedule, costs: Costs, free_bytes: Sequence[int]
     found = choose(schedule, costs, free_bytes)
     if found is not None:
         return found
-    leanest = simulate_timeline(offload_activations(schedule, range(schedule.stages)), costs)
+    leanest = simulate_timeline(offload_activations(schedule, range(schedule.stages)), costs, trusted=True)
     lacks = [peak - free for peak, free in zip(leanest.peak_activation_bytes, free_bytes, strict=True)]
     rank = lacks.index(max(lacks))
     raise BudgetError(
@@ -97,15 +98,22 @@ def _subsets(schedule: Schedule, costs: Costs, rank: int) -> Iterator[Stages]:
 
 
 def _best(
-    schedule: Schedule, costs: Costs, free_bytes: Sequence[int], ranks: Collection[int], choices: Sequence[Stages]
+    schedule: Schedule,
+    costs: Costs,
+    free_bytes: Sequence[int],
+    ranks: Collection[int],
+    choices: Sequence[Stages],
+    least_seconds: float,
 ) -> Stages | None:
-    """The best of ``choices`` with which ``ranks`` fit."""
+    """The best of ``choices`` with which ``ranks`` fit. No copies make a step shorter than ``least_seconds``, that
+    without any: of those that take no longer, the one that moves the least is the best."""
     found: list[tuple[float, int, Stages]] = []
-    for stages in choices:
-        timeline = simulate_timeline(offload_activations(schedule, stages), costs)
+    for moved, stages in sorted((sum(costs.offload_bytes[k] for k in some), tuple(sorted(some))) for some in choices):
+        timeline = simulate_timeline(offload_activations(schedule, stages), costs, trusted=True)
         if all(timeline.peak_activation_bytes[rank] <= free_bytes[rank] for rank in ranks):
-            moved = sum(costs.offload_bytes[stage] for stage in stages)
-            found.append((timeline.makespan_seconds, moved, tuple(sorted(stages))))
+            found.append((timeline.makespan_seconds, moved, stages))
+            if timeline.makespan_seconds <= least_seconds:
+                break
     return min(found)[2] if found else None
 
 

@@ -13,8 +13,8 @@ from autopar.rules.base import Op, Rule
 from autopar.rules.shape import copies
 from autopar.spmd import Type
 
-_DENSE_COPIES = 3
-"""The gradient of a table is cleared, made, and read to be added to those before."""
+_ROW_COPIES = 2
+"""A row of a table's gradient, which is cleared first, is read and written for each use of the row."""
 
 _SUM_COPIES = 5
 """Adding a piece of a result to those before reads it, and reads and writes their sum, which is twice as wide."""
@@ -24,8 +24,18 @@ def pass_seconds(
     node: fx.Node, op: Op, rule: Rule, choice: Choice, size: int, device: Device, unequal: float = 1.0
 ) -> tuple[float, float]:
     """Roofline seconds of forward and backward of the part one rank computes, ``unequal`` times the average one."""
-    if is_getitem(node) or (is_view(node) and op.result.dtype == op.operands[0].dtype and not copies(node)):
-        return 0.0, 0.0
+    return (0.0, 0.0) if moves_nothing(node, op) else work_seconds(op, rule, choice, size, device, unequal)
+
+
+def moves_nothing(node: fx.Node, op: Op) -> bool:
+    """Whether it is a view, which no kernel runs for."""
+    return is_getitem(node) or (is_view(node) and op.result.dtype == op.operands[0].dtype and not copies(node))
+
+
+def work_seconds(
+    op: Op, rule: Rule, choice: Choice, size: int, device: Device, unequal: float = 1.0
+) -> tuple[float, float]:
+    """:func:`pass_seconds` of an op that is no view."""
     work = work_of(op, rule, choice, size, unequal)
     backward = compute.backward_seconds(work, device) if op.result.needs_grad else 0.0
     return compute.forward_seconds(work, device), backward
@@ -43,7 +53,7 @@ def work_of(op: Op, rule: Rule, choice: Choice, size: int, unequal: float = 1.0)
     inner = rule.inner_bytes(op) // split
     gradients = sum(b for b, m in zip(taken, op.operands, strict=True) if m.needs_grad)
     for position in rule.looked_up(op):
-        gradients += _DENSE_COPIES * taken[position] if op.operands[position].needs_grad else 0
+        gradients += _ROW_COPIES * min(taken[position], made) if op.operands[position].needs_grad else 0
         taken[position] = min(taken[position], made)
     factor = op.operands[0] if flops else op.result  # a loss of bf16 products is float32
     return Work(

@@ -11,7 +11,7 @@ from torch import fx
 from autopar.cluster import Device, Link
 from autopar.cost_models import collective, step
 from autopar.graph import Choice, Meta
-from autopar.planner.op_costs import expert_imbalance, pass_seconds
+from autopar.planner.op_costs import expert_imbalance, moves_nothing, work_seconds
 from autopar.rules.base import Op, Rule
 from autopar.spmd import P, R, Transition, Type, transition
 
@@ -63,15 +63,16 @@ class RankPrices:
     def ops(self, node: fx.Node, op: Op, rule: Rule, choices: Sequence[Choice]) -> list[float]:
         """:meth:`op` of each choice. What a rank computes depends only on which operands and results are split, and in
         how many pieces it is done: that is found out once for choices that have it in common."""
-        known: dict[tuple[Any, ...], tuple[float, float]] = {}
-        found = []
+        known = op.found.setdefault((self.device, self.size), {})
+        free, found = moves_nothing(node, op), []
         for choice in choices:
             unequal = 1.0 if self.paired else rule.imbalance(op, choice, self.size)
             split = tuple(kind.is_shard for kind in choice.operands)
             key = split, choice.result.is_shard, unequal, rule.pieces(op, choice, self.size)
             if key not in known:
-                known[key] = pass_seconds(node, op, rule, choice, self.size, self.device, unequal)
-            found.append(self._with_messages(op, rule, choice, known[key]) * expert_imbalance(node, choice))
+                known[key] = work_seconds(op, rule, choice, self.size, self.device, unequal)
+            passes = (0.0, 0.0) if free else known[key]
+            found.append(self._with_messages(op, rule, choice, passes) * expert_imbalance(node, choice))
         return found
 
     def _with_messages(self, op: Op, rule: Rule, choice: Choice, passes: tuple[float, float]) -> float:

@@ -92,10 +92,6 @@ class Point:
     transient_bytes: int
     memories: frozenset[int] = frozenset()
 
-    @property
-    def is_none(self) -> bool:
-        return not self.regions
-
 
 def evaluate(problem: Problem, regions: Regions) -> Point:
     """What a choice of regions costs, by the definition."""
@@ -245,25 +241,32 @@ class _Chain:
     def best(self, second_weight: int, byte_weight: int) -> Regions:
         """The best regions under these weights; then the fewest, then those with the fewest ops."""
         unit = (self.size + 1) ** 2
-        byte_price, second_price = byte_weight * unit, second_weight * unit
         costs: list[dict[int, int]] = [{} for _ in range(self.size + 1)]
         origins: list[dict[int, tuple[int, int]]] = [{} for _ in range(self.size + 1)]
         costs[0][0] = 0
-
-        def reach(place: int, kept: int, cost: int, origin: tuple[int, int]) -> None:
-            kept &= self.later[place]
-            if cost < costs[place].get(kept, cost + 1):
-                costs[place][kept] = cost
-                origins[place][kept] = origin
-
         for first in range(self.size):
+            steps = self._steps(first, byte_weight * unit, second_weight * unit)
             for kept, cost in self._cheapest(costs[first]):
-                outside = self.bytes_of(self.keeps[first] & ~kept) + self.extra[first]
-                reach(first + 1, kept | self.keeps[first], cost + byte_price * outside, (first, kept))
-                for last, asked, seconds, size in self.runs[first]:
-                    more = byte_price * self.bytes_of(asked & ~kept) + second_price * seconds
-                    reach(last + 1, kept | asked, cost + more + size + self.size + 1, (~first, kept))
+                missing = ~kept
+                for place, asked, price, fixed, origin in steps:
+                    bits = asked & missing
+                    total = cost + fixed + price * (self.sums[bits] if bits in self.sums else self.bytes_of(bits))
+                    after = (kept | asked) & self.later[place]
+                    known = costs[place].get(after)
+                    if known is None or total < known:
+                        costs[place][after] = total
+                        origins[place][after] = origin, kept
         return _regions(origins, self.size)
+
+    def _steps(self, first: int, byte_price: int, second_price: int) -> list[tuple[int, int, int, int, int]]:
+        """What may come next from an op on: where it leads, what it asks to be kept, the price of that, what it costs
+        beside, and its origin: the op stays outside of regions, or one begins with it (negated)."""
+        outside = (first + 1, self.keeps[first], byte_price, byte_price * self.extra[first], first)
+        regions = [
+            (last + 1, asked, byte_price, second_price * seconds + size + self.size + 1, ~first)
+            for last, asked, seconds, size in self.runs[first]
+        ]
+        return [outside, *regions]
 
     def _cheapest(self, costs: dict[int, int]) -> Iterable[tuple[int, int]]:
         if len(costs) <= _STATES:

@@ -10,22 +10,22 @@ from autopar.errors import ShardingError
 from autopar.graph import Model, info, op_name, operands, where
 from autopar.mesh import Mesh
 from autopar.options import Options
-from autopar.planner.spreading import sequence_lengths
+from autopar.planner.spreading import Spread, sequence_lengths
 from autopar.rules import lookup
 from autopar.rules.attention import is_causal, way
 from autopar.rules.base import Op
 from autopar.rules.contraction import Product
 
 
-def orders(model: Model, mesh: Mesh, options: Options) -> list[Mesh]:
-    """``mesh`` in every order worth trying: with neighbouring parts, with pairs from both ends, or first the one and
-    then the other.
+def orders(spread: Spread, mesh: Mesh, options: Options) -> list[Mesh]:
+    """``mesh`` in every order worth trying for the model that ``spread`` is of: with neighbouring parts, with pairs
+    from both ends, or first the one and then the other.
 
     In causal attention a position's work grows with its place, so that the rank with the last of neighbouring parts
     has twice the average; pairs have equal work. Attention by heads is equal anyway. Raises ShardingError where a
     sequence doesn't divide.
     """
-    lengths = sequence_lengths(model)
+    model, lengths = spread.model, sequence_lengths(spread)
     _check_lengths(model, mesh, lengths, 2 if options.cp_order == "paired" else 1)
     pairs_fit = all(length % (2 * mesh.cp) == 0 for length in lengths)
     masked = _masked_experts(model) if "cp" in mesh.expert_axes else None

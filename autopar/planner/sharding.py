@@ -6,7 +6,7 @@ calls is an edge between their blocks, so a repeated layer closes on itself and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -77,9 +77,27 @@ class _Build:
     index: dict[Key, int] = field(default_factory=dict)
     vertices: list[Vertex] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
+    in_order: dict[fx.Node, bool] = field(default_factory=dict)
+    made: dict[Key, tuple[Type, ...]] = field(default_factory=dict)
+    prices: dict[Hashable, dict[Change, float]] = field(default_factory=dict)  # of edges that are alike
 
     def placement(self) -> Problem:
         return Problem(tuple(self.vertices), tuple(self.edges), _ties(self), self.problem.budget_bytes)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A solved axis: ``rows[b]`` has the choice of every node of block b but its output, in order."""
+
+    solution: Solution
+    rows: Sequence[Sequence[Choice]]
+
+    def write(self, model: Model, axis: str) -> None:
+        """Into ``info(node).choices[axis]`` of the model that was solved, or a copy of it."""
+        for block, row in zip(model.blocks, self.rows, strict=True):
+            nodes = (node for node in block.graph.nodes if node.op != "output")
+            for node, choice in zip(nodes, row, strict=True):
+                info(node).choices[axis] = choice
 
 
 def solve_axis(model: Model, problem: AxisProblem) -> Solution:
@@ -87,16 +105,25 @@ def solve_axis(model: Model, problem: AxisProblem) -> Solution:
 
     Raises ShardingError naming the ops where the axis can't be executed.
     """
-    build = _build(model, problem)
+    chosen = choose(Spread.of(model), problem)
+    chosen.write(model, problem.axis)
+    return chosen.solution
+
+
+def choose(spread: Spread, problem: AxisProblem) -> Chosen:
+    """What :func:`solve_axis` writes, of the model that ``spread`` is of; that stays as it is.
+
+    Raises ShardingError naming the ops where the axis can't be executed.
+    """
+    build, model = _build(spread, problem), spread.model
     solution = _solved(build)
-    for key, position in build.index.items():
-        block, node = key
-        if block != INPUT_CALL:
-            assert isinstance(node, fx.Node)
-            info(node).choices[problem.axis] = build.choices[key][solution.choices[position]]
     if solution.seconds >= FORBIDDEN_SECONDS / 2:
         raise ShardingError(refusal(model, build.choices, problem.prices, problem.size))
-    return solution
+    rows = []
+    for number, block in enumerate(model.blocks):
+        keys = [(number, node) for node in block.graph.nodes if node.op != "output"]
+        rows.append([build.choices[key][solution.choices[build.index[key]]] for key in keys])
+    return Chosen(solution, rows)
 
 
 def _solved(build: _Build) -> Solution:
@@ -115,7 +142,7 @@ def apply_choices(model: Model, problem: AxisProblem, pins: Mapping[tuple[str, s
 
     Raises PlanError where a node has none, or one that isn't legal for this model on this axis.
     """
-    build = _build(model, problem)
+    build = _build(Spread.of(model), problem)
     taken = [0] * len(build.vertices)
     for key, position in build.index.items():
         if key[0] == INPUT_CALL:
@@ -135,9 +162,10 @@ def apply_choices(model: Model, problem: AxisProblem, pins: Mapping[tuple[str, s
     return Solution(tuple(taken), seconds, seconds)
 
 
-def _build(model: Model, problem: AxisProblem) -> _Build:
+def _build(spread: Spread, problem: AxisProblem) -> _Build:
+    model = spread.model
     last = model.calls[model.loss.call].block
-    build = _Build(model, problem, Spread.of(model), (last, model.blocks[last].outputs[model.loss.output]))
+    build = _Build(model, problem, spread, (last, model.blocks[last].outputs[model.loss.output]))
     build.batch = follow(build.spread, {p: item.batch_dim for p, item in enumerate(model.inputs)})
     if problem.kind == "sequence":
         build.sequence = follow(build.spread, {p: item.seq_dim for p, item in enumerate(model.inputs)}, slices=True)
@@ -239,9 +267,11 @@ def _splits_batch(build: _Build, key: Key, kind: Type) -> bool:
 def _op_vertex(build: _Build, key: Key, count: int) -> None:
     known, problem = build.spread.ops[key], build.problem
     node, op, rule = known.node, known.op, known.rule
-    choices = [c for c in build.spread.legal(key, problem.size) if not _splits_batch(build, key, c.result)]
+    choices = list(build.spread.legal(key, problem.size))
+    if not problem.splits_batch and key in build.batch:
+        choices = [c for c in choices if c.result != build.batch[key]]
     if problem.paired:
-        choices = [c for c in choices if _divide(problem, node, op, c)]
+        choices = [c for c in choices if _divide(build, node, op, c)]
     if not problem.holds_experts:
         choices = [c for c in choices if c.form not in (EXCHANGE, FILTER)]
     if is_attention(op):
@@ -254,19 +284,22 @@ def _op_vertex(build: _Build, key: Key, count: int) -> None:
     _vertex(build, key, choices, seconds, [0] * len(choices), count, node.name)
 
 
-def _divide(problem: AxisProblem, node: fx.Node, op: Op, choice: Choice) -> bool:
+def _divide(build: _Build, node: fx.Node, op: Op, choice: Choice) -> bool:
     """Whether shards divide in pairs of parts too, and forms are made for those."""
     given = zip(operands(node), op.operands, choice.operands, strict=True)
     values = [*given, *((node, meta, choice.result) for meta in op.outputs)]
     return choice.form not in NUMBERED and all(
-        _lies_in_order(value) or problem.divides(meta.shape, kind) for value, meta, kind in values
+        build.problem.divides(meta.shape, kind) or _lies_in_order(build, value) for value, meta, kind in values
     )
 
 
-def _lies_in_order(value: fx.Node) -> bool:
+def _lies_in_order(build: _Build, value: fx.Node) -> bool:
     """Objects, and what is made of parameters alone (weights of experts), are never split in pairs of parts."""
-    given = operands(value) if value.op == "call_function" else []
-    return info(value).is_object or info(value).role == "parameter" or (bool(given) and all(map(_lies_in_order, given)))
+    if value not in build.in_order:
+        given = operands(value) if value.op == "call_function" else []
+        own = info(value).is_object or info(value).role == "parameter"
+        build.in_order[value] = own or (bool(given) and all(_lies_in_order(build, other) for other in given))
+    return build.in_order[value]
 
 
 def _leaves_heads(problem: AxisProblem, op: Op, choice: Choice) -> bool:
@@ -323,46 +356,70 @@ def _add_edges(build: _Build) -> None:
     counts = model.counts()
     for key, known in spread.ops.items():
         number, from_tables = key[0], model.blocks[key[0]].kind == "tables"
+        is_total = from_tables and build.problem.axis != "mb"  # known before the step
         for position, operand in enumerate(known.operands):
-            is_total = from_tables and build.problem.axis != "mb"  # known before the step
-            changes = _changes(build, operand, (key, position), is_between=False, from_tables=from_tables)
-            prices = _priced(build, operand, changes, operand in spread.parameters, is_total)
-            _edge(build, operand, key, position, prices, counts[number], number)
+            paid = _Paid(counts[number], operand in spread.parameters, is_total)
+            _edge(build, operand, key, position, paid, is_between=False, share=number)
     for (source, target), count in spread.edges.items():
         from_tables = source[0] != INPUT_CALL and model.blocks[source[0]].kind == "tables"
-        changes = _changes(build, source, (target, 0), is_between=True, from_tables=from_tables)
-        _edge(build, source, target, 0, _priced(build, source, changes, False, from_tables), count, None)
+        _edge(build, source, target, 0, _Paid(count, False, from_tables), is_between=True, share=None)
+
+
+@dataclass(frozen=True)
+class _Paid:
+    """How often a change on an edge is paid for: ``count`` times, its backward once ``per_step``, or, of what comes
+    ``from_tables``, both ways."""
+
+    count: int
+    per_step: bool
+    from_tables: bool
 
 
 def _edge(
-    build: _Build,
-    source: Key,
-    target: Key,
-    position: int,
-    prices: Mapping[Change, float],
-    count: int,
-    share: int | None,
+    build: _Build, source: Key, target: Key, position: int, paid: _Paid, *, is_between: bool, share: int | None
 ) -> None:
-    made = dict.fromkeys(choice.result for choice in build.choices[source])
-    taken = {choice.operands[position] for choice in build.choices[target]}
-    free = {(kind, kind): 0.0 for kind in made if kind in taken}
-    counted = {change: price * count for change, price in prices.items()}
-    build.edges.append(Edge(build.index[source], build.index[target], position, free | counted, share))
+    made, taken = _made(build, source), _taken(build, target, position)
+    stored, changeable = source in build.spread.parameters, _is_changeable(build, source)
+    ragged = any(RAGGED in points for points in build.spread.splits[source])
+    key = made, taken, _meta(build.model, source), paid, is_between, stored, changeable
+    if ragged or key not in build.prices:
+        free = {(kind, kind): 0.0 for kind in made if kind in taken}
+        changes = _changes(build, source, made, taken, paid, is_between) if changeable else []
+        prices = free | _priced(build, source, changes, paid)
+        if not ragged:
+            build.prices[key] = prices
+    else:
+        prices = build.prices[key]
+    build.edges.append(Edge(build.index[source], build.index[target], position, prices, share))
 
 
-def _priced(
-    build: _Build, source: Key, changes: Sequence[Change], per_step: bool, from_tables: bool
-) -> dict[Change, float]:
+def _made(build: _Build, source: Key) -> tuple[Type, ...]:
+    """The types that a value can be made in."""
+    if source not in build.made:
+        build.made[source] = tuple(dict.fromkeys(choice.result for choice in build.choices[source]))
+    return build.made[source]
+
+
+def _taken(build: _Build, target: Key, position: int) -> frozenset[Type]:
+    """The types that it can be taken in."""
+    return frozenset([choice.operands[position] for choice in build.choices[target]])
+
+
+def _priced(build: _Build, source: Key, changes: Sequence[Change], paid: _Paid) -> dict[Change, float]:
     found, prices, meta = {}, build.problem.prices, _meta(build.model, source)
     for a, b in changes:
-        price = prices.change(meta, a, b, per_step=per_step, from_tables=from_tables)
+        price = prices.change(meta, a, b, per_step=paid.per_step, from_tables=paid.from_tables)
         if price is not None:
-            found[a, b] = price
+            found[a, b] = price * paid.count
     return found
 
 
+def _is_changeable(build: _Build, source: Key) -> bool:
+    return not ((source[0] != INPUT_CALL and _is_fixed(source)) or _is_parameter_cast(build, source))
+
+
 def _changes(
-    build: _Build, source: Key, taken_at: tuple[Key, int], *, is_between: bool, from_tables: bool
+    build: _Build, source: Key, made: Sequence[Type], taken: Collection[Type], paid: _Paid, is_between: bool
 ) -> list[Change]:
     """Which changes of type the problem has on an edge.
 
@@ -371,15 +428,10 @@ def _changes(
     Between calls nothing changes on an axis that others are solved after, but totals over the batch: a change of one
     axis has to be a node of a block, where the rules of the later axes see it.
     """
-    target, position = taken_at
-    if (source[0] != INPUT_CALL and _is_fixed(build, source)) or _is_parameter_cast(build, source):
-        return []
-    made = {choice.result for choice in build.choices[source]}
-    taken = {choice.operands[position] for choice in build.choices[target]}
     if source in build.spread.parameters:
         return [(I, R)] if I in made and R in taken else []
     if is_between and build.problem.splits_tokens:
-        return [(P, R)] if from_tables and P in made and R in taken else []
+        return [(P, R)] if paid.from_tables and P in made and R in taken else []
     splits = build.spread.splits[source]  # how many rows each expert gets is known to the ops that send them alone
     exact = not _meta(build.model, source).dtype.is_floating_point  # has no equal terms
     plain = [[k for k in sorted(kinds) if not (k.is_shard and RAGGED in splits[k.dim])] for kinds in (made, taken)]
@@ -392,7 +444,7 @@ def _meta(model: Model, key: Key) -> Meta:
     return model.inputs[node].meta if isinstance(node, int) else info(node).meta
 
 
-def _is_fixed(build: _Build, key: Key) -> bool:
+def _is_fixed(key: Key) -> bool:
     """Tuples and objects have no transitions."""
     made = info(key[1])  # type: ignore[arg-type]
     return len(made.outputs) > 1 or made.is_object

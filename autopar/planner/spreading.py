@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 from torch import fx
 
 from autopar.errors import ShardingError
 from autopar.graph import INPUT_CALL, Choice, Model, info, op_name, operands
+from autopar.planner.rulings import Frozen, Rulings, frozen, legal
 from autopar.rules import lookup
-from autopar.rules.base import Op, Rule, Splits, legal_choices
+from autopar.rules.base import Op, Rule, Splits
 from autopar.spmd import I, R, S, Type
 
 Key = tuple[int, fx.Node | int]
@@ -45,9 +46,12 @@ class Spread:
     edges: dict[tuple[Key, Key], int]
     splits: dict[Key, Splits]
     parameters: set[Key]
+    rulings: Rulings
 
     @classmethod
-    def of(cls, model: Model) -> Spread:
+    def of(cls, model: Model, rulings: Rulings | None = None) -> Spread:
+        """``rulings`` are kept by whoever has several models of the same ops."""
+        rulings = rulings or Rulings()
         ops: dict[Key, Known] = {}
         splits: dict[Key, Splits] = {(INPUT_CALL, p): _points(item.meta.shape) for p, item in enumerate(model.inputs)}
         parameters: set[Key] = set()
@@ -60,18 +64,23 @@ class Spread:
                     parameters.add((number, node))
                 if node.op == "call_function":
                     given = tuple((number, operand) for operand in operands(node))
-                    ops[number, node] = Known(node, Op.of(node), lookup(op_name(node)), given)
+                    ops[number, node] = Known(node, rulings.op(node), lookup(op_name(node)), given)
                     if op_name(node) == "convert" and given[0] in parameters:
                         parameters.add((number, node))
-        spread = cls(model, ops, _edges(model), splits, parameters)
+        spread = cls(model, ops, _edges(model), splits, parameters, rulings)
         _link(spread)
         return spread
 
-    def legal(self, key: Key, size: int) -> list[Choice]:
+    def legal(self, key: Key, size: int) -> Sequence[Choice]:
         """The choices of an op on an axis of ``size``."""
         known = self.ops[key]
-        inputs = [self.splits[operand] for operand in known.operands]
-        return legal_choices(known.rule, known.op, size, inputs, self.splits[key])
+        inputs = [self.points[operand] for operand in known.operands]
+        return legal(known.rule, known.op, size, inputs, self.points[key])
+
+    @cached_property
+    def points(self) -> dict[Key, Frozen]:
+        """``splits``, once they no longer change."""
+        return {key: frozen(splits) for key, splits in self.splits.items()}
 
 
 def _points(shape: Sequence[int]) -> Splits:
@@ -187,10 +196,9 @@ def _shifted(op: Op, given: Sequence[Type]) -> Type | None:
     return None
 
 
-def sequence_lengths(model: Model) -> dict[int, fx.Node]:
+def sequence_lengths(spread: Spread) -> dict[int, fx.Node]:
     """How many positions activations have where they are first made of sequences of the batch, and by which op."""
-    spread = Spread.of(model)
-    types = follow(spread, {p: item.seq_dim for p, item in enumerate(model.inputs)}, slices=True)
+    types = follow(spread, {p: item.seq_dim for p, item in enumerate(spread.model.inputs)}, slices=True)
     found: dict[int, fx.Node] = {}
     for key, kind in types.items():
         known = spread.ops.get(key)

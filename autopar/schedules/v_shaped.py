@@ -8,6 +8,7 @@ the same memory.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -97,7 +98,8 @@ class _Packed:
     """Given lists, in which a rank that has to wait does a later pass early, as far as ``limit`` stages' activations
     allow; once a rank has no forward left, backwards that others wait for go first.
 
-    ``window`` is how many passes a rank looks ahead.
+    ``window`` is how many passes a rank looks ahead. Inputs of passes of one kind and stage arrive in the order of
+    their microbatches, and so they run: of each kind and stage (a *lane*) only the first that is left can be next.
     """
 
     def __init__(self, lists: tuple[tuple[Pass, ...], ...], limit: int, window: int) -> None:
@@ -107,6 +109,10 @@ class _Packed:
         self.held = [0] * len(lists)
         self.forwards = [sum(step.kind == "F" for step in passes) for passes in lists]
         self.turned: set[tuple[int, int]] = set()
+        self.lanes: list[dict[tuple[str, int], deque[int]]] = [{} for _ in lists]
+        for lanes, passes in zip(self.lanes, self.lists, strict=True):
+            for index, step in enumerate(passes):
+                lanes.setdefault((step.kind, step.stage), deque()).append(index)
 
     def choose(self, run: Eager, rank: int, now: float) -> Pass | None:
         position = self._position(rank)
@@ -133,18 +139,23 @@ class _Packed:
 
     def _find(self, run: Eager, rank: int, now: float, fits: Callable[[Pass], bool]) -> int | None:
         """The first pass ahead that can run now; a forward only if memory holds until its place in the list."""
-        passes, start = self.lists[rank], self.position[rank]
-        held = most = self.held[rank]
-        for index in range(start, min(len(passes), start + self.window)):
-            if index in self.early[rank]:
-                continue
+        passes, end = self.lists[rank], self.position[rank] + self.window
+        heads = sorted(lane[0] for lane in self.lanes[rank].values() if lane and lane[0] < end)
+        for index in heads:
             step = passes[index]
-            room = step.kind != "F" or most < self.limit
-            if room and self._is_ready(run, step, now) and fits(step):
+            if self._is_ready(run, step, now) and fits(step) and (step.kind != "F" or self._has_room(rank, index)):
                 return index
-            held += _CHANGES[step.kind]
-            most = max(most, held)
         return None
+
+    def _has_room(self, rank: int, index: int) -> bool:
+        """Whether there is room for one more until all passes before ``index`` have run."""
+        held = self.held[rank]
+        for before in range(self.position[rank], index):
+            if held >= self.limit:
+                return False
+            if before not in self.early[rank]:
+                held += _CHANGES[self.lists[rank][before].kind]
+        return held < self.limit
 
     def _is_ready(self, run: Eager, step: Pass, now: float) -> bool:
         if step.kind == "W":
@@ -154,6 +165,7 @@ class _Packed:
     def _take(self, rank: int, index: int) -> Pass:
         step = self.lists[rank][index]
         self.early[rank].add(index)
+        self.lanes[rank][step.kind, step.stage].popleft()
         self.held[rank] += _CHANGES[step.kind]
         self.forwards[rank] -= step.kind == "F"
         if step.kind == "I":

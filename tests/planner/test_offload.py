@@ -75,6 +75,20 @@ def test_the_choice_is_the_best(
         assert (timeline.makespan_seconds, sum(costs.offload_bytes[s] for s in chosen)) == best
 
 
+def test_a_copy_that_delays_nothing_is_preferred_to_a_smaller_one() -> None:
+    """Either of the first rank's stages alone would do; the one that keeps less is copied slowly."""
+    schedule = lower(generate("interleaved", 4, 12, chunks=2))
+    kept = (60, 10, 10, 10, 80, 10, 10, 10)
+    costs = replace(costs_of(schedule, 0.0, kept), offload_seconds=(2.5, 0.0, 0.0, 0.0, 0.1, 0.0, 0.0, 0.0))
+    plain = simulate_timeline(schedule, costs)
+    free = [650, *plain.peak_activation_bytes[1:]]
+    assert plain.peak_activation_bytes[0] > free[0]
+    smaller = simulate_timeline(offload_activations(schedule, (0,)), costs)
+    assert smaller.peak_activation_bytes[0] <= free[0]
+    assert smaller.makespan_seconds > plain.makespan_seconds
+    assert choose(schedule, costs, free) == (4,)
+
+
 def test_first_stages_offload_and_hidden_copies_cost_nothing() -> None:
     """The first ranks of 1F1B keep the most microbatches; the budget is what the last ones have."""
     schedule = lower(generate("1f1b", 8, 16))

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import ShardingError
+from autopar.planner import elimination
 from autopar.planner.onehot import solve_milp
 from autopar.planner.placement import Edge, Problem, Vertex
 from autopar.planner.solve_placement import solve
@@ -118,6 +119,18 @@ def test_elimination_and_the_milp_agree(seed: int) -> None:
             solve(problem)
         return
     assert solve(problem).seconds == pytest.approx(milp.seconds, rel=1e-6, abs=1e-9)
+
+
+def test_tables_made_value_by_value_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(8):
+        problem = problem_of(seed, count=10)
+        try:
+            found = solve(problem)
+        except ShardingError:
+            continue
+        with monkeypatch.context() as patched:
+            patched.setattr(elimination, "_CACHED", 1)
+            assert solve(problem) == found
 
 
 def test_of_equal_choices_parts_are_taken() -> None:

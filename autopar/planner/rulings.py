@@ -1,0 +1,66 @@
+"""What rules say of ops, found out once for ops that are alike: a model's layers have many, and so have its placements.
+
+Ops are alike that are called by one name on the same tensors with the same arguments. Of those one :class:`Op` is kept,
+and on it (:attr:`Op.found`) what rules and prices find out about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from autopar.graph import Choice, info, operands
+from autopar.rules.base import Op, Rule, Splits, legal_choices
+
+Frozen = tuple[frozenset[int], ...]
+"""Split points of a value, which no longer change."""
+
+
+def frozen(splits: Splits) -> Frozen:
+    return tuple(map(frozenset, splits))
+
+
+@dataclass
+class Rulings:
+    """The ops of some models, each once. Whoever places several models holds one for all of them."""
+
+    _ops: dict[Hashable, Op] = field(default_factory=dict)
+
+    def op(self, node: fx.Node) -> Op:
+        """``node`` as rules see it; the same object for all that are alike."""
+        metas = tuple(info(operand).meta for operand in operands(node))
+        key = (node.target, _key(node.args), _key(node.kwargs), metas, info(node).outputs)
+        try:
+            found = self._ops.get(key)
+        except TypeError:  # an argument that can't be compared by value
+            return Op.of(node)
+        if found is None:
+            found = self._ops[key] = Op.of(node)
+        return found
+
+
+def legal(rule: Rule, op: Op, size: int, inputs: Sequence[Frozen], output: Frozen) -> Sequence[Choice]:
+    """:func:`~autopar.rules.base.legal_choices`, asked once."""
+    key = ("legal", size, (*inputs, output))
+    if key not in op.found:
+        points = [[set(some) for some in splits] for splits in (*inputs, output)]
+        op.found[key] = tuple(legal_choices(rule, op, size, points[:-1], points[-1]))
+    choices: Sequence[Choice] = op.found[key]
+    return choices
+
+
+def _key(argument: Any) -> Hashable:
+    """By which an argument is compared: nodes are compared as operands, numbers of other types differ."""
+    if isinstance(argument, fx.Node):
+        return fx.Node
+    if isinstance(argument, list | tuple):
+        return tuple(map(_key, argument))
+    if isinstance(argument, dict):
+        return tuple((name, _key(value)) for name, value in argument.items())
+    if isinstance(argument, slice):
+        return _key((argument.start, argument.stop, argument.step))
+    hashable: Hashable = argument if type(argument) is int else (type(argument), argument)
+    return hashable
