@@ -312,6 +312,8 @@ def show_tables(console: Console, published: Sequence[Published], *, rows: bool)
     for table in published:
         for reason, count in table.left_out.items():
             console.print(f"{table.title}: {count} left out: {reason}")
+        if table.note:
+            console.print(f"{table.title}: {table.note}")
 
 
 def summarized(found: Sequence[Planned]) -> tuple[str, str, str]:

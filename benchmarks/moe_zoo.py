@@ -15,12 +15,13 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
 from models import llama_batch, mixtral_8x22b, qwen3_235b
 from processes import in_fork
+from published_runs import recomputing
 from torch import nn
 
 from autopar.api import prepare
@@ -30,10 +31,8 @@ from autopar.mesh import Mesh
 from autopar.options import Options, Recompute
 from autopar.passes.recompute import groups
 from autopar.plan import Plan
-from autopar.planner.block_costs import Machine, block_cost
-from autopar.planner.build import Built, Request, build
-from autopar.planner.pipeline import Pipeline, Wanted, lay_out
-from autopar.planner.plan_recompute import pins_of
+from autopar.planner.build import Request, build
+from autopar.planner.pipeline import Wanted
 from autopar.rules.experts import COMBINE
 
 Row = Mapping[str, str]
@@ -266,24 +265,10 @@ def _plan(captured: Model, run: Run) -> tuple[Plan, float]:
     built = build(captured, run.request)
     if run.recompute != LAYERS_OF_EXPERTS:
         return built.plan, built.plan.cost.step_seconds
-    return built.plan, _recomputing_experts(built, run.request).timeline.makespan_seconds
+    return built.plan, recomputing(built, run.request, _expert_regions).timeline.makespan_seconds
 
 
-def _recomputing_experts(built: Built, request: Request) -> Pipeline:
-    """The same stages and placements, with norms and whole layers of experts recomputed."""
-    model, pipeline = built.model, built.pipeline
-    machine = Machine.of(request.cluster, request.mesh)
-    costs = [block_cost(block, machine) for block in model.blocks]
-    regions = [_expert_regions(block) for block in model.blocks]
-    pins = replace(
-        pins_of(built.plan, model),
-        recompute=[regions[model.calls[call].block] for stage in pipeline.stages for call in stage],
-    )
-    given = (request.microbatches, request.wanted, request.options, pipeline.activations, pins)
-    return lay_out(model, costs, machine, *given)
-
-
-def _expert_regions(block: Block) -> list[tuple[str, str]]:
+def _expert_regions(block: Block, _: int) -> list[tuple[str, str]]:
     """First and last op of the norm before attention, and of all from the norm before the experts to their results."""
     order = [group[0] for group in groups(block)]
     ops = [op_name(node) for node in order]

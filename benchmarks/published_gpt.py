@@ -1,7 +1,7 @@
 """The GPT of Megatron-LM as published runs trained it, in plain PyTorch, without weights.
 
-Values between products are bf16 and masters float32, as in Megatron: the residual stream is cast after the embedding,
-and norms take and give bf16. Where Megatron has one kernel for several steps there is one op: the bias and GELU of the
+Values and the weights that are computed with are bf16 and masters float32, as in Megatron: tables give bf16, and norms
+take and give it. Where Megatron has one kernel for several steps there is one op: the bias and GELU of the
 feed-forward network are a ``linear`` and a ``gelu``, scale and causal mask are part of the softmax (they are left out:
 values don't matter here). ``fused`` attention is ``scaled_dot_product_attention``; else scores are kept, as before
 FlashAttention. Dropout is what costs memory and time as a mask: runs with it name their share.
@@ -45,6 +45,11 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cuda", enabled=False):
             return F.layer_norm(x, self.weight.shape, *(p.to(torch.bfloat16) for p in (self.weight, self.bias)))
+
+
+def narrow_rows(table: nn.Embedding, ids: Tensor) -> Tensor:
+    """Rows of a table that is kept in bf16."""
+    return F.embedding(ids, table.weight.to(torch.bfloat16))
 
 
 class Core(nn.Module):
@@ -96,7 +101,7 @@ class PublishedGPT(nn.Module):
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         """The mean cross-entropy of ``labels`` (both ``[batch, sequence]``, int64)."""
         positions = torch.arange(ids.shape[1], device=ids.device)
-        x = (self.token(ids) + self.position(positions)).to(torch.bfloat16)
+        x = narrow_rows(self.token, ids) + narrow_rows(self.position, positions)
         for layer in self.layers:
             x = layer(x)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())

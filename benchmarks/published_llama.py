@@ -1,6 +1,7 @@
 """Llama as published runs trained it with FSDP, in plain PyTorch, without weights.
 
-Values are bf16 and masters float32. Norms are one op, as in torchtitan; rotary positions are applied in bf16.
+Values and the weights that are computed with are bf16, masters float32. Norms are one op, as in torchtitan; rotary
+positions are applied in bf16.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class PublishedLlama(nn.Module):
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         """The mean cross-entropy of ``labels`` (both ``[batch, sequence]``, int64)."""
-        x = self.token(ids).to(torch.bfloat16)
+        x = F.embedding(ids, self.token.weight.to(torch.bfloat16))
         for layer in self.layers:
             x = layer(x, self.cos, self.sin)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())

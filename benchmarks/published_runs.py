@@ -9,10 +9,12 @@ that the plan is that of the full depth.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 from processes import in_fork
 from published_gpt import GptSizes, gpt_tokens, published_gpt
@@ -20,14 +22,25 @@ from published_llama import LlamaSizes, published_llama
 
 from autopar.api import prepare
 from autopar.cluster import Cluster
-from autopar.graph import Call, Model, Value
+from autopar.errors import BudgetError
+from autopar.graph import Block, Call, Meta, Model, Value
 from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.plan import Plan
-from autopar.planner.build import Request, build
-from autopar.planner.pipeline import Wanted
+from autopar.planner import build as planner_build
+from autopar.planner.block_costs import Machine, block_cost
+from autopar.planner.build import Built, Request, build
+from autopar.planner.pipeline import Pipeline, Wanted, lay_out
+from autopar.planner.plan_recompute import pins_of
+from autopar.planner.prices import FORBIDDEN_SECONDS, RankPrices
+from autopar.planner.zero import MoveCosts
+from autopar.schedules import simulate_timeline
+from autopar.spmd import Type
 
 Sizes = GptSizes | LlamaSizes
+
+Pair = tuple[str, str]
+"""First and last op of what is recomputed, by name."""
 
 CAPTURED_LAYERS = 4
 UNBOUNDED_BYTES = 10**12
@@ -50,8 +63,16 @@ class Run:
     vocabulary: str = "redistributed"
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     peak_bytes: float | None = None
-    others: tuple[int, ...] = ()
-    """Rows of a microbatch that it may have had as well, where that isn't published: the fastest that fits counts."""
+    others: tuple[tuple[int, int], ...] = ()
+    """Rows of a microbatch and stages per rank that it may have had as well, where that isn't published: the fastest
+    that fits counts. Where none does, each recomputes as little as makes it fit."""
+    whole_tokens: bool = False
+    """Between products that tp splits, each of its ranks computes for all tokens, as before sequence parallelism."""
+    late_sums: bool = False
+    """Gradients are summed over ranks after the last backward, none of them beside it."""
+    recomputed: Callable[[Block, int], Sequence[Pair]] | None = field(default=None, hash=False)
+    """What of a block the run recomputes, where that is no mode of ours: first and last op of each part, of the call
+    with that number."""
 
     @property
     def mesh(self) -> Mesh:
@@ -102,14 +123,11 @@ def _moved(value: Value, at: int, by: int) -> Value:
 
 @dataclass(frozen=True)
 class Predicted:
-    """A run, and the plan made of its configuration."""
+    """A run, the plan made of its configuration, and the seconds of a step as the run sums gradients."""
 
     run: Run
     plan: Plan
-
-    @property
-    def seconds(self) -> float:
-        return self.plan.cost.step_seconds
+    seconds: float
 
     @property
     def peak_bytes(self) -> int:
@@ -134,20 +152,73 @@ def predictions(runs: Iterable[Run]) -> Iterator[Predicted]:
     for (sizes, batch), same in groups.items():
         model = captured(sizes, batch)
         for run in same:
-            yield Predicted(run, in_fork(partial(_plan, model, run)))
+            yield Predicted(run, *in_fork(partial(_plan, model, run)))
 
 
-def _plan(model: Model, run: Run) -> Plan:
-    plans = [build(model.copy(), tried.request).plan for tried in _tried(run)]
+def _plan(model: Model, run: Run) -> tuple[Plan, float]:
+    found = [_planned(model.copy(), tried) for tried in _tried(run)]
+    if not run.others:
+        return found[0]
     room = Cluster.load(run.cluster).device.memory_bytes
-    fitting = [plan for plan in plans if max(plan.peak_bytes) <= room]
-    return min(fitting or plans[:1], key=lambda plan: plan.cost.step_seconds)
+    fitting = [one for one in found if max(one[0].peak_bytes) <= room]
+    return min(fitting or _fitted(model, run, room), key=lambda one: one[1])
+
+
+def _fitted(model: Model, run: Run, room: int) -> Iterator[tuple[Plan, float]]:
+    """With what has to be recomputed."""
+    options = {**run.options, "recompute": "auto", "budget_bytes": room}
+    for tried in _tried(run):
+        with suppress(BudgetError):
+            yield _planned(model.copy(), replace(tried, options=options))
+
+
+def _planned(model: Model, run: Run) -> tuple[Plan, float]:
+    prices = _WholeTokens if run.whole_tokens else RankPrices
+    with patch.object(planner_build, "RankPrices", prices):
+        built = build(model, run.request)
+    seconds = built.plan.cost.step_seconds
+    if run.recomputed is not None:
+        seconds += recomputing(built, run.request, run.recomputed).timeline.makespan_seconds
+        seconds -= built.pipeline.timeline.makespan_seconds
+    return built.plan, seconds + (_late_seconds(built, run.request) if run.late_sums else 0.0)
+
+
+def recomputing(built: Built, request: Request, regions: Callable[[Block, int], Sequence[Pair]]) -> Pipeline:
+    """The same stages and placements, with these regions of each call recomputed."""
+    model, pipeline = built.model, built.pipeline
+    machine = Machine.of(request.cluster, request.mesh)
+    costs = [block_cost(block, machine) for block in model.blocks]
+    calls = [call for stage in pipeline.stages for call in stage]
+    pins = replace(pins_of(built.plan, model), recompute=[regions(model.block_of(model.calls[i]), i) for i in calls])
+    given = (request.microbatches, request.wanted, request.options, pipeline.activations, pins)
+    return lay_out(model, costs, machine, *given)
+
+
+class _WholeTokens(RankPrices):
+    """Nothing but products' operands may be split: an activation never becomes a part, nor whole again."""
+
+    def change(self, meta: Meta, src: Type, dst: Type, *, per_step: bool, from_tables: bool) -> float | None:
+        if src != dst and (src.is_shard or dst.is_shard) and not (per_step or from_tables):
+            return FORBIDDEN_SECONDS
+        return super().change(meta, src, dst, per_step=per_step, from_tables=from_tables)
+
+
+def _late_seconds(built: Built, request: Request) -> float:
+    """What a step takes longer if no gradient is summed before the last backward has ended."""
+    pipeline, machine = built.pipeline, Machine.of(request.cluster, request.mesh)
+    schedule, timeline = pipeline.schedule, pipeline.timeline
+    moves = MoveCosts(built.model, request.options, machine, pipeline.stages, schedule.placement)
+    sums = tuple(map(moves.reduce_seconds, pipeline.stages))
+    late = simulate_timeline(schedule, replace(timeline.costs, reduce_seconds=sums))
+    return late.makespan_seconds - timeline.makespan_seconds
 
 
 def _tried(run: Run) -> Iterator[Run]:
+    """The run, and what else it may have been; interleaving takes as many microbatches as divide over the ranks."""
     share = run.batch // run.mesh.replicas
     pp = run.degrees.get("pp", 1)
     yield run
-    for rows in run.others:
-        if share % rows == 0 and (run.chunks is None or share // rows % pp == 0):
-            yield replace(run, microbatch=rows)
+    for rows, chunks in run.others:
+        if share % rows == 0 and (chunks == 1 or share // rows % pp == 0):
+            schedule = {"schedule": "interleaved", "chunks": chunks} if chunks > 1 else {"schedule": "1f1b"}
+            yield replace(run, microbatch=rows, **schedule)

@@ -35,7 +35,8 @@ _MEMORY: Final = {
 }
 
 TILES: Final = ((256 * 128, 1.0), (128 * 128, 0.9), (64 * 128, 0.75))
-"""Elements of a tile of a result, and the rate of a multiprocessor on such tiles: smaller ones load more per FLOP."""
+"""Elements of a tile of a result, and the rate of a multiprocessor on such tiles: smaller ones load more per FLOP. The
+rates are typical, not measured."""
 
 ATTENTION: Final = (0.7, 0.6)
 """Shares of the peak rate that fused causal attention reaches on long sequences, forward and backward."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -108,6 +109,31 @@ def test_a_layer_called_again_is_a_layer_captured(fidelity: ModuleType) -> None:
     plans = [runs.build(model, run.request).plan for model in (whole, runs.captured(sizes, run.batch))]
     assert plans[0].cost == plans[1].cost
     assert plans[0].peak_bytes == plans[1].peak_bytes
+
+
+@pytest.mark.slow
+def test_runs_are_planned_as_their_systems_ran(fidelity: ModuleType) -> None:
+    """Whole tokens between products, gradients summed at the end, and layers recomputed that no mode of ours names."""
+    runs, tables = importlib.import_module("published_runs"), importlib.import_module("published_tables")
+    sizes = runs.GptSizes(6, 4096, 32, 8192, 2048, fused=False, tied=False)
+    run = runs.Run("small", "a100", sizes, {"dp": 2, "tp": 2}, 1, 16, 1.0)
+    other = tables._other_layers
+    tried = {
+        "run": run,
+        "full": replace(run, options={"recompute": "full"}),
+        "whole": replace(run, whole_tokens=True),
+        "late": replace(run, late_sums=True),
+        "every": replace(run, recomputed=lambda block, _: other(block, 1)),
+        "half": replace(run, recomputed=other),
+    }
+    found = dict(zip(tried, runs.predictions(tried.values()), strict=True))
+    sent = {name: {part.kind for part in one.plan.cost.parts if part.axis == "tp"} for name, one in found.items()}
+    assert "reduce_scatter" in sent["run"]
+    assert sent["whole"] == {"all_reduce"}
+    seconds = {name: one.seconds for name, one in found.items()}
+    assert seconds["late"] > seconds["run"]
+    assert seconds["every"] == pytest.approx(seconds["full"])
+    assert seconds["half"] - seconds["run"] == pytest.approx((seconds["full"] - seconds["run"]) / 2)
 
 
 @pytest.mark.slow

@@ -55,13 +55,13 @@ def between(
         taken = {Edge(w.value, w.changes): w for w in crossing if w.first < number <= w.last}
         wanted = [edges[call, k] for call in stage for k in range(len(model.calls[call].operands))]
         wanted += [Edge(w.value, w.changes) for w in made]
-        passes = _changes(model, wanted, set(taken), machine)
+        passes = changes_sent(model, wanted, set(taken), machine)
         there = number + 1 < len(stages) and placement[number + 1] != placement[number]
         back = number > 0 and placement[number - 1] != placement[number]
         sent = [w for w in crossing if w.first <= number < w.last]
         found.append(
             Between(
-                math.fsum(there for there, _ in passes.values()) + _tables(model, wanted, costs),
+                math.fsum(there for there, _ in passes.values()) + tables_seconds(model, wanted, costs),
                 math.fsum(back for _, back in passes.values()),
                 _message(sent, machine) if there else 0.0,
                 _message([w for w in taken.values() if w.meta.needs_grad], machine) if back else 0.0,
@@ -82,8 +82,9 @@ def _places(model: Model, stages: Sequence[Sequence[int]]) -> dict[int, int]:
     return places
 
 
-def _changes(model: Model, wanted: Sequence[Edge], known: set[Edge], machine: Machine) -> dict[Exchange, Both]:
-    """What is sent in the transitions that lead to all ``wanted`` edges, each once."""
+def changes_sent(model: Model, wanted: Sequence[Edge], known: set[Edge], machine: Machine) -> dict[Exchange, Both]:
+    """What is sent in the transitions that lead to all ``wanted`` edges, each once; those ``known`` are made already,
+    and all that were met are among them afterwards."""
     found: dict[Exchange, list[Both]] = defaultdict(list)
     for into in wanted:
         for done in range(len(into.changes)):
@@ -119,7 +120,8 @@ def _meta(model: Model, value: Value) -> Meta:
     return info(model.block_of(model.calls[value.call]).outputs[value.output]).meta
 
 
-def _tables(model: Model, wanted: Sequence[Edge], costs: Sequence[BlockCost]) -> float:
+def tables_seconds(model: Model, wanted: Sequence[Edge], costs: Sequence[BlockCost]) -> float:
+    """Of what depends on the batch alone and is computed for ``wanted``."""
     needed = needed_tables(model, [into.value for into in wanted if into.total_axes is None])
     return math.fsum(
         costs[model.calls[call].block].op_seconds.get(node, 0.0) for call, nodes in needed.items() for node in nodes

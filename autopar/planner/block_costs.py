@@ -152,6 +152,11 @@ def block_cost(block: Block, machine: Machine) -> BlockCost:
     return BlockCost(*passes, weights, sum(later.values()), held, elements, forward, wires, hidden)
 
 
+def sent_by(nodes: Iterable[fx.Node], machine: Machine) -> dict[Wire, Both]:
+    """What some ops of a block that is local on all axes send, and doesn't run beside their own work."""
+    return _sums(_op_cost(node, machine).exposed for node in nodes)
+
+
 def _sums(parts: Iterable[Mapping[Wire, Sequence[float]]]) -> dict[Wire, Both]:
     total: dict[Wire, list[list[float]]] = defaultdict(list)
     for wire, both in (item for part in parts for item in part.items()):

@@ -1,15 +1,35 @@
-"""What vocabulary layers cost that are split over the pipeline: per rank and microbatch, by pass and exchange."""
+"""What vocabulary layers cost that are split over the pipeline: per rank and microbatch, by pass and exchange.
+
+Hidden states cross the pipeline as the emitted program sends them (:func:`autopar.passes.edges.wires`), in parts where
+``tp`` splits them. What makes them whole, or looks up a table's rows over ``tp``, are collectives of the passes around:
+of ``E`` and ``S`` forward, of ``G`` and ``SUM_X`` backward. A cross entropy's own sums are the exchanges, of all ranks
+that hold classes: the pipeline's and ``tp``'s.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.cost_models import collective, compute
+from autopar.cluster import Link
+from autopar.cost_models import collective
 from autopar.graph import Block, Meta, Model, info
-from autopar.passes.vocabulary import Head, head_of, vocabulary_calls, vocabulary_dims
-from autopar.planner.block_costs import BlockCost, Machine
+from autopar.passes.edges import Edge, edge, wires
+from autopar.passes.recut import closure
+from autopar.passes.vocabulary import (
+    STAGELESS,
+    Head,
+    VocabularyCalls,
+    head_of,
+    localize_vocabulary,
+    vocabulary_calls,
+    vocabulary_dims,
+)
+from autopar.planner.between import changes_sent, tables_seconds
+from autopar.planner.block_costs import BlockCost, Both, Machine, sent_by
 from autopar.planner.prices import STATE_COPIES
+from autopar.planner.vocabulary_passes import HeadPasses, op_seconds
 from autopar.schedules.flow import VOCABULARY_KINDS
 
 _STATISTICS = 4  # numbers per token that ranks exchange
@@ -36,6 +56,11 @@ class VocabularyCost:
         return sum(self.seconds[kind][0] for kind in VOCABULARY_KINDS if kind in self.seconds)
 
     @property
+    def transient_bytes(self) -> int:
+        """What a pass holds beside what is kept: as many logits anew, or those of a chunk."""
+        return self.chunk_bytes or self.logits_bytes
+
+    @property
     def held_bytes(self) -> int:
         """State of a rank's rows, and the logits of one microbatch."""
         return STATE_COPIES * self.parameter_bytes + self.logits_bytes + self.chunk_bytes
@@ -50,14 +75,16 @@ def vocabulary_cost(
     if calls is None:
         return None
     ranks, call = machine.sizes["pp"], model.calls[calls.head]
-    seconds = _head_seconds(model.block_of(call), head, costs[call.block], machine, chunks)
+    journeys = _journeys(model, calls, machine, costs)
+    local = localize_vocabulary(model, ranks)
+    seconds = _head_seconds(head_of(local.block_of(call)), head, machine, chunks, journeys)
     used = [calls.head]
     if calls.embedding is not None:
         used.append(calls.embedding)
-        seconds |= _embedding_seconds(model.block_of(model.calls[calls.embedding]), machine)
+        seconds |= _embedding_seconds(local.block_of(model.calls[calls.embedding]), machine, journeys)
     tables = _tables(model, used)
     found = head_of(model.block_of(call))
-    logits_bytes = info(found.logits).meta.numel * _WIDE // ranks
+    logits_bytes = info(found.logits).meta.numel * _width(found) // ranks
     return VocabularyCost(
         seconds={kind: (value,) * ranks for kind, value in seconds.items()},
         logits_bytes=logits_bytes if chunks == 1 else _kept_of_chunks(found, head),
@@ -66,6 +93,56 @@ def vocabulary_cost(
         parameter_bytes=sum(meta.bytes for meta in tables.values()) // ranks,
         has_embedding=calls.embedding is not None,
     )
+
+
+@dataclass(frozen=True)
+class _Journeys:
+    """Bytes of what the last stage gives to the head, and of what the first gets from the embedding (0: it is in that
+    stage), as they cross the pipeline; seconds of the changes of type around these and of what they need of the batch,
+    forward and backward."""
+
+    hidden_bytes: int
+    entering: Both
+    embedded_bytes: int = 0
+    leaving: Both = (0.0, 0.0)
+
+
+def _journeys(model: Model, calls: VocabularyCalls, machine: Machine, costs: Sequence[BlockCost]) -> _Journeys:
+    """All stages are one place here: what comes before the first and after the last is the same for any cut."""
+    places = {index: 1 for index, call in enumerate(model.calls) if model.block_of(call).kind not in STAGELESS}
+    places[calls.head] = 2
+    if calls.embedding is not None:
+        places[calls.embedding] = 0
+    edges = {
+        (call, position): edge(model, machine.mesh, call, position)
+        for call in places
+        for position in range(len(model.calls[call].operands))
+    }
+    crossing = wires(model, machine.mesh, places, edges)
+    (hidden,) = (wire for wire in crossing if wire.last == 2)
+    block = model.block_of(model.calls[calls.head])
+    found = head_of(block)
+    taken = [into for (call, _), into in edges.items() if call == calls.head]
+    entering = _added(
+        changes_sent(model, taken, {Edge(hidden.value, hidden.changes)}, machine).values(),
+        sent_by(closure([found.x, found.targets]), machine).values(),
+        [(tables_seconds(model, taken, costs), 0.0)],
+    )
+    if calls.embedding is None:
+        return _Journeys(hidden.meta.bytes, entering)
+    (embedded,) = (wire for wire in crossing if wire.first == 0)
+    looked_up = [into for (call, _), into in edges.items() if call == calls.embedding]
+    leaving = _added(
+        [(tables_seconds(model, looked_up, costs), 0.0)],
+        changes_sent(model, [Edge(embedded.value, embedded.changes)], set(), machine).values(),
+        sent_by(model.block_of(model.calls[calls.embedding]).ops, machine).values(),
+    )
+    return _Journeys(hidden.meta.bytes, entering, embedded.meta.bytes, leaving)
+
+
+def _added(*parts: Iterable[Both]) -> Both:
+    both = [one for part in parts for one in part]
+    return math.fsum(forward for forward, _ in both), math.fsum(backward for _, backward in both)
 
 
 def _tables(model: Model, calls: list[int]) -> dict[str, Meta]:
@@ -82,52 +159,49 @@ def _kept_of_chunks(head: Head, algorithm: str) -> int:
     """Numbers per token; for ``vocab-2``, the two terms of the input's gradient. The input is kept anyway."""
     tokens = info(head.targets).meta.numel
     terms = 2 * info(head.x).meta.bytes if algorithm == "vocab-2" else 0
-    return _KEPT_NUMBERS * _WIDE * tokens + terms
+    return _KEPT_NUMBERS * _width(head) * tokens + terms
 
 
-def _head_seconds(block: Block, algorithm: str, cost: BlockCost, machine: Machine, chunks: int) -> dict[str, float]:
-    """``S`` and ``T`` share a head's forward and backward; ``vocab-2`` makes the input's gradient in ``S``.
+def _width(head: Head) -> int:
+    """Bytes of a number that is summed over classes: a float32's at least."""
+    return max(_WIDE, info(head.logits).meta.dtype.itemsize)
 
-    In chunks, ``T`` makes the logits again.
-    """
+
+def _head_seconds(head: Head, algorithm: str, machine: Machine, chunks: int, journeys: _Journeys) -> dict[str, float]:
+    """Of a head that is local to all axes, pp too."""
     ranks, link = machine.sizes["pp"], machine.links["pp"]
-    head = head_of(block)
-    hidden = info(head.x).meta
-    tokens = info(head.targets).meta.numel
-    sweep = _sweep(info(head.logits).meta.numel / ranks, machine)
-    forward, backward = cost.forward_seconds / ranks + sweep, cost.backward_seconds / ranks + sweep
-    early = backward - cost.weight_seconds / ranks - sweep if algorithm == "vocab-2" else 0.0
-    again = forward if chunks > 1 else 0.0
-    seconds = {
-        "S": forward + early,
-        "T": backward - early + again,
-        "CAST_X": collective.seconds("broadcast", hidden.bytes, ranks, link),
-        "STATS": collective.seconds("all_gather", _STATISTICS * _WIDE * tokens * ranks, ranks, link),
-        "SUM_X": collective.seconds("reduce", hidden.bytes, ranks, link),
+    tokens, width = info(head.targets).meta.numel, _width(head)
+    holders, plane = _plane(machine)
+    enters, returns = journeys.entering
+    seconds = HeadPasses(head, algorithm, chunks, machine.device).seconds
+    seconds |= {
+        "S": seconds["S"] + enters,
+        "CAST_X": collective.seconds("broadcast", journeys.hidden_bytes, ranks, link),
+        "STATS": collective.seconds("all_gather", _STATISTICS * width * tokens * holders, holders, plane),
+        "SUM_X": returns + collective.seconds("reduce", journeys.hidden_bytes, ranks, link),
     }
     if algorithm == "naive":
-        seconds |= {
-            "S": forward - sweep if chunks == 1 else forward,
-            "U": sweep if chunks == 1 else 0.0,
-            "MAX": collective.seconds("all_reduce", _WIDE * tokens, ranks, link),
-        }
+        seconds["MAX"] = collective.seconds("all_reduce", width * tokens, holders, plane)
     return seconds
 
 
-def _sweep(numbers: float, machine: Machine) -> float:
-    """Read and write so many float32 numbers once."""
-    return compute.seconds(0, 2 * _WIDE * numbers, "float32", machine.device)
+def _plane(machine: Machine) -> tuple[int, Link]:
+    """The ranks that hold classes, of the pipeline and ``tp``: how many, and the link between them."""
+    mesh = machine.mesh
+    if mesh.tp == 1 or machine.cluster is None:
+        return mesh.pp, machine.links["pp"]
+    size = mesh.pp * mesh.tp
+    return size, machine.cluster.link(size, mesh.stride("tp"), mesh.world)
 
 
-def _embedding_seconds(block: Block, machine: Machine) -> dict[str, float]:
-    """A lookup makes whole rows on every rank: it doesn't get cheaper with more of them. Its gradient is a table, made
-    and added to that of the step."""
+def _embedding_seconds(block: Block, machine: Machine, journeys: _Journeys) -> dict[str, float]:
+    """Of a lookup that is local to all axes. It makes whole rows on every rank: it doesn't get cheaper with more."""
     ranks, link = machine.sizes["pp"], machine.links["pp"]
-    made = info(block.outputs[0]).meta
-    table = sum(info(node).meta.bytes for node in vocabulary_dims(block)) / ranks
+    passes = [op_seconds(node, machine.device) for node in block.ops]
+    leaves, returns = journeys.leaving
     return {
-        "E": compute.seconds(0, 2 * made.bytes, "float32", machine.device),
-        "G": compute.seconds(0, made.bytes + 4 * table, "float32", machine.device),
-        "SUM_E": collective.seconds("reduce", made.bytes, ranks, link),
-        "CAST_E": collective.seconds("broadcast", made.bytes, ranks, link),
+        "E": leaves + math.fsum(forward for forward, _ in passes),
+        "G": returns + math.fsum(backward for _, backward in passes),
+        "SUM_E": collective.seconds("reduce", journeys.embedded_bytes, ranks, link),
+        "CAST_E": collective.seconds("broadcast", journeys.embedded_bytes, ranks, link),
     }

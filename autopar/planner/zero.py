@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -57,12 +57,34 @@ class MoveCosts:
     stages: Sequence[Sequence[int]] = ()
     placement: Sequence[int] = ()
 
-    def gather_seconds(self, calls: Sequence[int]) -> float:
-        """One gather of all weights of ``calls``, in the dtype that is computed with: small ones of a call together."""
+    def gather_seconds(self, calls: Sequence[int], parts: int = 1) -> float:
+        """One gather of all weights of ``calls``, in the dtype that is computed with: small ones of a call together.
+
+        ``parts``: over so many ranks beside are the rows of each split.
+        """
         return math.fsum(
-            _seconds("all_gather", gathered, self.shards(line), line.shard) + self._host(gathered, line)
+            _seconds("all_gather", gathered // parts, self.shards(line), line.shard)
+            + self._host(gathered // parts, line)
             for line, gathered, _ in self._calls(calls)
         )
+
+    def arrivals(self, forward_seconds: Sequence[float]) -> tuple[float, ...]:
+        """Of each of ``stages``, what its one GATHER of a step has left to do before its first forward, which takes so
+        long, can begin: its layers wait for their own weights alone (:meth:`autopar.runtime.store.Store.arriving`).
+
+        What of a gather runs beside that forward is still to be done when the rank's next one begins. Weights that are
+        gathered for each pass, or copied from the host, have all of their gather left.
+        """
+        all_ = [self.gather_seconds(stage) for stage in self.stages]
+        if self.options.zero == 3 or not {"optimizer", "parameters"}.isdisjoint(self.options.offload):
+            return tuple(all_)
+        late = [0.0] * (1 + max(self.placement))
+        left = []
+        for home, calls, gathered, forward in zip(self.placement, self.stages, all_, forward_seconds, strict=True):
+            first = step.left_seconds(gathered, len(calls), forward)
+            left.append(late[home] + first)
+            late[home] = gathered - first
+        return tuple(left)
 
     def scatter_seconds(self, calls: Sequence[int]) -> float:
         """One SCATTER of their gradients."""
@@ -74,14 +96,16 @@ class MoveCosts:
 
     def reduce_seconds(self, calls: Sequence[int]) -> float:
         """What REDUCE has left to sum, and to copy to the host: of each parameter over all ranks that have terms."""
-        sums: Counter[_Over] = Counter()
+        by_over: dict[int, tuple[_Over, int]] = {}
         for name, node in self.trained(calls):
-            sums[self._over(name, node)] += self._sent_bytes(name, node)
+            over = self._over(name, node)
+            by_over[id(over)] = over, by_over.get(id(over), (over, 0))[1] + self._sent_bytes(name, node)
+        sums = by_over.values()
         once: Counter[DataLine] = Counter()
-        for over, sent in sums.items():
+        for over, sent in sums:
             once[over.line] += sent if over.axes else 0
-        rest = math.fsum(self._rest_seconds(sent, over) for over, sent in sums.items())
-        to_host = math.fsum(self._host(sent, over.line) for over, sent in sums.items())
+        rest = math.fsum(self._rest_seconds(sent, over) for over, sent in sums)
+        to_host = math.fsum(self._host(sent, over.line) for over, sent in sums)
         return rest + to_host + math.fsum(self._once_seconds(sent, line) for line, sent in once.items())
 
     def left_to_reduce(self, calls: Sequence[int], pass_seconds: float) -> float:
@@ -111,6 +135,26 @@ class MoveCosts:
         return _seconds("all_reduce", sent // shards, rest, link)
 
     def _over(self, name: str, node: fx.Node) -> _Over:
+        """The same object, with the same line, for all that are equal."""
+        if (name, node) not in self._overs:
+            over = self._made_over(name, node)
+            over = replace(over, line=self._lines.setdefault(over.line, over.line))
+            self._overs[name, node] = self._distinct.setdefault(over, over)
+        return self._overs[name, node]
+
+    @cached_property
+    def _lines(self) -> dict[DataLine, DataLine]:
+        return {}
+
+    @cached_property
+    def _overs(self) -> dict[tuple[str, fx.Node], _Over]:
+        return {}
+
+    @cached_property
+    def _distinct(self) -> dict[_Over, _Over]:
+        return {}
+
+    def _made_over(self, name: str, node: fx.Node) -> _Over:
         """Ranks that compute the same of a weight have no terms of their own. Without a cluster that says what other
         groups cost, a gradient is a sum over its line."""
         mesh, types, sums = self.machine.mesh, info(node).types(), self._sums[name]
@@ -162,17 +206,30 @@ class MoveCosts:
         on_host = not {"optimizer", "parameters"}.isdisjoint(self.options.offload) and rate
         return bytes_ / self.shards(line) / rate if on_host else 0.0
 
-    def _calls(self, calls: Sequence[int]) -> Iterator[tuple[DataLine, int, int]]:
+    def _calls(self, calls: Sequence[int]) -> Sequence[tuple[DataLine, int, int]]:
+        """What :meth:`_moved` finds, found once."""
+        key = tuple(calls)
+        if key not in self._known:
+            self._known[key] = tuple(self._moved(calls))
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, ...], tuple[tuple[DataLine, int, int], ...]]:
+        return {}
+
+    def _moved(self, calls: Sequence[int]) -> Iterator[tuple[DataLine, int, int]]:
         """Per call and line, bytes of its weights as they are gathered, and of their gradients as they are sent. What
         several calls share counts to the first; what is large, or several stages share, travels by itself."""
-        gathered: dict[tuple[int, str], Counter[DataLine]] = defaultdict(Counter)
-        sent: dict[tuple[int, str], Counter[DataLine]] = defaultdict(Counter)
+        found: dict[tuple[int, str], dict[int, tuple[DataLine, int, int]]] = defaultdict(dict)
         for call, name, node in self._used(calls):
-            line, meta = self.machine.line(info(node).types()), info(node).meta
-            key = (call, name if name in self._tied or meta.bytes >= LARGE_BYTES else "")
-            gathered[key][line] += meta.bytes
-            sent[key][line] += self._sent_bytes(name, node) if self._over(name, node).axes else 0
-        yield from ((line, gathered[key][line], sent[key][line]) for key in gathered for line in gathered[key])
+            over, bytes_ = self._over(name, node), info(node).meta.bytes
+            line = over.line
+            key = (call, name if name in self._tied or bytes_ >= LARGE_BYTES else "")
+            _, gathered, sent = found[key].get(id(line), (line, 0, 0))
+            sent += self._sent_bytes(name, node) if over.axes else 0
+            found[key][id(line)] = line, gathered + bytes_, sent
+        for together in found.values():
+            yield from together.values()
 
     def trained(self, calls: Sequence[int]) -> Iterator[tuple[str, fx.Node]]:
         """The trained parameters of calls by name, each once."""
@@ -183,11 +240,16 @@ class MoveCosts:
         seen: set[str] = set()
         for index in calls:
             call = self.model.calls[index]
-            for name, node in zip(call.parameters, self.model.block_of(call).parameters, strict=True):
+            for name, node in zip(call.parameters, self._parameters[call.block], strict=True):
                 known = self.model.parameters[name]
                 if known.trainable and not known.is_buffer and name not in seen:
                     seen.add(name)
                     yield index, name, node
+
+    @cached_property
+    def _parameters(self) -> Sequence[Sequence[fx.Node]]:
+        """By block."""
+        return [block.parameters for block in self.model.blocks]
 
     def _sent_bytes(self, name: str, node: fx.Node) -> int:
         meta = info(node).meta

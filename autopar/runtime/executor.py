@@ -50,6 +50,7 @@ class Executor:
     over ranks, before clipping; the attribute ``on_action`` each action before it runs. Raises ScheduleError where the
     actions are about other stages than those given. ``scaler`` scales the loss; a step that it finds not finite
     changes nothing. ``routers`` are those of all stages (None: of this rank's, which then are all there are).
+    ``streams`` are by stage number, of those whose weights are gathered for each pass.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Executor:
         self._asynchronous = schedule.is_asynchronous
         self.vocabulary = vocabulary
         self.stores = dict(stores or {stage: Store(module) for stage, module in self._modules().items()})
-        self._streams = {stage: Streaming(store) for stage, store in self.stores.items() if not store.resident}
+        self.streams = {stage: Streaming(store) for stage, store in self.stores.items() if not store.resident}
         self._following = followers(self.actions)
         self.reducers = self._reducers(schedule, bucket_bytes)
         self._owners: dict[Tensor, Reducer] = {p: r for r in self.reducers.values() for p in r.parameters.values()}
@@ -281,9 +282,11 @@ class Executor:
 
     def _weights(self, action: Action) -> AbstractContextManager[None]:
         """Within, the weights of the action's stage are there when they are used."""
-        if action.stage in self._streams:
+        if action.stage in self.streams:
             following = self._following[action]
-            return self._streams[action.stage].running(action.kind, following.kind if following else "")
+            return self.streams[action.stage].running(action.kind, following.kind if following else "")
+        if action.kind == "F":
+            return self.stores[action.stage].arriving()
         self.stores[action.stage].ready()
         return nullcontext()
 
@@ -291,8 +294,8 @@ class Executor:
         self.stores[action.stage if action.kind == "GATHER" else VOCABULARY].gather()
 
     def _gather_ahead(self, step: Step, action: Action) -> None:
-        if action.stage in self._streams:
-            self._streams[action.stage].prefetch("F" if action.kind == "GATHER_F" else "B")
+        if action.stage in self.streams:
+            self.streams[action.stage].prefetch("F" if action.kind == "GATHER_F" else "B")
 
     def _scatter(self, step: Step, action: Action) -> None:
         self.reducers[action.stage].scatter()

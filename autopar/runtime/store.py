@@ -5,18 +5,21 @@ SC 2020), maybe in another dtype than is computed in, maybe on the host. A *work
 emitted module: whole on the rank, in the dtype of the program. Where nothing differs they are one object.
 
 A :class:`Unit` makes some working copies of their masters: cast first, then gathered, so that the narrow type
-travels. Those of a step are made once, by ``GATHER@k``; else :mod:`autopar.runtime.streaming` makes and frees them
-layer by layer. What holds them on the way: memory is freed by giving back the storage of a tensor that stays (as
-FSDP2 does), because autograd remembers the tensor between the forward and the backward.
+travels. Those of a step are made once: ``GATHER@k`` starts them all, and each layer of the stage's first forward waits
+for its own alone (as ``--overlap-param-gather`` of Megatron-Core). Else :mod:`autopar.runtime.streaming` makes and
+frees them layer by layer. What holds them on the way: memory is freed by giving back the storage of a tensor that
+stays (as FSDP2 does), because autograd remembers the tensor between the forward and the backward.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +38,7 @@ from autopar.runtime.weights import Source, materialize
 from autopar.schedules.weight_moves import LARGE_BYTES
 
 _IN_FLIGHT = 2
+_TWICE_BYTES = 2**25  # of what is under way and needs as much memory again until it is there, if it is several units
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +72,11 @@ class Copy:
     def nbytes(self) -> int:
         return self.whole.numel() * self.whole.dtype.itemsize
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether it travels with others."""
+        return self.shard.size > 1 and self.nbytes < LARGE_BYTES
+
     def part(self) -> Tensor:
         """The master as it travels: flat, on the device, in the dtype of the copy."""
         return self.narrow().to(self.whole.device, non_blocking=True)
@@ -95,15 +104,27 @@ class Unit:
     Of a unit that isn't resident, the memory is there from :meth:`hold` until all that hold it have released it.
     """
 
-    def __init__(self, copies: Iterable[Copy], *, resident: bool, aside: torch.cuda.Stream | None = None) -> None:
+    def __init__(
+        self, copies: Iterable[Copy], *, resident: bool, host: bool = False, aside: torch.cuda.Stream | None = None
+    ) -> None:
         self.copies = list(copies)
-        self._resident, self._aside = resident, aside
+        self._resident, self._host, self._aside = resident, host, aside
         self._flight: _Flight | None = None
         self._holders: set[object] = set()
 
     @property
     def nbytes(self) -> int:
         return sum(copy.nbytes for copy in self.copies)
+
+    @property
+    def twice_bytes(self) -> int:
+        """Of copies that are somewhere else too until they are there: packed, or cast on the host."""
+        return sum(copy.nbytes for copy in self.copies if self._host or copy.is_packed)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the copies were started, and nothing waited for them yet."""
+        return self._flight is not None
 
     def hold(self, holder: object) -> None:
         """``holder`` is going to need the copies: start to make them, unless they are there."""
@@ -144,10 +165,12 @@ class Unit:
         flight = _Flight([], [], [])
         small: dict[tuple[torch.dtype, tuple[int, ...]], list[Copy]] = {}
         for copy in self.copies:
-            if copy.shard.size == 1:
+            if copy.shard.size == 1 and copy.master.device == copy.whole.device:
+                copy.whole.copy_(copy.master.detach().reshape(-1))
+            elif copy.shard.size == 1:
                 flight.kept.append(part := copy.narrow())
                 copy.whole.copy_(part, non_blocking=True)
-            elif copy.nbytes < LARGE_BYTES:
+            elif copy.is_packed:
                 small.setdefault((copy.whole.dtype, copy.shard.ranks), []).append(copy)
             else:
                 flight.kept.append(part := copy.part())
@@ -191,6 +214,7 @@ class Store:
         copies: Mapping[str, Copy] | None = None,
         others: Mapping[str, Store] | None = None,
         *,
+        host: bool = False,
         aside: torch.cuda.Stream | None = None,
         resident: bool = True,
     ) -> None:
@@ -202,7 +226,7 @@ class Store:
             if parameter.requires_grad
         }
         tied = {name: copy for name, copy in self.copies.items() if copy.spec.shared_stages}
-        make = partial(Unit, resident=resident, aside=aside)
+        make = partial(Unit, resident=resident, host=host, aside=aside)
         self.tied = {name: make([copy]) for name, copy in tied.items()}
         groups: dict[int, list[Copy]] = {}
         if program is not None and self.copies:
@@ -250,25 +274,55 @@ class Store:
 
         materialize(module, program, make)
         aside = torch.cuda.Stream(axes.device) if host and axes.device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        return cls(module, program, copies, others, aside=aside, resident=resident)
+        return cls(module, program, copies, others, host=host, aside=aside, resident=resident)
 
     def gather(self) -> None:
-        """Start to make all copies of the masters: ``GATHER@k``. Few at a time: what is packed needs memory twice."""
-        for number, unit in enumerate(self._own):
+        """Start to make all copies of the masters: ``GATHER@k``."""
+        under_way: deque[Unit] = deque()
+        for unit in self._own:
             unit.start()
-            if number >= _IN_FLIGHT:
-                self._own[number - _IN_FLIGHT].wait()
+            under_way.append(unit)
+            while len(under_way) > _IN_FLIGHT and sum(u.twice_bytes for u in under_way) > _TWICE_BYTES:
+                under_way.popleft().wait()
         self._is_fresh = True
 
     def ready(self) -> None:
         """Until the copies of the step are there. Raises ScheduleError where nothing gathers them."""
+        self._require_gathered()
+        for unit in (*self.roots, *self._own):
+            unit.wait()
+
+    @contextmanager
+    def arriving(self) -> Iterator[None]:
+        """Within, a forward runs: where copies are still on their way, each layer waits for its own and those of the
+        code behind it. Raises ScheduleError as :meth:`ready`."""
+        if not any(unit.is_under_way for unit, _ in self.sequence):
+            self.ready()
+            yield
+            return
+        self._require_gathered()
+        (_, first), *by_layer = _by_layer(self.sequence)
+        for unit in (*self.roots, *first):
+            unit.wait()
+        eager: Callable[..., Any] = torch.compiler.disable  # it has no types
+        hooks = [
+            layer.register_forward_pre_hook(eager(partial(_wait_for, needed)))
+            for layer, needed in by_layer
+            if layer is not None
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.ready()
+
+    def _require_gathered(self) -> None:
         if not self._is_fresh and self.resident:
             raise ScheduleError(
                 "weights are computed with that were never made of their masters; the action list needs its GATHER "
                 "actions: lower the schedule for this storage"
             )
-        for unit in (*self.roots, *self._own):
-            unit.wait()
 
     def expire(self) -> None:
         """The masters change: the copies are old."""
@@ -283,6 +337,23 @@ class Store:
 def _is_twice(spec: Parameter, *, host: bool) -> bool:
     trained = spec.trainable and (host or spec.master not in ("", spec.dtype))
     return not spec.is_buffer and (spec.zero > 1 or trained)
+
+
+def _wait_for(needed: Iterable[Unit], *_: object) -> None:
+    for unit in needed:
+        unit.wait()
+
+
+def _by_layer(sequence: Iterable[tuple[Unit, nn.Module | None]]) -> Iterator[tuple[nn.Module | None, list[Unit]]]:
+    """Units that are needed from when a layer is reached; those from the start first, with None."""
+    layer: nn.Module | None = None
+    needed: list[Unit] = []
+    for unit, of in sequence:
+        if of is not None:
+            yield layer, needed
+            layer, needed = of, []
+        needed.append(unit)
+    yield layer, needed
 
 
 def _layer_of(module: nn.Module, groups: Mapping[int, Sequence[Copy]]) -> dict[int, nn.Module]:

@@ -62,10 +62,10 @@ def gather_of(action: Action) -> Action:
 def gathers_of(schedule: Schedule, rank: int, moves: WeightMoves) -> Iterator[Action]:
     """All gathers that ``rank`` must have."""
     row = schedule.lists[rank]
+    if moves.gathers and schedule.head:
+        yield Action("GATHER_V")  # its passes wait for all of it, those of stages for one layer at a time
     if moves.gathers == "step":
         yield from (Action("GATHER", stage=stage) for stage, home in enumerate(schedule.placement) if home == rank)
-    if moves.gathers and schedule.head:
-        yield Action("GATHER_V")
     if moves.gathers == "pass":
         still_there = {follower for follower in followers(row).values() if follower is not None}
         yield from (gather_of(action) for action in row if action.kind in PASSES and action not in still_there)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -97,3 +98,36 @@ def test_the_host_gets_and_gives_this_ranks_part(model: Any) -> None:
     part = DEPTH * UNIT / 4 / 1e6
     assert there.gather_seconds(CALLS) - here.gather_seconds(CALLS) == pytest.approx(part)
     assert there.reduce_seconds(CALLS) - here.reduce_seconds(CALLS) == pytest.approx(part)
+
+
+class _Fixed(MoveCosts):
+    """Gathers of ``calls`` take a second for each."""
+
+    def gather_seconds(self, calls: Sequence[int], parts: int = 1) -> float:
+        return float(len(calls))
+
+
+@pytest.mark.parametrize("layer_seconds", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize("free_at", [0.0, 2.2])
+def test_what_is_left_of_a_gather_is_what_layers_wait_for(model: Model, layer_seconds: float, free_at: float) -> None:
+    """Two stages of a rank, layer by layer: a forward's layer starts after the one before and its own weights."""
+    stages, forward = ((0, 1, 2), (3, 4)), [3 * layer_seconds, 2 * layer_seconds]
+    moves = _Fixed(model, Options(zero=1), machine(2), stages, (0, 0))
+    gathered, clock, ends = 0.0, free_at, []
+    for stage in stages:
+        for _ in stage:
+            gathered += 1.0
+            clock = max(clock, gathered) + layer_seconds
+        ends.append(clock)
+    reductions, clock, found = 0.0, free_at, []
+    for left, seconds in zip(moves.arrivals(forward), forward, strict=True):
+        reductions += left
+        clock = max(clock, reductions) + seconds
+        found.append(clock)
+    assert found == pytest.approx(ends)
+
+
+@pytest.mark.parametrize("options", [Options(zero=3), Options(zero=1, offload=("optimizer",))])
+def test_all_is_left_of_what_no_layer_waits_for_alone(model: Model, options: Options) -> None:
+    moves = _Fixed(model, options, machine(2), ((0, 1), (2,)), (0, 1))
+    assert moves.arrivals([9.0, 9.0]) == (2.0, 1.0)

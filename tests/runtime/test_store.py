@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autopar import simulate
+from autopar.errors import ScheduleError
 from autopar.mesh import Mesh
 from autopar.runtime import Axes, Parameter, Program, declare
 from autopar.runtime.grads import Reducer, reduce_groups
@@ -20,7 +21,7 @@ from autopar.runtime.modules import dtype_of
 from autopar.runtime.store import Copy, Store
 from autopar.runtime.streaming import Streaming
 from autopar.runtime.units import SPANNING, units
-from autopar.runtime.weights import StateSource, unshard
+from autopar.runtime.weights import StateSource, materialize, unshard
 from tests.runtime.ranks import on_ranks
 
 WIDTH, DEPTH = 5, 3
@@ -340,3 +341,42 @@ def test_a_copy_knows_its_memory() -> None:
     assert copy.nbytes == 4 * 2 * 3 * 2
     assert copy.whole.untyped_storage().nbytes() == 0
     assert copy.working.shape == (5, 3)
+
+
+def test_layers_of_the_first_forward_wait_for_their_own_weights_alone() -> None:
+    """When a layer is reached, what it uses is there, and the weights of later ones are still on their way."""
+    mesh = Mesh(dp=4)
+
+    def program(rank: int) -> tuple[list[int], Tensor]:
+        store = load(Axes.build(mesh, rank, "cpu"), program_of(mesh, 4))
+        layers = [layer for _, layer in store.sequence if layer is not None]
+        coming: list[int] = []
+        for microbatch in range(2):
+            if not microbatch:
+                store.gather()
+            with store.arriving():
+                hooks = [
+                    layer.register_forward_pre_hook(
+                        lambda *_: coming.append(sum(unit.is_under_way for unit, _ in store.sequence))
+                    )
+                    for layer in layers
+                ]
+                loss = store.module(torch.ones(2, WIDTH, dtype=torch.float64))
+            assert not any(unit.is_under_way for unit, _ in store.sequence)
+            for hook in hooks:
+                hook.remove()
+        assert not any(layer._forward_pre_hooks for layer in layers)
+        return coming, loss.detach()
+
+    whole = Stage()
+    materialize(whole, program_of(Mesh(), 1), lambda spec: nn.Parameter(state()[spec.name]))
+    expected = whole(torch.ones(2, WIDTH, dtype=torch.float64)).detach()
+    for coming, loss in simulate.run(program, 4).results:
+        assert coming == [3, 2, 0, 0, 0, 0]  # with the last layer, the code behind it
+        assert torch.equal(loss, expected)
+
+
+def test_a_forward_needs_weights_that_were_gathered() -> None:
+    store = load(Axes.alone(Mesh(dp=2), 0, "cpu"), program_of(Mesh(dp=2), 2))
+    with pytest.raises(ScheduleError, match="GATHER"), store.arriving():
+        pass
