@@ -8,27 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
 from autopar.audit.flops import is_by_shape
 from autopar.audit.prices import Prices
-from autopar.audit.record import MADE, PACKED, PUT_OFF, SENT, Message, Phase
-from autopar.audit.run import Seen
+from autopar.audit.record import MADE, PACKED, PUT_OFF, SENT, Message, Phase, is_of_matrices
+from autopar.audit.run import Seen, first_offloads
 from autopar.cost_models import step
 from autopar.rules import lookup
 from autopar.runtime.vocabulary import VOCABULARY
-from autopar.schedules import Costs
 from autopar.schedules.actions import Action, Schedule
 from autopar.schedules.flow import EXCHANGES, VOCABULARY_KINDS
 
 _EMPTY: Final = Phase()
 _COUNTED: Final = (MADE, PUT_OFF, SENT)
 _REDUCTIONS: Final = ("all_reduce", "reduce_scatter")
-
-ASSUMED: Final = frozenset({*VOCABULARY_KINDS, "OFFLOAD", "FETCH"})
-"""Actions whose ops are none of the emitted text."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +36,6 @@ class SeenCosts:
     prices: Prices
     layers: Sequence[int]
     """Of each stage, how many parts of it have gradients that are summed as they are complete."""
-    assumed: Costs
-    """What is taken from the planner: passes of a split vocabulary, and copies to the host and back."""
 
     def _phase(self, kind: str, stage: int, microbatch: int = 0) -> Phase:
         rank = self.schedule.placement[stage]
@@ -136,7 +130,19 @@ class SeenCosts:
         return any(a.kind == "SCATTER" for row in self.schedule.lists for a in row)
 
     def gather_seconds(self, stage: int) -> float:
-        """Once, or for a forward: what is gathered before it and in it."""
+        """For a forward: what is gathered before it and in it. Once a step: what is left when the first forward of the
+        stage begins, whose layers wait for their own weights, and what was left of gathers before when theirs did."""
+        gathered = self._gathered(stage)
+        if self._streams:
+            return gathered
+        before = [s for s in range(stage) if self.schedule.placement[s] == self.schedule.placement[stage]]
+        late = self._gathered(before[-1]) - self._first_gathered(before[-1]) if before else 0.0
+        return late + self._first_gathered(stage)
+
+    def _first_gathered(self, stage: int) -> float:
+        return step.left_seconds(self._gathered(stage), self.layers[stage], self.forward_seconds(stage))
+
+    def _gathered(self, stage: int) -> float:
         kinds = ("GATHER",) if not self._streams else ("GATHER_F", "F")
         messages = [m for kind in kinds for m in self._phase(kind, stage).messages if m.kind == "all_gather"]
         return self.prices.messages(m for m in messages if m.is_started)
@@ -159,6 +165,29 @@ class SeenCosts:
         run = sum(ran.back_flops for ran in ops) + late
         return run, sum(ran.flops * sum(m.needs_grad for m in ran.op.operands) for ran in ops)
 
+    def vocabulary_seconds(self, rank: int, kind: str) -> float:
+        """Of a pass of a split vocabulary: what it runs of the text, what it sends meanwhile, and the arithmetic on
+        logits. A lookup's gradient is the backward of its forward."""
+        phase, forward = (self.seen[rank].phases.get(str(Action(name, 0)), _EMPTY) for name in (kind, "E"))
+        if kind == "G":
+            return self.prices.backward(forward) + self.prices.messages(phase.messages)
+        products = (place for place, ran in enumerate(phase.ops) if ran.flops)
+        first = next(products, 0) if kind == "S" else 0  # before it, what enters and targets
+        kept = [ran for ran in phase.ops[first:] if is_of_matrices(ran.op)]  # not what is done per token
+        ops = replace(phase, ops=[*phase.ops[:first], *kept])
+        return self.prices.forward(ops) + self.prices.messages(phase.messages) + self.prices.arithmetic(phase)
+
+    def offloads(self, stage: int) -> bool:
+        """Whether what the stage keeps goes to the host."""
+        return stage in first_offloads(self.schedule, self.schedule.placement[stage])
+
+    def offload_seconds(self, stage: int) -> float:
+        """Of what a microbatch keeps to the host, or back: each memory once."""
+        rank = self.schedule.placement[stage]
+        action = first_offloads(self.schedule, rank).get(stage)
+        copied = self.seen[rank].phases.get(str(action), _EMPTY).copied_bytes
+        return copied / self.prices.cluster.device.host_bytes_per_second if copied else 0.0
+
     def exchange_seconds(self, rank: int, kind: str) -> float:
         """Of an exchange of the vocabulary, of the first microbatch."""
         return self.prices.together(self.seen[rank].phases.get(str(Action(kind, 0)), _EMPTY).messages)
@@ -179,8 +208,8 @@ class SeenCosts:
         kind, stage = action.kind, action.stage
         if kind == "I":
             return self.backward_seconds(stage) - self.weight_seconds(stage)
-        if kind in ASSUMED:
-            return self.assumed.seconds(rank, action)
+        if kind in VOCABULARY_KINDS:
+            return self.vocabulary_seconds(rank, kind)
         if kind in EXCHANGES:
             return self.exchange_seconds(rank, kind)
         if kind == "GATHER_V":
@@ -211,6 +240,8 @@ _FIELDS: Final = {
     "GATHER_B": "gather_seconds",
     "SCATTER": "scatter_seconds",
     "REDUCE": "reduce_seconds",
+    "OFFLOAD": "offload_seconds",
+    "FETCH": "offload_seconds",
 }
 
 

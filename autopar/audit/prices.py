@@ -30,6 +30,10 @@ _LATER = frozenset({"linear", "matmul", "grouped_linear"})
 """Functions of the runtime whose weight gradient ``W`` makes."""
 
 
+_RULES = {"embedding_rows": "embedding_sharded"}
+"""Functions of the runtime that no rule is for, since no graph has them, and those whose work they do."""
+
+
 @dataclass(frozen=True)
 class Prices:
     """On ``cluster``, in a job on ``mesh``."""
@@ -74,6 +78,14 @@ class Prices:
         """What a backward computes a second time: up to the op that is stopped, which counts if its kernel ran."""
         return math.fsum(self._forward(ran) for ran in phase.ops if ran.again and (ran.is_done or ran.started))
 
+    def arithmetic(self, phase: Phase) -> float:
+        """Of kernels beside the text's ops: each product, and sweeps over matrices as one kernel."""
+        device = self.cluster.device
+        products = [k for k in phase.kernels if k.flops]
+        swept = sum(k.bytes_ for k in phase.kernels if not k.flops)
+        seconds = [compute.seconds(k.flops, k.bytes_, k.dtype, device, k.made) for k in products]
+        return math.fsum(seconds) + (compute.seconds(0, swept, "float32", device) if swept else 0.0)
+
     def _forward(self, ran: Ran) -> float:
         own, sent = self.compute(ran)[0], self.messages((*ran.messages, *self._counts(ran)))
         return max(own, sent) if _overlaps(ran.op) else own + sent
@@ -114,7 +126,7 @@ class Prices:
 def _work(ran: Ran) -> Work:
     """What the cost models ask of an op: bytes from the tensors that it was given and made, products as they ran."""
     op, flops = ran.op, flops_of(ran)
-    work = work_of(op, lookup(op.name), Choice((R,) * len(op.operands), R), 1)
+    work = work_of(op, lookup(_RULES.get(op.name, op.name)), Choice((R,) * len(op.operands), R), 1)
     if not flops:
         return replace(work, flops=0)
     dtype = str(op.operands[0].dtype).removeprefix("torch.")

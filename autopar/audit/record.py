@@ -24,6 +24,7 @@ from torch.utils.flop_counter import flop_registry
 from autopar.graph import AxisRef, Meta
 from autopar.rules.base import Op
 from autopar.runtime.axes import Axes, Axis
+from autopar.schedules.flow import VOCABULARY_KINDS
 from autopar.simulate.calls import Call
 from autopar.storages import DispatchMode, address, is_fake
 
@@ -36,6 +37,7 @@ _MEASURED_LATER: Final = frozenset({"all_reduce", "all_gather", "reduce_scatter"
 """What reductions of gradients and gathers of weights are, which are started and not waited for."""
 
 _BACKWARDS: Final = ("B", "I", "W")
+_COPYING: Final = ("OFFLOAD", "FETCH")
 
 _ADDS: Final = ("add_.Tensor", "add.Tensor")
 _COPIES: Final = ("copy_.default", "_to_copy.default")
@@ -45,14 +47,28 @@ MADE, PUT_OFF, SENT, PACKED = PLACES = "made", "put off", "sent", "packed"
 """Gradients move as the backward makes them, as what was put off is made, as they are sent, and only to be sent
 together."""
 
+_NUMBERS: Final = 4
+"""So many of each token are its statistics."""
+
+_LOOKUPS: Final = ("index_select",)
+_TOUCHES: Final = ("gather", "scatter_add_", "fill_", "new_empty", "new_empty_strided")
+"""Kernels that read or write a number of each token, those of the few classes that only pad the table, or nothing."""
+
+_WRITES: Final = ("copy_", "zero_", "zeros_like")
+"""Kernels that don't read what they write to."""
+
 _COMPOSITE: Final = {"matmul": "aten.matmul.default", "__matmul__": "aten.matmul.default"}
 """Operators that are several kernels: the others are called by the name of theirs."""
 
 _OBJECT: Final = Meta((0,), torch.uint8)
 """What an op made that gives no tensor: a routing, or rows on their way."""
 
-_TRANSPARENT: Final = frozenset({"declare", "recompute"})
-"""Functions of the runtime that are no ops: the text's own ops run inside of ``recompute``."""
+_TRANSPARENT: Final = frozenset({"declare", "recompute", "rng"})
+"""Functions of the runtime that are no ops: the text's own ops run inside of ``recompute`` and ``rng``."""
+
+_DROPOUT: Final = {"aten.scaled_dot_product_attention.default": 4}
+"""Fused attention's share that is dropped: its position. With any, a CPU has no such kernel, and results lie otherwise
+in memory than on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -109,13 +125,27 @@ class Moved(NamedTuple):
     after: int
 
 
+class Kernel(NamedTuple):
+    """What a pass of a split vocabulary computes beside forwards of the text's ops: ``flops`` of a product (0: it is
+    none) in ``dtype``, bytes of matrices that it reads and writes, elements that it makes."""
+
+    name: str
+    flops: int
+    bytes_: int
+    dtype: str
+    made: int
+
+
 @dataclass(eq=False)
 class Phase:
-    """What one action did: ops of the text, and messages and products that are no op's."""
+    """What one action did: ops of the text, and messages and products that are no op's; of a split vocabulary's passes
+    all ``kernels`` beside; bytes that go to the host or come back."""
 
     ops: list[Ran] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     flops: int = 0
+    kernels: list[Kernel] = field(default_factory=list)
+    copied_bytes: int = 0
 
 
 class Log:
@@ -191,6 +221,21 @@ class Log:
         if not ran.op.outputs:
             ran.op = replace(ran.op, name=name if ran.is_operator else ran.op.name, outputs=tuple(map(_meta, made)))
 
+    def computed(self, func: Any, flops: int, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        """A kernel ran: of a pass of a split vocabulary, it counts, unless it is of an op of the text, or a view."""
+        if self.kind in _COPYING and func.overloadpacket.__name__ == "copy_":
+            self._phase.copied_bytes += made[0].nbytes
+        beside = self._running is None and not self._summing
+        if not beside or self.kind not in VOCABULARY_KINDS or not made:
+            return
+        returns = func._schema.returns
+        if any(each.alias_info is not None and not each.alias_info.is_write for each in returns):
+            return
+        bytes_ = _matrix_bytes(func.overloadpacket.__name__, given, made)
+        if flops or bytes_:
+            name, dtype = func.overloadpacket.__name__, str(made[0].dtype).removeprefix("torch.")
+            self._phase.kernels.append(Kernel(name, flops, bytes_, dtype, made[0].numel()))
+
     def keep(self, node: object) -> None:
         """An autograd node that is watched lives as long as the log."""
         self._nodes.append(node)
@@ -242,7 +287,9 @@ class Calls(TorchFunctionMode):
         if self._log.is_open or not _is_called_by(sys._getframe(1), self._log.files):
             return func(*args, **kwargs)
         name, is_view = _name(func)
-        op = _op(name, args, kwargs)
+        op, place = _op(name, args, kwargs), _DROPOUT.get(name, len(args))
+        args = (*args[:place], 0.0, *args[place + 1 :]) if place < len(args) else args
+        kwargs = {key: 0.0 if name in _DROPOUT and key == "dropout_p" else value for key, value in kwargs.items()}
         return self._log.run(op, lambda: func(*args, **kwargs), is_view=is_view, is_operator="." not in name)
 
 
@@ -261,7 +308,9 @@ class Kernels(DispatchMode):  # type: ignore[misc]
         made = [tensor for tensor in _tensors(result) if is_fake(tensor)]
         self._log.moved(func.__name__, list(_tensors([args, list(kwargs.values())])), made)
         formula = flop_registry.get(func.overloadpacket)
-        self._log.products(formula(*args, **kwargs, out_val=result) if formula else 0)
+        flops = formula(*args, **kwargs, out_val=result) if formula else 0
+        self._log.products(flops)
+        self._log.computed(func, flops, list(_tensors([args, list(kwargs.values())])), made)
         given = {address(tensor.untyped_storage()) for tensor in _tensors([args, kwargs])}
         if made and address(made[0].untyped_storage()) not in given:
             self._log.kernel(f"{func.namespace}.{func.__name__}", made, copied=bool(given))
@@ -330,6 +379,33 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
     elif isinstance(value, dict):
         yield from _tensors(list(value.values()))
+
+
+def _matrix_bytes(name: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
+    """Of the matrices that a kernel reads and writes; of a lookup, of what is looked up. Numbers per token are none."""
+    written = sum(map(_row_bytes, made))
+    if name in _LOOKUPS:
+        return 2 * written
+    if name in _WRITES:
+        given = given[1:]
+    return 0 if name in _TOUCHES else written + sum(map(_row_bytes, given))
+
+
+def _row_bytes(tensor: Tensor) -> int:
+    """Of a matrix, with the columns that only pad its rows; 0 of anything else."""
+    if not _is_matrix(tensor.shape):
+        return 0
+    columns, row = tensor.shape[-1], tensor.stride(-2)
+    return tensor.nbytes // columns * row if tensor.stride(-1) == 1 and row > columns else tensor.nbytes
+
+
+def is_of_matrices(op: Op) -> bool:
+    """Whether it makes any."""
+    return any(_is_matrix(meta.shape) for meta in op.outputs)
+
+
+def _is_matrix(shape: Sequence[int]) -> bool:
+    return len(shape) > 1 and min(shape[-2:]) > _NUMBERS
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

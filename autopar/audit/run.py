@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,15 @@ from autopar.runtime.job import Job, start
 from autopar.runtime.modules import dtype_of
 from autopar.runtime.program import Parameter
 from autopar.runtime.shards import Positions, stored_shape
+from autopar.schedules.actions import Action, Schedule
 from autopar.simulate.alone import run_alone
 from autopar.storages import fake_tensors
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank did in a step with the first and the last microbatch: by action, as its text. ``updated`` is how
+    """What one rank did in a step with the first and the last microbatch (and one that a stage offloads, where these
+    aren't): by action, as its text. ``updated`` is how
     many elements of parameters its optimizer updates; ``gradients``, by stage, how many of gradients were moved."""
 
     phases: Mapping[str, Phase]
@@ -41,10 +43,25 @@ def see(job: Job, batch: Mapping[str, Tensor]) -> list[Seen]:
     It is the rank with the last part of a sequence, which has the most to do where attention is causal.
     """
     last = job.mesh.cp - 1
-    return [_see(job, batch, job.mesh.rank(pp=index, cp=last)) for index in range(job.mesh.pp)]
+    ends = {0, job.schedule.microbatches - 1}
+    found = []
+    for index in range(job.mesh.pp):
+        rank = job.mesh.rank(pp=index, cp=last)
+        seen = _see(job, batch, rank, ends)
+        copied = {action.microbatch for action in first_offloads(job.schedule, index).values()}
+        if copied - ends:  # stages that keep what they have of the first and the last microbatch on the device
+            phases = {**_see(job, batch, rank, copied - ends).phases, **seen.phases}
+            seen = replace(seen, phases=phases)
+        found.append(seen)
+    return found
 
 
-def _see(job: Job, batch: Mapping[str, Tensor], rank: int) -> Seen:
+def first_offloads(schedule: Schedule, rank: int) -> dict[int, Action]:
+    """By stage, the first of its actions that sends what it keeps to the host."""
+    return {a.stage: a for a in reversed(schedule.lists[rank]) if a.kind == "OFFLOAD"}
+
+
+def _see(job: Job, batch: Mapping[str, Tensor], rank: int, microbatches: Collection[int]) -> Seen:
     options = job.options
     if options.precision == "fp16":
         options = options.model_copy(update={"precision": "bf16"})  # whether a step overflows depends on values
@@ -60,7 +77,7 @@ def _see(job: Job, batch: Mapping[str, Tensor], rank: int) -> Seen:
             given = {path: torch.empty(tensor.shape, dtype=tensor.dtype) for path, tensor in batch.items()}
             executor = start(fake, axes)
             updated = sum(parameter.numel() for parameter in executor.masters.values())
-            _watch(executor, log)
+            _watch(executor, log, microbatches)
             with Kernels(log), Calls(log):
                 executor.step(given)
         return Seen(log.phases, updated, dict(log.gradients))
@@ -68,18 +85,16 @@ def _see(job: Job, batch: Mapping[str, Tensor], rank: int) -> Seen:
     return run_alone(program, rank, job.mesh.world, on_call=log.sent)
 
 
-def _watch(executor: Executor, log: Log) -> None:
-    """Only the first and the last microbatch; no optimizer."""
-    count = 1 + max(action.microbatch for action in executor.actions)
-    some = (-1, 0, count - 1)
-    executor.actions = tuple(a for a in executor.actions if a.microbatch in some)
+def _watch(executor: Executor, log: Log, microbatches: Collection[int]) -> None:
+    """Only some microbatches; no optimizer."""
+    executor.actions = tuple(a for a in executor.actions if a.microbatch in (-1, *microbatches))
     executor.optimizer = None
     executor.on_action = log.begin
     for stage, reducer in executor.reducers.items():
         _watch_sums(reducer, stage, log)
     modules = [*executor.stages.values(), *([executor.vocabulary[0]] if executor.vocabulary else [])]
     for module in modules:
-        namespace = type(module).forward.__globals__
+        namespace = type(module).__init__.__globals__
         namespace.update(watched(namespace, log))
 
 

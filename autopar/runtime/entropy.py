@@ -71,5 +71,5 @@ def gradient_(
     """
     wide.scatter_add_(1, targets.rows.unsqueeze(1), (slope * targets.here * (smoothing - 1)).unsqueeze(1))
     if smoothing:
-        wide[:, :valid] -= (smoothing / classes * slope).unsqueeze(1)
+        wide[:, :valid].sub_((smoothing / classes * slope).unsqueeze(1))  # -= would copy the result onto itself
     return wide

@@ -1,12 +1,17 @@
 """What would work where nothing fits: the same search with one thing freed at a time, cheapest first.
 
-Each relaxation is solved, not guessed: it is offered with the step that its search found. They cost in this order: what
-the user pinned of how to save memory, how work is cut, the degrees; then more memory, and more GPUs.
+Each relaxation is solved, not guessed: it is offered with the step that a search found for it, and what costs the
+fewest GPU seconds a step comes first. Of more GPUs, the fewest are looked for. What fits on n of them need not fit on
+more, since degrees have to divide the batch, the heads and the experts; so numbers can't be bisected. They are tried in
+order, from the fewest whose memory holds the state; those without degrees, or on which layers don't fit though all is
+recomputed, are left out unsolved. Where that takes too long, numbers double from there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -16,23 +21,37 @@ from autopar.search.costing import Outcome
 from autopar.search.fronts import differs
 from autopar.search.pins import SEARCHED_OPTIONS, Pins
 from autopar.search.profiles import Profiler
-from autopar.search.space import regions, savers
+from autopar.search.space import largest, regions, savers
 
 if TYPE_CHECKING:
     from autopar.search.loop import Found, Search
 
 _OFFERED = 4
 _LEAN_REGIONS = 3
-_MORE = (1.25, 1.5, 2, 3, 4, 6, 8)
-"""Times the GPUs that are tried, where that is a whole number of them."""
+_MOST_TIMES = 64
+"""Times the GPUs that are tried at most."""
+
+_WORK = 1e5
+"""Units of work (:data:`autopar.search.loop.WORK`) of one such search that finds nothing."""
+
+_FEWEST_WORK = 3e5
+"""The same of all that are tried in order for the fewest GPUs."""
+
+_NUMBERS = 512
+"""Of GPUs that are looked at for that."""
 
 
 @dataclass(frozen=True)
 class Relaxation:
-    """What to change, and the best that this makes possible."""
+    """What to change, and the best that is known of what this makes possible."""
 
     change: str
     outcome: Outcome
+
+    @property
+    def gpu_seconds(self) -> float:
+        """Of a step."""
+        return self.outcome.step_seconds * self.outcome.point.region.mesh.world
 
     def __str__(self) -> str:
         return f"{self.change} ({differs(self.outcome.point)}: {seconds_text(self.outcome.step_seconds)} a step)"
@@ -46,6 +65,8 @@ def refusal(search: Search, found: Found) -> AutoparError:
     too_large = (error for error in refusals if isinstance(error, BudgetError))
     needed = min((error.needed_bytes for error in too_large if error.needed_bytes), default=0)
     needed = needed or _leanest_bytes(search)
+    if not needed and refusals and search.pins.gpus >= search.least_gpus:
+        return refusals[0]  # not even the leanest way is refused for its memory
     offers = relaxations(search)
     pinned = _pinned_text(search.pins)
     has = bytes_text(search.costing.budget_bytes)
@@ -56,6 +77,34 @@ def refusal(search: Search, found: Found) -> AutoparError:
     )
     ways = "; or ".join(map(str, offers))
     return BudgetError(f"{text}. It fits {ways}" if ways else f"{text}. No single change makes it fit", needed)
+
+
+def no_degrees(search: Search) -> AutoparError:
+    """The error where no degrees multiply to the GPUs and divide the batch, the heads, the sequence and the layers; or
+    none leave the microbatches that were pinned."""
+    pins, sizes = search.pins, search.sizes
+    on = f"gpus={pins.gpus}" + (f" with mesh={dict(pins.mesh)}" if pins.mesh else "")
+    if free := regions(sizes, replace(pins, microbatch=None, microbatches=None)):
+        if pins.microbatch is not None and pins.microbatches is not None:
+            both = f"microbatch={pins.microbatch} and microbatches={pins.microbatches}"
+            return ArgumentError(
+                f"{both} are {pins.microbatch * pins.microbatches} rows on each rank, which no degrees of {on} leave "
+                f"of a batch of {sizes.batch}; leave one of the two out"
+            )
+        name = "microbatch" if pins.microbatch is not None else "microbatches"
+        fits = sorted({region.rows if name == "microbatch" else region.microbatches for region in free})
+        return ArgumentError(
+            f"{name}={getattr(pins, name)} doesn't divide what any degrees of {on} leave a rank of a batch of "
+            f"{sizes.batch}; {name} may be one of {fits}"
+        )
+    heads = f", heads {' and '.join(map(str, sizes.heads))} (tp)" if sizes.heads else ", a width of weights (tp)"
+    lengths = f", sequences of {' and '.join(map(str, sizes.lengths))} (cp)" if sizes.lengths else ""
+    fewer = largest(sizes, pins)
+    return ArgumentError(
+        f"{on} can't all be used: no degrees with that product divide a batch of {sizes.batch} (dp x microbatches), "
+        f"{sizes.units} layers and more (pp){heads}{lengths}; "
+        f"{f'use gpus={fewer}' if fewer else 'leave pins out'}, or another batch"
+    )
 
 
 def _gpus_text(gpus: int) -> str:
@@ -70,7 +119,7 @@ def _leanest_bytes(search: Search) -> int:
         if search.place(region) is None:
             continue
         point = max(search.points_of(region), key=lambda p: (p.schedule == "1f1b", p.zero, not p.head))
-        ways = savers(search.costing.cluster, search.pins)
+        ways = savers(region, search.costing.cluster, search.pins)
         offload, chunks = max(ways, key=lambda way: (len(way[0]), -way[1]))
         try:
             search.lay_out(point._replace(offload=offload, head_chunks=chunks))
@@ -91,15 +140,16 @@ def _pinned_text(pins: Pins) -> str:
 
 
 def relaxations(search: Search) -> list[Relaxation]:
-    """At most four single changes that make it fit, in the order of what they cost a user."""
+    """At most four single changes that make it fit, the cheapest first; two at once where none does."""
     offers = []
     for change, pins in _changes(search):
-        found = _searched(search, pins)
-        if found is not None:
-            offers.append(Relaxation(change, found))
-        if len(offers) == _OFFERED:
-            break
-    return offers
+        again = _searched(search, pins)
+        if again.outcomes:
+            offers.append(Relaxation(change, again.ranked()[0]))
+    offers += _fewest(search, _with_copies(search.pins), "")
+    if not offers and search.pins.mesh_is_whole:
+        offers += _fewest(search, {}, f" without mesh={dict(search.pins.mesh)}")
+    return sorted(offers, key=lambda offer: offer.gpu_seconds)[:_OFFERED]
 
 
 def _changes(search: Search) -> Iterator[tuple[str, Pins]]:
@@ -121,23 +171,48 @@ def _changes(search: Search) -> Iterator[tuple[str, Pins]]:
         whole = bytes_text(search.costing.cluster.device.memory_bytes)
         freed = replace(pins, options=options, given=pins.given - {"budget_bytes"})
         yield f"with the device's {whole}", freed
-    yield from _with_more_gpus(search)
 
 
-def _with_more_gpus(search: Search) -> Iterator[tuple[str, Pins]]:
-    pins = search.pins
-    for times in _MORE:
-        gpus = times * pins.gpus
-        if gpus == int(gpus):
-            mesh = {} if pins.mesh_is_whole else pins.mesh
-            try:
-                yield f"on {_gpus_text(int(gpus))}", replace(pins, gpus=int(gpus), mesh=mesh)
-            except ArgumentError:  # pinned degrees don't divide so many
-                continue
+def _with_copies(pins: Pins) -> Mapping[str, int]:
+    """The pinned degrees; where they were all, of more GPUs ``dp`` takes what there is more."""
+    if not pins.mesh_is_whole:
+        return pins.mesh
+    return {axis: pins.mesh.get(axis, 1) for axis in ("pp", "cp", "tp")} | {
+        axis: pins.mesh[axis] for axis in ("ep", "etp") if axis in pins.mesh
+    }
 
 
-def _searched(search: Search, pins: Pins) -> Outcome | None:
-    """The best under ``pins``; None where still nothing fits."""
+def _fewest(search: Search, mesh: Mapping[str, int], without: str) -> list[Relaxation]:
+    """On a mesh with these degrees; nothing where no number that was tried will do."""
+    least, most = max(search.pins.gpus + 1, search.least_gpus), _MOST_TIMES * search.pins.gpus
+    found, left = None, _FEWEST_WORK
+    for found in _under_more(search, mesh, range(least, most + 1)[:_NUMBERS]):
+        left -= found.work
+        if found.outcomes or left <= 0:
+            break
+    gpus = 2 * (found.pins.gpus if found is not None else least)
+    while (found is None or not found.outcomes) and gpus <= most:
+        found = next(_under_more(search, mesh, range(gpus, 2 * gpus)), None)
+        gpus *= 2
+    if found is None or not found.outcomes:
+        return []
+    return [Relaxation(f"on {_gpus_text(found.pins.gpus)}{without}", found.ranked()[0])]
+
+
+def _under_more(search: Search, mesh: Mapping[str, int], numbers: Iterable[int]) -> Iterator[Search]:
+    """On so many GPUs, where there are such degrees and layers may fit."""
+    for gpus in numbers:
+        try:
+            pins = replace(search.pins, gpus=gpus, mesh=mesh)
+        except ArgumentError:  # these degrees don't divide so many
+            continue
+        found = regions(search.sizes, pins)
+        if not all(math.isinf(search.costing.region_bound(region, search.share(region))) for region in found):
+            yield _searched(search, pins)
+
+
+def _searched(search: Search, pins: Pins) -> Search:
+    """The same search under ``pins``, up to the first that fits."""
     profiler = search.profiler
     if pins.options != profiler.options:
         profiler = Profiler(profiler.models, profiler.cluster, pins.options, profiler.expert_load)
@@ -149,8 +224,9 @@ def _searched(search: Search, pins: Pins) -> Outcome | None:
         outcomes=[],
         refusals={},
         quick=True,
+        most_work=_WORK,
+        watch=None,
     )
-    try:
-        return next(iter(again.run().outcomes), None)
-    except AutoparError:
-        return None
+    with suppress(AutoparError):
+        again.run()
+    return again

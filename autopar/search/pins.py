@@ -11,6 +11,8 @@ from autopar.errors import ArgumentError
 from autopar.mesh import AXES, Mesh
 from autopar.options import Options
 from autopar.planner.modes import mode_of
+from autopar.planner.pipeline import SYNTHESIZED
+from autopar.schedules.registry import SCHEDULES
 
 SEARCHED_OPTIONS: Final = ("zero", "zero_ranks", "offload", "head_chunks")
 """The fields of :class:`autopar.options.Options` that change what a step costs and not what it computes."""
@@ -42,13 +44,26 @@ class Pins:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ArgumentError(f"{name}={value!r}; it must be a whole number of at least 1")
-        if self.vocabulary is not None:
-            mode_of(self.vocabulary)
+        self._check_names()
         product = math.prod(size for axis, size in self._sizes().items())
         if not self.mesh_is_whole and (product > self.gpus or self.gpus % product):
             raise ArgumentError(
                 f"mesh={dict(self.mesh)} is a multiple of {product} ranks, which doesn't divide gpus={self.gpus}; "
                 f"use gpus={max(product, self.gpus // product * product)}, or other degrees"
+            )
+
+    def _check_names(self) -> None:
+        if not isinstance(self.mesh, Mapping):
+            raise ArgumentError(f"mesh={self.mesh!r}; it must give axes their sizes, as {{'dp': 2, 'tp': 4}} does")
+        if self.vocabulary is not None:
+            mode_of(self.vocabulary)
+        if self.schedule is not None and self.schedule not in (*SCHEDULES, SYNTHESIZED):
+            raise ArgumentError(f"schedule={self.schedule!r} is none of {', '.join((*SCHEDULES, SYNTHESIZED))}")
+        alone = self.mesh.get("pp") == 1 or ("pp" not in self.mesh and self.mesh_is_whole)
+        if alone and self.chunks is not None and self.chunks > 1:
+            raise ArgumentError(
+                f"chunks={self.chunks} stages on each pipeline rank, but mesh={dict(self.mesh)} has no pipeline (pp "
+                "1); leave chunks out, or use pp of 2 or more"
             )
 
     def _sizes(self) -> dict[str, int]:

@@ -9,8 +9,9 @@ from typing import Any, Final
 import torch
 
 import autopar
+from tests import vocabulary_models
 from tests.fast_cluster import FAST
-from tests.models import make, prepared
+from tests.models import Case, gpt2, make, prepared
 from tests.moe_models import family
 
 PINNED: Final[Mapping[str, Any]] = {
@@ -25,7 +26,8 @@ PINNED: Final[Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """A model by its name in tests.models, or ``moe_`` and that of a family of experts; degrees; other pins."""
+    """A model by its name in tests.models, or ``moe_`` and that of a family of experts, or ``head_`` and that of one in
+    tests.vocabulary_models; degrees; other pins."""
 
     model: str
     mesh: Mapping[str, int]
@@ -38,10 +40,19 @@ class Plan:
         parts += [f"{name}={value}" for name, value in self.options.items()]
         return "-".join([self.model, *parts, *([] if self.dtype == torch.float64 else [str(self.dtype)])])
 
+    @property
+    def case(self) -> Case:
+        kind, _, name = self.model.partition("_")
+        if kind == "moe":
+            return prepared(lambda: family(name, self.batch), self.dtype)
+        if self.model == "gpt2_dropout":
+            return prepared(lambda: gpt2(self.batch, dropout=0.1), self.dtype)
+        if kind == "head":
+            return prepared(lambda: vocabulary_models.case(name, self.batch), self.dtype)
+        return make(self.model, self.batch, self.dtype)
+
     def compile(self, **changes: Any) -> autopar.ParallelModel:
-        name = self.model.removeprefix("moe_")
-        moe = name != self.model
-        case = prepared(lambda: family(name, self.batch), self.dtype) if moe else make(name, self.batch, self.dtype)
+        case = self.case
         gpus = 1
         for axis, size in self.mesh.items():
             gpus *= 1 if axis == "ep" else size
@@ -58,7 +69,8 @@ FAST_PLANS: Final = (
     Plan("mlp", {"dp": 4}, {"zero": 2, "zero_ranks": 2}),
     Plan("llama", {"cp": 2}, {"attention": "ring"}),
     Plan("llama", {"dp": 2}, {"recompute": "selective"}),
-    Plan("gpt2", {"pp": 2}, {"vocabulary": "vocab-2"}),
+    Plan("gpt2", {"pp": 2, "tp": 2}, {"vocabulary": "vocab-1", "microbatches": 2}),  # statistics of all ranks
+    Plan("head_smoothed", {"pp": 2}, {"vocabulary": "vocab-2"}),  # a table stored the other way, classes padded
     Plan("moe_mixtral", {"dp": 2, "ep": 2}),
 )
 
@@ -68,6 +80,15 @@ SLOW_PLANS: Final = (
     Plan("encoder", {"dp": 2, "tp": 2}, {"zero": 1}),
     Plan("gpt2", {"pp": 2, "dp": 2}, {"schedule": "zb-h1"}),
     Plan("gpt2", {"pp": 4}, {"vocabulary": "vocab-1"}),
+    Plan("gpt2", {"pp": 2}, {"vocabulary": "naive", "schedule": "zb-h1"}),
+    Plan("gpt2_dropout", {"dp": 2}, {"recompute": "selective"}),
+    Plan("llama", {"pp": 2, "tp": 2}, {"vocabulary": "vocab-2", "precision": "bf16"}, torch.float32),
+    Plan("llama", {"pp": 2, "dp": 2, "tp": 2}, {"vocabulary": "naive"}),
+    Plan("llama_tied", {"pp": 2}, {"vocabulary": "vocab-1", "head_chunks": 2, "precision": "bf16"}, torch.float32),
+    Plan("head_smoothed", {"pp": 2}, {"vocabulary": "naive", "head_chunks": 2}),
+    Plan("head_soft_capped", {"pp": 2}, {"vocabulary": "vocab-2", "head_chunks": 2}, batch=32),
+    Plan("head_masked", {"pp": 2}, {"vocabulary": "vocab-1"}),
+    Plan("head_summed", {"pp": 2}, {"vocabulary": "vocab-2"}),
     Plan("gpt2", {"dp": 2, "tp": 2}, {"head_chunks": 2}),
     Plan("llama", {"cp": 2, "tp": 2}, {"attention": "heads"}),
     Plan("llama", {"pp": 2, "cp": 2}, {"attention": "all_gather", "cp_order": "contiguous"}),

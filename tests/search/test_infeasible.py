@@ -8,8 +8,13 @@ import pytest
 
 from autopar import Cluster
 from autopar.errors import BudgetError
-from autopar.search import choose
+from autopar.mesh import Mesh
+from autopar.preparation import Captured
+from autopar.search import choose, searching
 from autopar.search.infeasible import relaxations
+from autopar.search.loop import Search
+from tests.models import prepared as made
+from tests.moe_models import family
 from tests.search.spaces import pins_of, prepared, search_of
 
 CPU = Cluster.load("cpu")
@@ -21,18 +26,19 @@ def refusal(gpus: int, **given: Any) -> str:
     return str(refused.value)
 
 
-def test_the_first_offer_works() -> None:
+def test_offers_work_and_the_cheapest_is_first() -> None:
     """State is 16 bytes an element and 8 of a copy: one stage holds it without ZeRO or offload in no other way."""
     given: dict[str, Any] = {"mesh": {"dp": 2}, "zero": 0, "offload": (), "budget_bytes": 120_000}
     search = search_of("mlp", 4, 2, CPU, **given)
     assert not search.run().outcomes
     offers = relaxations(search)
-    assert offers[0].change in ("without zero=0", "without offload=()")
+    assert {"without zero=0", "without offload=()", "with the device's 4 GiB"} <= {offer.change for offer in offers}
+    costs = [offer.outcome.step_seconds * offer.outcome.point.region.mesh.world for offer in offers]
+    assert costs == sorted(costs)
     text = refusal(2, **given)
     assert text.startswith("nothing fits on 2 GPUs with mesh={'dp': 2}")
-    assert str(offers[0]) in text
-    name = offers[0].change.split()[1].split("=")[0]
-    built = choose(prepared("mlp", 4), pins_of(2, **{k: v for k, v in given.items() if k != name}), CPU, {})
+    assert [text.index(str(offer)) for offer in offers] == sorted(text.index(str(offer)) for offer in offers)
+    built = choose(prepared("mlp", 4), pins_of(2, **{k: v for k, v in given.items() if k != "zero"}), CPU, {})
     assert max(built.plan.peak_bytes) <= given["budget_bytes"]
 
 
@@ -41,3 +47,68 @@ def test_nothing_at_all() -> None:
     assert "nothing fits on 1 GPU with mesh={'dp': 1}, budget_bytes=1000, offload=()" in text
     assert "the leanest way found needs" in text
     assert "It fits with the device's 4 GiB" in text
+
+
+def experts_on(gpus: int, **given: Any) -> Search:
+    """Of four experts, in two layers."""
+    case = made(lambda: family("mixtral", 8))
+    return searching(Captured(case.model, case.batch, case.loss).on("cpu"), pins_of(gpus, **given), CPU, {})
+
+
+def fewest(search: Search) -> Mesh:
+    """Of the one offer of more GPUs."""
+    assert not search.run().outcomes
+    (offer,) = (offer for offer in relaxations(search) if offer.change.startswith("on "))
+    assert offer.outcome.peak_bytes <= search.costing.whole_budget_bytes
+    mesh = offer.outcome.point.region.mesh
+    assert offer.change == f"on {mesh.world} GPUs"
+    return mesh
+
+
+@pytest.mark.parametrize(
+    ("gpus", "given"),
+    [
+        (1, {"budget_bytes": 37_000, "offload": (), "head_chunks": 1}),
+        (2, {"budget_bytes": 54_000, "offload": (), "mesh": {"dp": 2}, "zero": 3}),
+    ],
+)
+def test_no_fewer_gpus_would_do(gpus: int, given: dict[str, Any]) -> None:
+    found = fewest(search_of("mlp", 12, gpus, CPU, **given)).world
+    assert found > gpus + 1, "else nothing is shown"
+    mesh = {"pp": 1, "cp": 1, "tp": 1} if "mesh" in given else {}
+    for fewer in range(gpus + 1, found):
+        search = search_of("mlp", 12, fewer, CPU, **(given | {"mesh": mesh}))
+        assert not search.run().outcomes, f"{fewer} GPUs would do"
+
+
+@pytest.mark.slow
+def test_the_fewest_gpus_of_experts() -> None:
+    """With degrees of experts pinned, these stay, and copies are added; without, others are found."""
+    given: dict[str, Any] = {
+        "budget_bytes": 600_000,
+        "offload": (),
+        "microbatch": 1,
+        "schedule": "1f1b",
+        "vocabulary": "redistributed",
+    }
+    given |= {"zero": 3, "head_chunks": 1, "chunks": 1}
+    pinned = fewest(experts_on(2, mesh={"dp": 2, "ep": 2}, **given))
+    assert (pinned.pp, pinned.tp, pinned.experts) == (1, 1, 2)
+    free = fewest(experts_on(2, **given)).world
+    assert 2 < free <= pinned.world
+    for fewer in range(3, free):
+        assert not experts_on(fewer, **given).run().outcomes, f"{fewer} GPUs would do"
+
+
+def test_too_few_gpus_for_the_state_are_told_from_others_at_once() -> None:
+    """Each element takes 8 bytes of a parameter, a gradient and two moments; of narrow moments, fewer."""
+    search = search_of("mlp", 4, 1, CPU, budget_bytes=30_000, offload=())
+    assert search.run().laid_out == 0
+    elements = sum(weights.elements for weights in search.root.weights.values())
+    assert search.least_gpus == -(-elements * 32 // 30_000)
+    narrow = search_of("mlp", 4, 1, CPU, budget_bytes=30_000, offload=(), state_dtype="bfloat16")
+    narrow.run()
+    assert narrow.least_gpus == -(-elements * 20 // 30_000)
+    host = search_of("mlp", 4, 1, CPU, budget_bytes=30_000)
+    host.run()
+    assert host.least_gpus == -(-elements * 8 // 30_000)
