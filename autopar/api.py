@@ -24,13 +24,13 @@ from autopar.documents import check_documents, check_positions
 from autopar.errors import ArgumentError, PlanError
 from autopar.graph import Model
 from autopar.mesh import Mesh
-from autopar.options import Given, Options
+from autopar.options import Given, Options, Precision
 from autopar.passes.mixed_precision import LOWER
 from autopar.plan import Plan
 from autopar.planner.build import Built, Request, build, cut_head
 from autopar.planner.pipeline import Wanted
 from autopar.planner.plan_recompute import regions_of_calls
-from autopar.preparation import Prepared, prepare
+from autopar.preparation import Captured, Prepared, prepare
 from autopar.report import MemoryReport, memory_report
 from autopar.report.search_progress import Progress
 from autopar.runtime import Input, batches
@@ -78,7 +78,29 @@ class SimulationResult:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def plan(model: nn.Module, gpus: int, *, sample: Any, **options: Any) -> Plan:
+def capture(
+    model: nn.Module,
+    *,
+    sample: Any,
+    loss: Loss | None = None,
+    batch_dim: int = 0,
+    seq_dim: int = 1,
+    precision: Precision = "model",
+) -> Captured:
+    """Trace ``model`` once, to plan it many times: :func:`compile` and :func:`plan` take what is returned as ``model``.
+
+    The arguments are those of :func:`compile`; they and the model's code are fixed here, its weights are not. Raises
+    CaptureError, BatchError; ArgumentError under a ``torch.autocast`` of another precision.
+    """
+    Options.of(precision=precision)
+    for device in ("cuda", "cpu"):
+        _under_autocast(precision, device, fixed=True)
+    captured = Captured(model, sample, loss, (batch_dim, seq_dim), precision)
+    _ = captured.flat  # what can't be traced is refused here
+    return captured
+
+
+def plan(model: nn.Module | Captured, gpus: int, *, sample: Any = None, **options: Any) -> Plan:
     """The plan alone; the same arguments as :func:`compile`."""
     return compile(model, gpus, sample=sample, **options).plan
 
@@ -89,10 +111,10 @@ def load(path: str | Path) -> Plan:
 
 
 def compile(
-    model: nn.Module,
+    model: nn.Module | Captured,
     gpus: int,
     *,
-    sample: Any,
+    sample: Any = None,
     loss: Loss | None = None,
     optimizer: GivenOptimizer = adamw,
     scheduler: SchedulerMaker | None = None,
@@ -105,8 +127,8 @@ def compile(
     chunks: int | None = None,
     vocabulary: str | None = None,
     clip_norm: float | None = None,
-    batch_dim: int = 0,
-    seq_dim: int = 1,
+    batch_dim: int | None = None,
+    seq_dim: int | None = None,
     expert_load: str | Path | Mapping[str, Sequence[float]] | None = None,
     seed: int = 0,
     progress: Progress | None = None,
@@ -128,35 +150,53 @@ def compile(
     (``"synthesized"``: the best order for this model and cluster); ``chunks``: stages per pipeline rank;
     ``vocabulary``: where embedding and head are computed (:data:`autopar.planner.modes.MODES`). ``plan`` takes the
     decisions of an earlier plan. ``clip_norm`` clips the global gradient norm. ``dp`` and microbatches split
-    ``batch_dim`` of batch tensors, ``cp`` their ``seq_dim``. ``expert_load`` is what experts had to do
+    ``batch_dim`` of batch tensors (0), ``cp`` their ``seq_dim`` (1). ``expert_load`` is what experts had to do
     (:attr:`SimulationResult.expert_load`, or a file): hot ones are stored apart. ``options``: fields of
-    :class:`autopar.Options`. ``progress`` is told how the search goes; ``fronts`` searches with less memory and other
-    numbers of GPUs, too (:attr:`Plan.search`). Under ``torchrun``, rank 0 plans. Raises BudgetError with what would fit
-    where nothing does; CaptureError, BatchError, ShardingError, StageError, PlanError, ArgumentError.
+    :class:`autopar.Options`. A captured model (:func:`capture`) has its own sample, loss, dims and precision.
+    ``progress`` is told how the search goes; ``fronts`` searches with less memory and on other numbers of GPUs, too
+    (:attr:`Plan.search`). Under ``torchrun``, rank 0 plans. Raises BudgetError with what would fit where nothing does;
+    CaptureError, BatchError, ShardingError, StageError, PlanError, ArgumentError.
     """
     sizes, target = _mesh(mesh, plan, gpus), _cluster(cluster, plan)
-    chosen = _precise(_options(options, plan), model, target, fixed=plan is not None or "precision" in options)
-    prepared = Prepared(model, sample, loss, (batch_dim, seq_dim), target.device.kind, chosen.precision)
+    _check_norm(clip_norm)
+    fixed = plan is not None or "precision" in options
+    chosen = _precise(_options(options, plan), model, target.device.kind, fixed=fixed)
+    captured = _captured(model, sample, loss, (batch_dim, seq_dim), chosen.precision)
+    prepared = captured.on(target.device.kind)
     _check_plan(prepared[False if sizes is None else sizes.cp > 1], plan)
     pins = Pins(gpus, mesh or {}, microbatches, microbatch, schedule, chunks, vocabulary, chosen, frozenset(options))
-    given = (_source(model, prepared.constants, seed), maker(optimizer, model), scheduler, clip_norm, seed)
-    measured = partial(_measured, partial(_job_of, given), Known())
-    watch = partial(tell, progress) if progress is not None else None
+    source = _source(captured.model, captured.constants, seed)
+    given = (source, maker(optimizer, captured.model), scheduler, clip_norm, seed)
+    measured, watch = partial(_measured, partial(_job_of, given), Known()), progress and partial(tell, progress)
     built = _built(prepared, pins, target, plan, read_load(expert_load or {}), measured, watch, fronts=fronts)
-    return _compiled(model, loss, prepared, given, built)
+    return _compiled(captured, given, built)
 
 
-def _compiled(model: nn.Module, loss: Loss | None, prepared: Prepared, given: Training, built: Built) -> ParallelModel:
+def _captured(
+    model: nn.Module | Captured, sample: Any, loss: Loss | None, dims: tuple[int | None, int | None], precision: str
+) -> Captured:
+    """``model`` with what it is called with, traced when first asked for. Raises ArgumentError."""
+    rows, positions = dims
+    if not isinstance(model, Captured):
+        return Captured(model, sample, loss, (rows or 0, 1 if positions is None else positions), precision)
+    own = {"sample": sample, "loss": loss, "batch_dim": rows, "seq_dim": positions}
+    if given := [name for name, value in own.items() if value is not None]:
+        raise ArgumentError(f"{' and '.join(given)}: the model was captured with its own; leave out, or capture again")
+    return model
+
+
+def _compiled(captured: Captured, given: Training, built: Built) -> ParallelModel:
+    """Without the captured graph, which a job that trains has no use for."""
     programs = Programs.of(built)
     return ParallelModel(
-        model=model,
+        model=captured.model,
         built=built,
         programs=programs,
-        structure=prepared.structure,
+        structure=captured.structure,
         job=programs.job(built, *given),
-        loss=loss,
-        dims=prepared.dims,
-        constants=prepared.constants,
+        loss=captured.loss,
+        dims=captured.dims,
+        constants=captured.constants,
     )
 
 
@@ -391,6 +431,11 @@ def _check_gpus(gpus: int) -> None:
         raise ArgumentError(f"gpus={gpus}, but torchrun started {launched} processes; make them equal")
 
 
+def _check_norm(clip_norm: float | None) -> None:
+    if clip_norm is not None and not clip_norm > 0:
+        raise ArgumentError(f"clip_norm={clip_norm!r}; it must be more than 0, or None for gradients as they are")
+
+
 def _launched() -> bool:
     """Whether torchrun started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ or ("RANK" in os.environ and "WORLD_SIZE" in os.environ)
@@ -418,35 +463,42 @@ def _options(given: Given, plan: Plan | None) -> Options:
     return plan.options
 
 
-def _precise(options: Options, model: nn.Module, cluster: Cluster, *, fixed: bool) -> Options:
-    """Options with the precision of a ``torch.autocast`` around the call, if there is one.
+def _precise(options: Options, model: nn.Module | Captured, device: str, *, fixed: bool) -> Options:
+    """Options with the precision that the model was captured in, or that of a ``torch.autocast`` around the call.
 
     Raises ArgumentError where a ``fixed`` precision is another, or autocast's is none that options can name; and where
     the model has parameters that loss scaling can't train.
     """
-    options = _under_autocast(options, cluster.device.kind, fixed=fixed)
+    precision: str = options.precision
+    if isinstance(model, Captured):
+        if fixed and precision != model.precision:
+            raise ArgumentError(
+                f"precision={precision!r}, but the model was captured in {model.precision!r}; capture it again with "
+                f"autopar.capture(..., precision={precision!r})"
+            )
+        precision, fixed, model = model.precision, True, model.model
+    precision = _under_autocast(precision, device, fixed=fixed)
     for name, parameter in model.named_parameters():
-        if options.precision == "fp16" and parameter.requires_grad and parameter.dtype == torch.float16:
+        if precision == "fp16" and parameter.requires_grad and parameter.dtype == torch.float16:
             raise ArgumentError(
                 f"precision='fp16' computes in float16 and trains float32 masters, but parameter {name!r} is float16; "
                 "give the model in float32 (model.float())"
             )
-    return options
+    return options if precision == options.precision else options.model_copy(update={"precision": precision})
 
 
-def _under_autocast(options: Options, device: str, *, fixed: bool) -> Options:
+def _under_autocast(precision: str, device: str, *, fixed: bool) -> str:
+    """``precision``, or that of a ``torch.autocast`` around the call. Raises ArgumentError where they contradict."""
     if not torch.is_autocast_enabled(device):
-        return options
+        return precision
     dtype = torch.get_autocast_dtype(device)
     name = next((name for name, lower in LOWER.items() if lower == dtype), "")
-    if name == options.precision:
-        return options
-    if not name or fixed:
+    if name != precision and (fixed or not name):
         raise ArgumentError(
-            f"precision={options.precision!r}, but an autocast to {dtype} is around the call; call autopar.compile "
-            "outside of it, and say the precision with precision="
+            f"precision={precision!r}, but an autocast to {dtype} is around the call; call it outside of the autocast, "
+            "and say the precision with precision="
         )
-    return options.model_copy(update={"precision": name})
+    return name
 
 
 def _cluster(cluster: str | Path | Cluster | None, plan: Plan | None) -> Cluster:

@@ -27,6 +27,7 @@ from autopar.graph import (
     InputInfo,
     Meta,
     ParameterInfo,
+    copied,
     info,
     is_aten,
     is_getitem,
@@ -72,6 +73,21 @@ class Flat:
     remarks: list[str] = field(default_factory=list)
     packs: bool = False
     others: list[Flat] = field(default_factory=list)
+
+    def copy(self) -> Flat:
+        """Another with the same content: passes, which work in place, leave this one as it is."""
+        graph, twins = copied(self.graph)
+        return replace(
+            self,
+            graph=graph,
+            nodes=[twins[node] for node in self.nodes],
+            loss=twins[self.loss],
+            parameters=dict(self.parameters),
+            inputs=list(self.inputs),
+            memory={twins[node]: pieces for node, pieces in self.memory.items() if node in twins},
+            remarks=list(self.remarks),
+            others=[other.copy() for other in self.others],
+        )
 
 
 class _WithLoss(nn.Module):

@@ -376,7 +376,7 @@ class Model:
         """Another model with the same content: passes on one leave the other as it is."""
         return replace(
             self,
-            blocks=[replace(block, graph=_copied(block.graph)) for block in self.blocks],
+            blocks=[replace(block, graph=copied(block.graph)[0]) for block in self.blocks],
             calls=list(self.calls),
             parameters=dict(self.parameters),
             inputs=list(self.inputs),
@@ -387,7 +387,8 @@ class Model:
         return "\n".join(_print_model(self))
 
 
-def _copied(graph: fx.Graph) -> fx.Graph:
+def copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """The same graph again with metadata of its own, and the new node of each."""
     made = fx.Graph()
     twins: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -395,7 +396,7 @@ def _copied(graph: fx.Graph) -> fx.Graph:
         twins[node] = twin
         if _KEY in node.meta:
             set_info(twin, replace(info(node), choices=dict(info(node).choices)))
-    return made
+    return made, twins
 
 
 def _print_model(model: Model) -> Iterator[str]:

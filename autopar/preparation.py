@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,49 +27,79 @@ from autopar.passes.working_copies import working_copies
 
 
 @dataclass
-class Prepared:
-    """A model as planning starts from it, ``[False]`` for ranks that have whole sequences, ``[True]`` for ranks that
-    share them (``cp > 1``); made when first asked for, and the same graph unless losses are shifted.
+class Captured:
+    """A model traced once, to be planned any number of times: for other GPUs, clusters and pins.
 
-    ``dims`` of the batch's tensors are rows and positions of sequences. Casts are those of an autocast in ``precision``
-    ("bf16", "fp16"; "model": of the model's own regions alone) on ``device`` ("cuda" or "cpu").
+    :func:`autopar.compile` and :func:`autopar.plan` take it in the place of the model, its sample and its loss. What
+    is kept is the graph alone: weights are the model's when a job is compiled. ``dims`` of the batch's tensors are rows
+    and positions of sequences. ``precision`` ("bf16", "fp16"; "model": as the model is written) is that of an autocast
+    around the call, whose dtypes the model's code may see, so that another one is another capture.
     """
 
     model: nn.Module
     sample: Any
-    loss: Loss | None
-    dims: tuple[int, int]
-    device: str
-    precision: str
-    constants: dict[str, torch.Tensor] = field(default_factory=dict)
-    _made: dict[bool, Model] = field(default_factory=dict)
-    _shifts: bool = False
+    loss: Loss | None = None
+    dims: tuple[int, int] = (0, 1)
+    precision: str = "model"
+    _prepared: dict[str, Prepared] = field(default_factory=dict, init=False, repr=False)
 
-    def __getitem__(self, splits_sequences: bool) -> Model:
-        """Not to be changed: passes work on a :meth:`~autopar.graph.Model.copy`."""
-        if splits_sequences not in self._made:
-            other = self._made.get(not splits_sequences)
-            self._made[splits_sequences] = other if other and not self._shifts else self._folded(splits_sequences)
-        return self._made[splits_sequences]
+    @cached_property
+    def flat(self) -> Flat:
+        """The loss as one graph without writes to tensors, traced when first asked for. Passes work on copies.
+
+        Raises CaptureError and BatchError.
+        """
+        dtype = LOWER.get(self.precision)
+        rows, positions = self.dims
+        flat = capture(self.model, self.sample, loss=self.loss, batch_dim=rows, seq_dim=positions, autocast=dtype)
+        return normalize_losses(expert_loops(check_loops(check_products(functionalize(flat)))))
+
+    @cached_property
+    def shifts(self) -> bool:
+        """Whether ranks that share sequences need a graph of their own (:mod:`autopar.passes.shifted_losses`)."""
+        return has_shifted_losses(self.flat)
+
+    @property
+    def constants(self) -> dict[str, torch.Tensor]:
+        """Tensors that the model makes at trace time and that are no parameters or buffers of it."""
+        return self.flat.constants
 
     @property
     def structure(self) -> Structure:
         return flatten(self.sample)[1]
 
-    def _captured(self) -> Flat:
-        dtype = LOWER.get(self.precision)
-        rows, positions = self.dims
-        flat = capture(self.model, self.sample, loss=self.loss, batch_dim=rows, seq_dim=positions, autocast=dtype)
-        self.constants = flat.constants
-        return normalize_losses(expert_loops(check_loops(check_products(functionalize(flat)))))
+    def on(self, device: str) -> Prepared:
+        """As planning for this kind of device starts from it: casts are those of its autocast."""
+        if device not in self._prepared:
+            self._prepared[device] = Prepared(self, device)
+        return self._prepared[device]
+
+
+@dataclass
+class Prepared:
+    """The graphs that planning starts from, ``[False]`` for ranks that have whole sequences, ``[True]`` for ranks that
+    share them (``cp > 1``); made when first asked for, and the same graph unless losses are shifted.
+
+    Casts are those of an autocast on ``device`` ("cuda" or "cpu"), or of the model's own regions alone.
+    """
+
+    captured: Captured
+    device: str
+    _made: dict[bool, Model] = field(default_factory=dict, init=False, repr=False)
+
+    def __getitem__(self, splits_sequences: bool) -> Model:
+        """Not to be changed: passes work on a :meth:`~autopar.graph.Model.copy`."""
+        splits = splits_sequences and self.captured.shifts
+        if splits not in self._made:
+            self._made[splits] = self._folded(splits)
+        return self._made[splits]
 
     def _folded(self, splits_sequences: bool) -> Model:
-        flat = self._captured()
-        self._shifts = has_shifted_losses(flat)
+        flat, precision = self.captured.flat.copy(), self.captured.precision
         if splits_sequences:
             flat = shifted_losses(flat)
-        if has_autocast(flat, self.precision):
-            flat = mixed_precision(flat, self.device, self.precision)
+        if has_autocast(flat, precision):
+            flat = mixed_precision(flat, self.device, precision)
             folded = working_copies(canonicalize(place_casts(fold(flat))))
         else:
             folded = canonicalize(fold(flat))
@@ -85,6 +116,6 @@ def prepare(
     precision: str = "model",
     splits_sequences: bool = False,
 ) -> tuple[Model, dict[str, torch.Tensor], Structure]:
-    """One of the graphs of :class:`Prepared`, lifted constants, and the batch's structure."""
-    prepared = Prepared(model, sample, loss, dims, device, precision)
-    return prepared[splits_sequences], prepared.constants, prepared.structure
+    """One of the graphs of :class:`Prepared`, constants of the trace, and the batch's structure."""
+    captured = Captured(model, sample, loss, dims, precision)
+    return captured.on(device)[splits_sequences], captured.constants, captured.structure

@@ -23,6 +23,7 @@ from torch import nn
 
 import autopar
 from autopar.plan import Plan, bytes_text, percent_text, seconds_text
+from autopar.report import live_progress
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ def offers(
 ) -> Iterator[Offer | Refused]:
     """The best plan for each cluster and number of GPUs, the largest number first, down to those that wouldn't be fast
     enough at the full rate of all their devices."""
+    captured = autopar.capture(model, sample=batch, precision="bf16")
     for name in clusters:
         peak = autopar.Cluster.load(name).device.rate("bfloat16")
         flops = 0
@@ -74,7 +76,7 @@ def offers(
             if flops > limit_seconds * count * peak:
                 break
             try:
-                plan = autopar.plan(model, count, sample=batch, cluster=name, precision="bf16", **pins)
+                plan = autopar.plan(captured, count, cluster=name, **pins)
             except autopar.AutoparError as error:
                 yield Refused(count, name, str(error))
                 continue
@@ -144,7 +146,10 @@ def main(
     console = Console()
     sample, counts, clusters = batch_of(batch, 8192), gpus or [32, 48, 64, 96, 128], cluster or ["h100"]
     tokens = sample["input_ids"].numel()
-    every = list(offers(without_weights(llama_3_8b()), sample, clusters, counts, seconds, prices_of(price or [])))
+    prices = prices_of(price or [])
+    with live_progress(Console(stderr=True)) as progress:
+        model = without_weights(llama_3_8b())
+        every = list(offers(model, sample, clusters, counts, seconds, prices, progress=progress))
     found = [one for one in every if isinstance(one, Offer)]
     console.print(f"Llama-3-8B, {tokens:,} tokens a step, at most {seconds:g} s:")
     console.print(table(found, seconds, tokens))

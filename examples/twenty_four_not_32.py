@@ -22,6 +22,7 @@ from torch import nn
 
 import autopar
 from autopar.plan import Plan, bytes_text, percent_text, seconds_text
+from autopar.report import live_progress
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,6 @@ class Case:
         return self.batch * self.positions / self.plan.step_seconds
 
 
-def planned(model: nn.Module, gpus: int, batch: int, positions: int, cluster: str, **pins: Any) -> Case:
-    plan = autopar.plan(model, gpus, sample=batch_of(batch, positions), cluster=cluster, precision="bf16", **pins)
-    return Case(gpus, batch, positions, plan)
-
-
 def nearest_batch(batch: int, gpus: int) -> int:
     """The multiple of ``gpus`` next to ``batch``, the smaller of two."""
     below = batch // gpus * gpus
@@ -53,8 +49,15 @@ def compared(
     model: nn.Module, have: int, wanted: int, batch: int, positions: int, cluster: str, **pins: Any
 ) -> list[Case]:
     """As wanted; with the GPUs that there are; and with a batch that they divide, where that is another."""
-    wishes = [(wanted, batch), (have, batch), (have, nearest_batch(batch, have))]
-    return [planned(model, gpus, size, positions, cluster, **pins) for gpus, size in dict.fromkeys(wishes)]
+    wishes = dict.fromkeys([(wanted, batch), (have, batch), (have, nearest_batch(batch, have))])
+    captured = {
+        size: autopar.capture(model, sample=batch_of(size, positions), precision="bf16")
+        for size in dict.fromkeys(size for _, size in wishes)
+    }
+    return [
+        Case(gpus, size, positions, autopar.plan(captured[size], gpus, cluster=cluster, **pins))
+        for gpus, size in wishes
+    ]
 
 
 def loss(case: Case, wanted: Case) -> float:
@@ -104,7 +107,8 @@ def main(
     """What fewer GPUs cost."""
     console = Console()
     try:
-        cases = compared(without_weights(llama_3_8b()), have, wanted, batch, 8192, cluster)
+        with live_progress(Console(stderr=True)) as progress:
+            cases = compared(without_weights(llama_3_8b()), have, wanted, batch, 8192, cluster, progress=progress)
     except autopar.AutoparError as error:
         console.print(str(error), highlight=False, markup=False)
         raise typer.Exit(1) from error

@@ -21,6 +21,7 @@ from torch import nn
 
 import autopar
 from autopar.plan import Plan, bytes_text, percent_text, seconds_text
+from autopar.report import live_progress
 
 
 def fitting_plan(
@@ -91,7 +92,9 @@ def main(
     """Whether Mixtral-8x22B can be trained there."""
     console = Console()
     pins = {} if budget_gb is None else {"budget_bytes": round(budget_gb * 1e9)}
-    plan = fitting_plan(without_weights(mixtral_8x22b()), gpus, batch_of(batch, 4096), cluster, **pins)
+    with live_progress(Console(stderr=True)) as progress:
+        model, sample = without_weights(mixtral_8x22b()), batch_of(batch, 4096)
+        plan = fitting_plan(model, gpus, sample, cluster, progress=progress, **pins)
     console.print(answer(plan, gpus, cluster), highlight=False)
     if isinstance(plan, Plan):
         console.print(table(plan))

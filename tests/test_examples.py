@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from torch import nn
 from transformers import LlamaConfig, MixtralConfig
+from typer import Typer
+from typer.testing import CliRunner
 
 from autopar.plan import Plan
 
@@ -86,3 +88,27 @@ def test_what_fewer_gpus_cost(llama: nn.Module) -> None:
     assert fewer.loss(cases[1], cases[0]) == pytest.approx(1 - cases[0].plan.step_seconds / cases[1].plan.step_seconds)
     assert fewer.table(cases).row_count == 2
     assert fewer.answer(cases).startswith("With 2 GPUs instead of 4 you lose ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "arguments", "answer"),
+    [
+        ("cheapest_llama", ["--gpus", "2", "--batch", "4", "--price", "h100=2.5"], "2 x h100: "),
+        ("will_it_fit", ["--gpus", "2", "--batch", "4"], "Yes, on 2 x h100: "),
+        ("will_it_fit", ["--gpus", "2", "--batch", "4", "--budget-gb", "1e-6"], "No, not on 2 x h100: "),
+        ("twenty_four_not_32", ["--have", "2", "--wanted", "4", "--batch", "4"], "With 2 GPUs instead of 4 you lose "),
+    ],
+)
+def test_what_a_user_sees(name: str, arguments: list[str], answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scripts as they are run, of small models."""
+    module, batch_of = example(name), example("published").batch_of
+    monkeypatch.setattr(module, "batch_of", lambda sequences, positions: batch_of(sequences, 64))
+    small = {"llama_3_8b": LlamaConfig(**TINY), "mixtral_8x22b": MixtralConfig(**TINY, num_local_experts=4)}
+    for model, config in small.items():
+        monkeypatch.setattr(module, model, lambda config=config: config, raising=False)
+    app = Typer()
+    app.command()(module.main)
+    shown = CliRunner().invoke(app, arguments)
+    assert shown.exit_code == 0, shown.output
+    assert any(line.startswith(answer) for line in shown.stdout.splitlines()), shown.stdout
