@@ -22,6 +22,7 @@ from autopar.passes.vocabulary import STAGELESS
 from autopar.planner.compression import kept_in_8_bits
 from autopar.planner.recompute import Point, Regions, evaluate, frontier, problem_of, whole
 from autopar.planner.saved import BlockSaved, Storage, saved_tensors, storage_bytes, storage_of_input, storages_of
+from autopar.planner.working import working_bytes
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,10 @@ def _free(model: Model, index: int) -> frozenset[fx.Node]:
 
 
 class Activations:
-    """A model's calls and their alternatives (``choices`` by block). ``eight_bits``: layers keep what they keep so."""
+    """A model's calls and their alternatives (``choices`` by block). ``eight_bits``: layers keep what they keep so.
+
+    ``working_bytes``, by block: what its passes hold beside what it keeps (:mod:`autopar.planner.working`).
+    """
 
     def __init__(
         self, model: Model, device: str, seconds: Sequence[Mapping[fx.Node, float]], *, eight_bits: bool = False
@@ -129,6 +133,7 @@ class Activations:
         if eight_bits:
             self.found = [kept_in_8_bits(b, f) for b, f in zip(model.blocks, self.found, strict=True)]
         self.choices = [BlockChoices(model, i, f, seconds[i]) for i, f in enumerate(self.found)]
+        self.working_bytes = [working_bytes(b, f) for b, f in zip(model.blocks, self.found, strict=True)]
         self._places: dict[int, dict[fx.Node, Storage]] = {}
         self._bytes: dict[tuple[int, Regions], int] = {}
 
@@ -140,6 +145,10 @@ class Activations:
             own = sum(size for storage, size in sizes.items() if self._payer(storage, index) == index)
             self._bytes[key] = own + alternative.extra_bytes
         return self._bytes[key]
+
+    def transient_bytes(self, index: int, alternative: Alternative) -> int:
+        """What a pass of a call holds beside what it keeps, with what it made again."""
+        return self.working_bytes[self.model.calls[index].block] + alternative.transient_bytes
 
     def _payer(self, storage: Storage, index: int) -> int | None:
         """The call that a storage counts to; None: all of a stage together."""

@@ -6,13 +6,14 @@ is emitted from) so that what is executed is what was costed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from autopar.cluster import Cluster
 from autopar.errors import ShardingError
 from autopar.graph import Model, info, op_name, verify, where
-from autopar.mesh import DATA, Mesh
+from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.passes.chunk_head import chunk_head
 from autopar.passes.compress_activations import compress_activations
@@ -40,11 +41,14 @@ from autopar.planner.placement import Solution
 from autopar.planner.plan_recompute import pins_of, points_of_call, recompute_plan, used_alternatives
 from autopar.planner.prices import STATE_COPIES, MicrobatchPrices, RankPrices
 from autopar.planner.rank_memory import Storage, rank_state, vocabulary_state
+from autopar.planner.rulings import Rulings
 from autopar.planner.sequence import orders, ways_of_attention, whole_sequences
-from autopar.planner.sharding import AxisProblem, apply_choices, solve_axis
+from autopar.planner.sharding import AxisProblem, Chosen, apply_choices, choose
+from autopar.planner.spreading import Spread
 from autopar.rules import has_rule
 from autopar.rules.attention import heads
 from autopar.rules.base import Op
+from autopar.storages import TEMPORARIES
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ class Placed:
 def build(
     model: Model, request: Request, pinned: Plan | None = None, measured: Callable[[Built], Built] | None = None
 ) -> Built:
-    """Plan ``model`` (which becomes local) for ``request``; with ``pinned``, take its decisions instead of solving.
+    """Plan ``model`` (which is changed) for ``request``; with ``pinned``, take its decisions instead of solving.
     ``measured`` gives what was built with what its ranks really hold (None: a plan is held to what solvers count).
 
     Raises ShardingError, StageError, ScheduleError, ArgumentError or PlanError.
@@ -124,13 +128,37 @@ def build(
     return within_budget(laid_out, measured, request.options.budget_bytes or machine.device.memory_bytes)
 
 
+@dataclass(frozen=True)
+class Local:
+    """A model that is local to the axes solved so far: others are solved on a copy of it, maybe for several jobs."""
+
+    model: Model
+    work: Work
+    rulings: Rulings
+    solutions: tuple[Solution, ...] = ()
+
+    @cached_property
+    def spread(self) -> Spread:
+        return Spread.of(self.model, self.rulings)
+
+
 def place(model: Model, request: Request, pinned: Plan | None = None) -> Placed:
-    """Choose the placements of ``model`` (which becomes local), or take those of ``pinned``.
+    """Choose the placements of ``model`` (which is changed), or take those of ``pinned``.
 
     Raises ShardingError, StageError, ArgumentError or PlanError.
     """
     if pinned is not None:
         request = replace(request, mesh=pinned.mesh)  # with its order of sequences
+    start = begin(model, request, pinned)
+    return place_inner(split_rows(start, request, pinned), request, pinned)
+
+
+def begin(model: Model, request: Request, pinned: Plan | None = None, rulings: Rulings | None = None) -> Local:
+    """``model`` (which is changed) as its axes are solved, with its head as that is computed, and loads of experts;
+    ``rulings`` are kept by whoever places several.
+
+    Raises ShardingError, StageError or ArgumentError.
+    """
     _check_batch(model, request)
     work = model_work(model)
     check_float8(request.options, request.cluster.device)
@@ -140,19 +168,41 @@ def place(model: Model, request: Request, pinned: Plan | None = None) -> Placed:
     model = cut_head(model, request.mesh, request.wanted.vocabulary, request.options)
     if request.options.expert_bias_rate:
         model = selection_bias(model)
-    rows = tuple(pinned.experts) if pinned is not None else ()
-    reckoning = Reckoning(request.options.expert_imbalance, request.expert_load, rows)
-    reckon(model, request.mesh, reckoning)
-    request, solutions = _place_all(model, request, pinned)
+    reckon(model, request.mesh, _reckoning(request, pinned))
+    return Local(model, work, rulings or Rulings())
+
+
+def split_rows(start: Local, request: Request, pinned: Plan | None = None) -> Local:
+    """Local to microbatches and to ``dp``: what that is like depends on the rows that are left of a batch alone, and on
+    whether there are several of each.
+
+    Raises ShardingError or PlanError.
+    """
+    axes = ["mb"] if request.microbatches > 1 else []
+    return _solve_axes(start, request, [*axes, *_axes(request, "dp")], pinned)[0]
+
+
+def place_inner(local: Local, request: Request, pinned: Plan | None = None) -> Placed:
+    """Place a copy of what :func:`split_rows` made on the axes within ``dp``.
+
+    Raises ShardingError, ArgumentError or PlanError.
+    """
+    local, request = _solve_axes(local, request, _axes(request, "ep", "cp", "tp"), pinned)
+    model = local.model
     _check_heads(model, request)
     overlap_dispatch(expert_roads(model, request.cluster, request.mesh))
-    experts = experts_plans(model, request.mesh, reckoning)
+    experts = experts_plans(model, request.mesh, _reckoning(request, pinned))
     replicated = _replicated(model)
     exact = request.options.activations == "exact"
     replaced = [] if exact else compress_activations(model, KeptBytes(model, request.cluster.device.kind))
     compression = list(describe(model, request.options, replaced))
     remarks = _Remarks(ways_of_attention(model), replicated, whole_sequences(model), compression, experts)
-    return Placed(model, request, solutions, remarks, work)
+    return Placed(model, request, list(local.solutions), remarks, local.work)
+
+
+def _reckoning(request: Request, pinned: Plan | None) -> Reckoning:
+    rows = tuple(pinned.experts) if pinned is not None else ()
+    return Reckoning(request.options.expert_imbalance, request.expert_load, rows)
 
 
 def activations_of(model: Model, costs: list[BlockCost], machine: Machine, options: Options) -> Activations:
@@ -182,38 +232,48 @@ def _check_batch(model: Model, request: Request) -> None:
         )
 
 
-def _place_all(model: Model, request: Request, pinned: Plan | None) -> tuple[Request, list[Solution]]:
-    """Solve the axes, outermost first: each sees the graph local to those before it. With the order of cp chosen."""
-    solutions = []
-    if request.microbatches > 1:
-        prices = MicrobatchPrices(estimates=request.options.statistics == "microbatch")
-        solutions.append(_place(model, AxisProblem("mb", request.microbatches, prices, "batch"), pinned))
-    for axis in (*DATA, "tp"):
-        if request.mesh.size(axis) > 1:
-            if axis == "cp" and pinned is None:
-                request = _ordered(model, request)
-            solutions.append(_place(model, _problem(request, axis), pinned))
-    return request, solutions
+def _axes(request: Request, *axes: str) -> list[str]:
+    """Those of them that have several ranks."""
+    return [axis for axis in axes if request.mesh.size(axis) > 1]
 
 
-def _ordered(model: Model, request: Request) -> Request:
-    """In which order of the sequence cp costs less."""
-    tries = [replace(request, mesh=mesh) for mesh in orders(model, request.mesh, request.options)]
-    if len(tries) == 1:
-        return tries[0]
-    return min(tries, key=lambda tried: solve_axis(model, _problem(tried, "cp")).seconds)
+def _solve_axes(local: Local, request: Request, axes: Sequence[str], pinned: Plan | None) -> tuple[Local, Request]:
+    """Solve ``axes``, outermost first, on a copy: each sees the graph local to those before it. With the order of cp
+    chosen."""
+    model, solutions = local.model.copy(), list(local.solutions)
+    for number, axis in enumerate(axes):
+        if pinned is None:
+            request, chosen = _chosen(Spread.of(model, local.rulings) if number else local.spread, request, axis)
+            chosen.write(model, axis)
+            solutions.append(chosen.solution)
+        else:
+            solutions.append(apply_choices(model, _problem(request, axis), _pins(pinned, axis)))
+        _localize(model, _problem(request, axis))
+    return replace(local, model=model, solutions=tuple(solutions)), request
+
+
+def _chosen(spread: Spread, request: Request, axis: str) -> tuple[Request, Chosen]:
+    """For cp in the order of the sequence in which it costs less."""
+    meshes = orders(spread, request.mesh, request.options) if axis == "cp" else [request.mesh]
+    tries = [replace(request, mesh=mesh) for mesh in meshes]
+    found = [(tried, choose(spread, _problem(tried, axis))) for tried in tries]
+    return min(found, key=lambda item: item[1].solution.seconds)
 
 
 def _problem(request: Request, axis: str) -> AxisProblem:
+    options = request.options
+    if axis == "mb":
+        return AxisProblem(
+            axis, request.microbatches, MicrobatchPrices(estimates=options.statistics == "microbatch"), "batch"
+        )
     mesh, size = request.mesh, request.mesh.size(axis)
     link = request.cluster.link(size, mesh.stride(axis), mesh.world)
     paired = axis == "cp" and mesh.paired
     prices = RankPrices(size, request.cluster.device, link, request.microbatches, paired)
     kind = {"cp": "sequence", "tp": "model"}.get(axis, "batch")
     budget = _state_budget(request) if axis == "tp" else None
-    attention, holds_experts = request.options.attention, axis in mesh.expert_axes
-    placements = request.options.placements
-    return AxisProblem(axis, size, prices, kind, budget, holds_experts, paired, attention, mesh.tp, placements)
+    attention, holds_experts = options.attention, axis in mesh.expert_axes
+    return AxisProblem(axis, size, prices, kind, budget, holds_experts, paired, attention, mesh.tp, options.placements)
 
 
 def _state_budget(request: Request) -> int:
@@ -224,15 +284,13 @@ def _state_budget(request: Request) -> int:
     return round(bytes_ * STATE_COPIES / max(Storage(request.options, request.mesh).copies, 0.01))
 
 
-def _place(model: Model, problem: AxisProblem, pinned: Plan | None) -> Solution:
-    """Solve one axis (or take it from a plan) and make the model local to it."""
-    solution = apply_choices(model, problem, _pins(pinned, problem.axis)) if pinned else solve_axis(model, problem)
+def _localize(model: Model, problem: AxisProblem) -> None:
+    """Make the model local to an axis whose choices are written."""
     insert_collectives(model, problem.axis)
     if problem.axis == "mb":
         estimate_statistics(model, problem.size)
     verify(model, f"insert_collectives on {problem.axis}")
     localize(model, problem.axis, problem.size, problem.paired)
-    return solution
 
 
 def _pins(plan: Plan, axis: str) -> dict[tuple[str, str], str]:
@@ -321,7 +379,11 @@ def rank_plan(model: Model, rank: int, pipeline: Pipeline, request: Request) -> 
     stages = [k for k, home in enumerate(pipeline.schedule.placement) if home == rank]
     state = rank_state(model, [i for k in stages for i in pipeline.stages[k]], storage)
     state += vocabulary_state(model, storage, request.mesh.pp)
-    kinds = {**state.device, "saved": pipeline.timeline.peak_activation_bytes[rank]}
+    kinds = {
+        **state.device,
+        "saved": pipeline.timeline.peak_activation_bytes[rank],
+        TEMPORARIES: pipeline.transient_bytes[rank],
+    }
     return RankPlan(
         stages=stages,
         vocabulary_bytes=pipeline.vocabulary.parameter_bytes if pipeline.vocabulary else 0,

@@ -1,9 +1,10 @@
 """Where to cut a model whose pipeline ranks have several stages each.
 
-What counts are sums over the stages of a rank, which lie far apart in the chain. Few cuts are all tried. Of many, those
-with the most equal stages (:func:`~autopar.planner.cuts.least_squares`, by seconds and by bytes) are improved: one unit
-moves from one stage to another, and what lies between moves with it, as long as the ranks get faster (B. W. Kernighan
-and S. Lin's kind of local search, Bell System Technical Journal 49(2), 1970).
+What counts are sums over the stages of a rank, which lie far apart in the chain, and how equal stages are: ranks wait
+for each other's longer ones (:func:`paces`). Few cuts are all tried. Of many, those with the most equal stages
+(:func:`~autopar.planner.cuts.least_squares`, by seconds and by bytes) are improved: one unit moves from one stage to
+another, and what lies between moves with it, as long as the ranks get faster (B. W. Kernighan and S. Lin's kind of
+local search, Bell System Technical Journal 49(2), 1970).
 
 The slowest rank is bounded by what any cut leaves it (:func:`_bound`): a sum of seconds that some choice of units has,
 no less than the mean of all ranks; and of n units that take so long or longer, some rank has n / ranks, rounded up.
@@ -25,6 +26,7 @@ from autopar.planner.cuts import NEVER, CutTable, FoundCut, Numbers, least_large
 _ALL = 5_000
 """Up to so many cuts are all tried."""
 
+_PAIRED = 200
 _SUMS = 200_000
 _STEPS = 500
 
@@ -34,34 +36,74 @@ Key = tuple[int, ...]
 def fastest_chunks(table: CutTable, budget_kib: int | None) -> FoundCut | None:
     """The best cut found within the budget of each rank; None where none was."""
     budget = NEVER if budget_kib is None else budget_kib
-    bound = _bound(table)
-    key, starts = _best(_Search(table, budget, by_seconds=True), bound)
-    return None if key[0] else FoundCut(starts, key[1], min(key[1], bound))
+    search = _Search(table, budget, by_seconds=True)
+    key, starts = _best(search)
+    if key[0]:
+        return None
+    slowest = search.slowest(np.array([*starts, table.units]))
+    return FoundCut(starts, slowest, min(slowest, _bound(table)))
 
 
 def leanest_chunks(table: CutTable) -> tuple[tuple[int, ...], int]:
     """The cut found whose largest rank is smallest, and its KiB."""
-    key, starts = _best(_Search(table, NEVER, by_seconds=False), 0)
+    key, starts = _best(_Search(table, NEVER, by_seconds=False))
     return starts, key[0]
+
+
+def paces(seconds: Numbers, placement: Sequence[int], microbatches: int, *, paired: bool = True) -> Numbers:
+    """About what a step takes with stages of these ``seconds`` of a microbatch, ``[cut, stage]``, by cut.
+
+    The slowest rank has to run all microbatches (0: so many that nothing else counts); every other rank is a longest
+    stage ahead of it or behind. Where stages go round the ranks, each rank runs a forward of one stage and a backward
+    of another at a time, and all wait for the longest of these pairs (not ``paired``: that is left out); twice as long
+    a backward as a forward is taken for that.
+    """
+    homes = np.array(placement)
+    ranks = len(set(placement))
+    slowest: Numbers = np.max([seconds[:, homes == rank].sum(axis=1) for rank in sorted(set(placement))], axis=0)
+    if not microbatches or len(placement) == ranks:
+        return slowest * max(1, microbatches)
+    step = microbatches * slowest
+    if paired and (homes == np.arange(len(homes)) % ranks).all():
+        step = np.maximum(step, microbatches * _paired(seconds, ranks) // ranks)
+    longest: Numbers = seconds.max(axis=1)
+    return step + (ranks - 1) * longest
+
+
+def _paired(seconds: Numbers, ranks: int) -> Numbers:
+    """Of ``ranks`` microbatches, by cut: in interleaved 1F1B, a rank's backwards are as many pairs ahead of the last
+    rank's as it is ranks before it, and its forwards as many again."""
+    chunks = seconds.shape[1] // ranks
+    rank, pair = np.arange(ranks)[:, None], np.arange(ranks * chunks)[None, :]
+    ahead = ranks - 1 - rank
+    forward = ((pair + ahead) // ranks + chunks - 1) % chunks * ranks + rank
+    backward = (chunks - 1 - (pair - ahead) // ranks) % chunks * ranks + rank
+    pairs: Numbers = seconds[:, forward] + 2 * seconds[:, backward]
+    longest: Numbers = pairs.max(axis=1).sum(axis=1)
+    return longest // 3
 
 
 @dataclass(frozen=True)
 class _Search:
-    """Cuts by rising keys: what exceeds the budget, the slowest rank, the longest stage, the largest rank; or, not
-    ``by_seconds``, by the largest rank first."""
+    """Cuts by rising keys: what exceeds the budget, about what a step takes, the slowest rank, the longest stage, the
+    largest rank; or, not ``by_seconds``, by the largest rank first."""
 
     table: CutTable
     budget: int
     by_seconds: bool
 
-    def keys(self, cuts: Numbers) -> Numbers:
+    def keys(self, cuts: Numbers, *, paired: bool) -> Numbers:
         """[cut, place in the key] of cuts [cut, stage and the end]."""
         seconds, kib = self._stages(cuts)
-        slowest, largest = (self._per_rank(values).max(axis=1) for values in (seconds, kib))
+        slowest, largest = self._sums(seconds).max(axis=1), self._held_kib(cuts, kib).max(axis=1)
         if not self.by_seconds:
             return np.stack([largest, slowest, seconds.max(axis=1)], axis=1)
-        excess = np.maximum(0, largest - self.budget)
-        return np.stack([excess, slowest, seconds.max(axis=1), largest], axis=1)
+        pace = paces(seconds, self.table.placement, self.table.microbatches, paired=paired)
+        return np.stack([np.maximum(0, largest - self.budget), pace, slowest, seconds.max(axis=1), largest], axis=1)
+
+    def slowest(self, cut: Numbers) -> int:
+        """Nanoseconds of the slowest rank."""
+        return int(self._sums(self._stages(cut[None, :])[0]).max())
 
     def _stages(self, cuts: Numbers) -> tuple[Numbers, Numbers]:
         """Nanoseconds and KiB by [cut, stage]."""
@@ -70,8 +112,15 @@ class _Search:
         kept = np.diff(table.saved_to[cuts], axis=1) + table.shared
         return passed, np.diff(table.state_to[cuts], axis=1) + np.array(table.inflight, dtype=np.int64) * kept
 
-    def _per_rank(self, values: Numbers) -> Numbers:
+    def _sums(self, values: Numbers) -> Numbers:
+        """By rank."""
         return np.stack([values[:, stages].sum(axis=1) for stages in self._held], axis=1)
+
+    def _held_kib(self, cuts: Numbers, kib: Numbers) -> Numbers:
+        """By rank, with the largest transient of its units."""
+        transient = self.table.largest_transient[cuts[:, :-1], cuts[:, 1:]]
+        largest: Numbers = np.stack([transient[:, stages].max(axis=1) for stages in self._held], axis=1)
+        return self._sums(kib) + largest
 
     @cached_property
     def _held(self) -> list[list[int]]:
@@ -82,31 +131,28 @@ class _Search:
     def hot(self, cut: Numbers) -> set[int]:
         """The stages that a better cut takes units from, most likely: of the fullest rank, and the longest stage."""
         seconds, kib = self._stages(cut[None, :])
-        ranks = self._per_rank(seconds if self.by_seconds else kib)[0]
-        full = self._per_rank(kib)[0]
+        full = self._held_kib(cut[None, :], kib)[0]
+        ranks = self._sums(seconds)[0] if self.by_seconds else full
         most = full if self.by_seconds and full.max() > self.budget else ranks
         return {*self._held[int(most.argmax())], int(seconds[0].argmax())}
 
     def least(self, cuts: Numbers) -> tuple[Key, Numbers]:
-        keys = self.keys(cuts)
+        """The best of ``cuts``; pairs are looked at of those that are the best without."""
+        if len(cuts) > _PAIRED:
+            cuts = cuts[np.lexsort(self.keys(cuts, paired=False).T[::-1])[:_PAIRED]]
+        keys = self.keys(cuts, paired=True)
         place = np.lexsort(keys.T[::-1])[0]
         return tuple(int(k) for k in keys[place]), cuts[place]
 
 
-def _best(search: _Search, bound: int) -> tuple[Key, tuple[int, ...]]:
-    """Nothing more is tried once a cut fits whose slowest rank takes ``bound``."""
+def _best(search: _Search) -> tuple[Key, tuple[int, ...]]:
     table = search.table
     inner, ends = table.units - 1, table.stages - 1
     if math.comb(inner, ends) <= _ALL:
         rows = itertools.combinations(range(1, table.units), ends)
         key, cut = search.least(np.array([(0, *row, table.units) for row in rows], dtype=np.int64))
     else:
-        tried: list[tuple[Key, Numbers]] = []
-        for starts in _beginnings(table):
-            tried.append(_improved(search, starts))
-            if tried[-1][0][:2] == (0, bound):
-                break
-        key, cut = min(tried, key=lambda item: item[0])
+        key, cut = min((_improved(search, starts) for starts in _beginnings(table)), key=lambda item: item[0])
     return key, tuple(int(c) for c in cut[:-1])
 
 

@@ -24,16 +24,19 @@ NEVER = 1 << 62
 
 @dataclass(frozen=True)
 class CutTable:
-    """Units in whole nanoseconds and KiB: ``seconds``, ``sends`` (of a cut before it), ``state`` and ``saved`` of each;
-    ``shared`` by each stage; ``inflight`` and ``placement`` (a rank) of each stage."""
+    """Units in whole nanoseconds and KiB: ``seconds``, ``sends`` (of a cut before it), ``state``, ``saved`` and
+    ``transient`` (the largest of a rank counts) of each; ``shared`` by each stage; ``inflight`` and ``placement`` (a
+    rank) of each stage; ``microbatches`` of a step (0: so many that only the slowest rank counts)."""
 
     seconds: tuple[int, ...]
     sends: tuple[int, ...]
     state: tuple[int, ...]
     saved: tuple[int, ...]
+    transient: tuple[int, ...]
     shared: int
     inflight: tuple[int, ...]
     placement: tuple[int, ...]
+    microbatches: int = 0
 
     @property
     def units(self) -> int:
@@ -73,10 +76,18 @@ class CutTable:
 
     @cached_property
     def stage_kib(self) -> Numbers:
-        """[stage, first, end]."""
+        """[stage, first, end], with the largest transient of a unit."""
         state, saved = (v[None, :] - v[:, None] for v in (self.state_to, self.saved_to))
         inflight = np.array(self.inflight, dtype=np.int64)[:, None, None]
-        return np.where(self._ordered, state + inflight * (saved + self.shared), NEVER)
+        return np.where(self._ordered, state + inflight * (saved + self.shared) + self.largest_transient, NEVER)
+
+    @cached_property
+    def largest_transient(self) -> Numbers:
+        """[first, end]: of the units between."""
+        found = np.zeros((self.units + 1, self.units + 1), dtype=np.int64)
+        for first in range(self.units):
+            found[first, first + 1 :] = np.maximum.accumulate(self.transient[first:])
+        return found
 
     @cached_property
     def _ordered(self) -> Flags:

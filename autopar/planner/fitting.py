@@ -8,15 +8,19 @@ faster. Where nothing has to be recomputed and no cut is faster than the one tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+
+import numpy as np
 
 from autopar.graph import Model
 from autopar.passes.recompute import own_modules
 from autopar.planner.activations import Activations, Alternative
+from autopar.planner.chunk_cuts import paces
 from autopar.planner.knapsack import Option, StageCalls, choose, least_bytes, used_bytes
 from autopar.planner.stages import (
+    NANOSECOND,
     Partition,
     Unit,
     check_count,
@@ -31,17 +35,19 @@ _ROUNDS = 4  # of cutting and choosing; more have never changed anything
 
 @dataclass(frozen=True)
 class Fit:
-    """A cut, and for each call (in the model's numbering) what it recomputes."""
+    """A cut, and for each call (in the model's numbering) what it recomputes; ``pace``: of such fits, the step that
+    takes less is likely the one of less."""
 
     cut: Partition
     chosen: Mapping[int, Alternative]
+    pace: int
 
 
 @dataclass(frozen=True)
 class Demand:
     """What is to be fitted: ``units`` are those of ``calls``; ``inflight`` and ``placement`` are per stage; a rank has
-    ``budget_bytes``, of which ``reserved_bytes`` are taken. ``even``: equally many layers per stage, whatever they
-    cost. ``mode`` is ``options.recompute``."""
+    ``budget_bytes``, of which ``reserved_bytes`` are taken. ``microbatches`` are those of a step. ``even``: equally
+    many layers per stage, whatever they cost. ``mode`` is ``options.recompute``."""
 
     model: Model
     calls: Sequence[int]
@@ -49,6 +55,7 @@ class Demand:
     activations: Activations
     inflight: Sequence[int]
     placement: Sequence[int]
+    microbatches: int
     budget_bytes: int
     reserved_bytes: int
     even: bool
@@ -82,12 +89,16 @@ def fit(demand: Demand) -> Fit:
     plain = {i: (demand.none(i),) for i in demand.calls}
     if demand.even:
         return _fitted(demand, plain) or _fitted(demand, demand.options) or _refuse(demand, demand.options)
-    fastest = _fastest(demand, _units(demand, {i: only for i, (only,) in plain.items()}), None)
-    assert fastest is not None  # there are units enough
-    found = _fitted(demand, plain, fastest)
-    if found is not None and found.cut.slowest_seconds <= fastest.slowest_seconds:
+    chosen = {i: only for i, (only,) in plain.items()}
+    cut = _fastest(demand, _units(demand, chosen), None)
+    assert cut is not None  # there are units enough
+    fastest = _timed(demand, cut, chosen)
+    if _chosen(demand, cut, plain) is not None:
+        return fastest
+    found = _fitted(demand, plain)
+    if found is not None and found.pace <= fastest.pace:
         return found
-    return _with_recomputation(demand, found, fastest.bound_seconds)
+    return _with_recomputation(demand, found, cut.bound_seconds)
 
 
 def pinned(demand: Demand, cut: Partition, chosen: Mapping[int, Alternative]) -> Fit:
@@ -95,22 +106,18 @@ def pinned(demand: Demand, cut: Partition, chosen: Mapping[int, Alternative]) ->
     return _timed(demand, cut, chosen)
 
 
-def _fitted(
-    demand: Demand, options: Mapping[int, tuple[Alternative, ...]], fastest: Partition | None = None
-) -> Fit | None:
-    """The best cut where every call has one option, or layers are counted; ``fastest`` is the best without a budget."""
+def _fitted(demand: Demand, options: Mapping[int, tuple[Alternative, ...]]) -> Fit | None:
+    """The best cut where every call has one option, or layers are counted."""
     if demand.even:
         return _chosen(demand, even_partition(demand.units, len(demand.placement), demand.placement), options)
     chosen = {i: only for i, (only,) in options.items()}
-    if fastest is not None and _chosen(demand, fastest, options) is not None:
-        return Fit(fastest, chosen)
-    transient = max(a.transient_bytes for a in chosen.values())
-    cut = _fastest(demand, _units(demand, chosen), max(0, demand.free_bytes - transient))
-    return None if cut is None else Fit(cut, chosen)
+    cut = _fastest(demand, _units(demand, chosen), demand.free_bytes)
+    return None if cut is None else _timed(demand, cut, chosen)
 
 
 def _fastest(demand: Demand, units: Sequence[Unit], budget_bytes: int | None) -> Partition | None:
-    return find_partition(units, demand.inflight, budget_bytes, demand.placement, demand.activations.shared_bytes)
+    shared = demand.activations.shared_bytes
+    return find_partition(units, demand.inflight, budget_bytes, demand.placement, shared, demand.microbatches)
 
 
 def _with_recomputation(demand: Demand, without: Fit | None, bound_seconds: float) -> Fit:
@@ -132,28 +139,27 @@ def _leanest(options: Mapping[int, tuple[Alternative, ...]]) -> dict[int, Altern
 
 
 def _cuts_of(demand: Demand) -> Iterator[Partition]:
-    """For the leanest bytes: the fastest cut with room for any recomputation, the fastest without, the leanest."""
+    """For the leanest bytes: the fastest cut with room for any recomputation of a rank, the fastest without, the
+    leanest."""
     leanest = _leanest(demand.options)
     units = _units(demand, leanest)
     timed = [replace(u, seconds=plain.seconds) for u, plain in zip(units, demand.units, strict=True)]
-    transient = max(a.transient_bytes for a in leanest.values())
-    budgets = dict.fromkeys((max(0, demand.free_bytes - transient), demand.free_bytes))
-    found = [cut for budget in budgets if (cut := _fastest(demand, timed, budget)) is not None]
+    without = [replace(u, transient_bytes=0) for u in timed]
+    found = [cut for each in (timed, without) if (cut := _fastest(demand, each, demand.free_bytes)) is not None]
     found.append(leanest_partition(units, demand.inflight, demand.placement, demand.activations.shared_bytes)[0])
     yield from {cut.starts: cut for cut in found}.values()
 
 
 def _recut(demand: Demand, before: Fit, options: Mapping[int, tuple[Alternative, ...]]) -> Fit | None:
     """Cut for the calls as they were chosen, then choose for that cut."""
-    transient = max(a.transient_bytes for a in before.chosen.values())
-    cut = _fastest(demand, _units(demand, before.chosen), max(0, demand.free_bytes - transient))
+    cut = _fastest(demand, _units(demand, before.chosen), demand.free_bytes)
     return None if cut is None or cut.starts == before.cut.starts else _chosen(demand, cut, options)
 
 
 def _better(one: Fit | None, other: Fit | None) -> Fit | None:
     if one is None or other is None:
         return one or other
-    return other if other.cut.slowest_seconds < one.cut.slowest_seconds * (1 - 1e-9) else one
+    return other if other.pace < one.pace * (1 - 1e-9) else one
 
 
 def _units(demand: Demand, chosen: Mapping[int, Alternative]) -> list[Unit]:
@@ -163,6 +169,7 @@ def _units(demand: Demand, chosen: Mapping[int, Alternative]) -> list[Unit]:
             unit,
             seconds=unit.seconds + chosen[i].seconds,
             saved_bytes=demand.activations.call_bytes(i, chosen[i]),
+            transient_bytes=demand.activations.transient_bytes(i, chosen[i]),
         )
         for i, unit in zip(demand.calls, demand.units, strict=True)
     ]
@@ -187,10 +194,13 @@ def _timed(demand: Demand, cut: Partition, chosen: Mapping[int, Alternative]) ->
     units = _units(demand, chosen)
     ends = (*cut.starts[1:], len(units))
     send = [0.0, *(unit.cut_seconds for unit in units[1:]), 0.0]
+    stages = [sum(u.seconds for u in units[a:b]) + send[a] + send[b] for a, b in zip(cut.starts, ends, strict=True)]
     seconds: dict[int, float] = {}
-    for rank, a, b in zip(demand.placement, cut.starts, ends, strict=True):
-        seconds[rank] = seconds.get(rank, 0.0) + sum(u.seconds for u in units[a:b]) + send[a] + send[b]
-    return Fit(replace(cut, slowest_seconds=max(seconds.values())), chosen)
+    for rank, stage in zip(demand.placement, stages, strict=True):
+        seconds[rank] = seconds.get(rank, 0.0) + stage
+    rounded = np.array([[round(stage / NANOSECOND) for stage in stages]])
+    pace = int(paces(rounded, demand.placement, demand.microbatches)[0])
+    return Fit(replace(cut, slowest_seconds=max(seconds.values())), chosen, pace)
 
 
 def _ranks(
@@ -198,11 +208,11 @@ def _ranks(
 ) -> list[tuple[list[int], list[StageCalls]]]:
     """Per pipeline rank, its stages by number and as the knapsack sees them."""
     state = {i: unit.state_bytes for i, unit in zip(demand.calls, demand.units, strict=True)}
-    bytes_: Callable[[int, Alternative], int] = demand.activations.call_bytes
+    bytes_, transient = demand.activations.call_bytes, demand.activations.transient_bytes
     found: dict[int, tuple[list[int], list[StageCalls]]] = {}
     for number, rank in enumerate(demand.placement):
         calls, inflight = _calls(demand, cut, number), demand.inflight[number]
-        rows = tuple(tuple(Option(bytes_(i, a), a.seconds, a.transient_bytes) for a in options[i]) for i in calls)
+        rows = tuple(tuple(Option(bytes_(i, a), a.seconds, transient(i, a)) for a in options[i]) for i in calls)
         fixed = sum(state[i] for i in calls) + inflight * demand.activations.shared_bytes
         numbers, stages = found.setdefault(rank, ([], []))
         numbers.append(number)

@@ -27,7 +27,7 @@ from autopar.planner.gradients import Accumulation, GradientCosts
 from autopar.planner.makespan_bounds import makespan_bound
 from autopar.planner.modes import mode_of
 from autopar.planner.offload import device_inflight, offloaded_stages
-from autopar.planner.rank_memory import State, Storage, rank_state, vocabulary_state
+from autopar.planner.rank_memory import State, Storage, passing_bytes, rank_state, vocabulary_state
 from autopar.planner.stages import Partition, Unit
 from autopar.planner.synthesis import synthesize
 from autopar.planner.vocabulary_costs import VocabularyCost, vocabulary_cost
@@ -59,7 +59,9 @@ class Wanted:
 class Pipeline:
     """``stages`` are the calls of each stage; ``inflight[k]`` how many microbatches of stage k its rank keeps when it
     keeps the most. ``bound_seconds`` is a proven bound on the slowest rank's passes of one microbatch.
-    ``chosen`` is what each call recomputes, ``accumulations`` what a stage's backward takes to add up gradients."""
+    ``chosen`` is what each call recomputes, ``accumulations`` what a stage's backward takes to add up gradients,
+    ``transient_bytes`` what passes of each pipeline rank hold at most beside what it keeps, ``free_bytes`` what it had
+    left for activations."""
 
     stages: tuple[tuple[int, ...], ...]
     schedule: Schedule
@@ -70,6 +72,8 @@ class Pipeline:
     activations: Activations
     chosen: Mapping[int, Alternative]
     accumulations: tuple[Accumulation, ...]
+    transient_bytes: tuple[int, ...]
+    free_bytes: tuple[int, ...]
 
     @cached_property
     def order_seconds(self) -> float:
@@ -83,6 +87,9 @@ class Pipeline:
     def recompute_seconds(self, stage: int) -> float:
         """What recomputation adds to the stage's backward of a microbatch."""
         return math.fsum(self.chosen[i].seconds for i in self.stages[stage])
+
+
+_ROOMS = 3  # tries to make room for what a schedule keeps
 
 
 @dataclass(frozen=True)
@@ -125,8 +132,9 @@ class _Parts:
 
     @property
     def reserved_bytes(self) -> int:
-        """What every rank holds beside its stages: of a split vocabulary, state and logits of one microbatch."""
-        kept = self.vocabulary.logits_bytes + self.vocabulary.chunk_bytes if self.vocabulary else 0
+        """What every rank holds beside its stages: of a split vocabulary, state and logits of one microbatch, which
+        its passes write anew."""
+        kept = self.vocabulary.logits_bytes + self.vocabulary.transient_bytes if self.vocabulary else 0
         return self.vocabulary_state.device_bytes + kept + self.wanted.spared_bytes
 
 
@@ -172,17 +180,40 @@ def _pipeline(
             f"offload of activations, but schedule {parts.wanted.schedule!r} is asynchronous: it keeps versions of "
             "weights with them, which can't go to the host. Use a synchronous schedule, or leave offload out"
         )
-    if pins is not None or not offloads:
+    if pins is not None:
         return _laid_out(parts, draft, pins, schedule_for)
+    if not offloads:
+        return _roomy(parts, draft, schedule_for)
     found, refusals = [], []
     for away in (False, True):
         try:
-            found.append(_laid_out(parts, draft, pins, schedule_for, offloads=away))
+            found.append(_roomy(parts, draft, schedule_for, offloads=away))
         except BudgetError as error:
             refusals.append(error)
     if not found:
         raise min(refusals, key=lambda error: error.needed_bytes)
     return min(found, key=lambda pipeline: pipeline.timeline.makespan_seconds)  # the first where they are equal
+
+
+def _roomy(
+    parts: _Parts, draft: Schedule, schedule_for: Callable[[Costs, list[int]], Schedule], *, offloads: bool = False
+) -> Pipeline:
+    """Laid out again with so much less memory as a rank keeps more than the cut reckoned with: with the costs of the
+    cut, schedules may keep more, and what waits for weights' gradients is none of what layers save."""
+    first = found = _laid_out(parts, draft, None, schedule_for, offloads=offloads)
+    spared = 0
+    for _ in range(_ROOMS):
+        pairs = zip(found.timeline.peak_activation_bytes, found.free_bytes, strict=True)
+        lacks = max(peak - free for peak, free in pairs) - spared
+        if lacks <= 0:
+            return found
+        spared += lacks
+        wanted = replace(parts.wanted, spared_bytes=parts.wanted.spared_bytes + spared)
+        try:
+            found = _laid_out(replace(parts, wanted=wanted), draft, None, schedule_for, offloads=offloads)
+        except BudgetError:
+            break
+    return first
 
 
 def _laid_out(
@@ -199,13 +230,15 @@ def _laid_out(
     cut, stages = found.cut, _stages(parts.calls, found.cut)
     if draft.is_asynchronous:
         _refuse_ties(parts, stages)
-    accumulations = _accumulations(parts, stages, draft)
-    costs = _schedule_costs(parts, stages, draft, found.chosen, accumulations)
-    free = _free_bytes(parts, stages, draft)
+    moves = MoveCosts(parts.model, parts.options, parts.machine, stages, draft.placement)
+    accumulations = _accumulations(parts, moves, draft)
+    costs = _schedule_costs(parts, moves, draft, found.chosen, accumulations)
+    transients = _transients(parts, stages, draft, found.chosen)
+    free = _free_bytes(parts, stages, draft, transients)
     # A schedule that is made for the memory would be one for the memory without the host's.
-    room = [sys.maxsize] * len(free) if offloads else free
-    moves = weight_moves(parts.model, parts.options, parts.machine.lines.values())
-    schedule = lower(schedule_for(costs, room), costs.seconds, moves)
+    room = [sys.maxsize] * len(free) if offloads else list(free)
+    posts = weight_moves(parts.model, parts.options, parts.machine.lines.values())
+    schedule = lower(schedule_for(costs, room), costs.seconds, posts)
     if pins is not None:
         schedule = offload_activations(schedule, pins.offloads)
     elif offloads:
@@ -220,6 +253,8 @@ def _laid_out(
         activations=parts.activations,
         chosen=found.chosen,
         accumulations=accumulations,
+        transient_bytes=transients,
+        free_bytes=free,
     )
 
 
@@ -279,12 +314,39 @@ def _synthesized(draft: Schedule, costs: Costs, free_bytes: list[int]) -> Schedu
     return _passes(found.schedule)
 
 
-def _free_bytes(parts: _Parts, stages: tuple[tuple[int, ...], ...], draft: Schedule) -> list[int]:
-    """Per pipeline rank, what it has left beside parameters, gradients and optimizer."""
-    held = [parts.vocabulary_state.device_bytes] * draft.ranks
+def _transient_bytes(
+    parts: _Parts, stages: Sequence[Sequence[int]], chosen: Mapping[int, Alternative], storage: Storage
+) -> int:
+    """What passes of a rank with these ``stages`` hold at most beside what the rank keeps; by the time of a call's
+    backward, what later ones kept is gone."""
+    most = parts.vocabulary.transient_bytes if parts.vocabulary else 0
+    activations = parts.activations
+    for stage in stages:
+        gone = 0
+        for i in reversed(stage):
+            most = max(most, activations.transient_bytes(i, chosen[i]) - gone)
+            gone += activations.call_bytes(i, chosen[i])
+    return most + passing_bytes(parts.model, stages, storage).always
+
+
+def _transients(
+    parts: _Parts, stages: Sequence[Sequence[int]], draft: Schedule, chosen: Mapping[int, Alternative]
+) -> tuple[int, ...]:
+    """:func:`_transient_bytes` of each pipeline rank."""
+    homes = list(zip(draft.placement, stages, strict=True))
+    mine = ([stage for home, stage in homes if home == rank] for rank in range(draft.ranks))
+    return tuple(_transient_bytes(parts, own, chosen, parts.storage) for own in mine)
+
+
+def _free_bytes(
+    parts: _Parts, stages: Sequence[Sequence[int]], draft: Schedule, transients: Sequence[int]
+) -> tuple[int, ...]:
+    """Per pipeline rank, what it has left for activations: beside parameters, gradients and optimizer, and what passes
+    hold beside."""
+    held = [parts.vocabulary_state.device_bytes + bytes_ for bytes_ in transients]
     for home, stage in zip(draft.placement, stages, strict=True):
         held[home] += rank_state(parts.model, stage, parts.storage).device_bytes
-    return [max(0, parts.budget_bytes - parts.wanted.spared_bytes - bytes_) for bytes_ in held]
+    return tuple(max(0, parts.budget_bytes - parts.wanted.spared_bytes - bytes_) for bytes_ in held)
 
 
 def compute_only(schedule: Schedule) -> str:
@@ -407,6 +469,7 @@ def _fit(parts: _Parts, draft: Schedule, pins: Pins | None, inflight: tuple[int,
         activations=parts.activations,
         inflight=inflight,
         placement=draft.placement,
+        microbatches=parts.microbatches,
         budget_bytes=parts.budget_bytes,
         reserved_bytes=parts.reserved_bytes,
         even=not mode_of(parts.wanted.vocabulary).balanced,
@@ -432,7 +495,7 @@ def _stages(calls: list[int], cut: Partition) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(calls[a:b]) for a, b in zip(cut.starts, ends, strict=True))
 
 
-def _step_seconds(parts: _Parts, stages: tuple[tuple[int, ...], ...], placement: Sequence[int]) -> tuple[float, ...]:
+def _step_seconds(parts: _Parts, stages: Sequence[Sequence[int]], placement: Sequence[int]) -> tuple[float, ...]:
     split = parts.vocabulary.parameters // parts.storage.shards({}) if parts.vocabulary else 0
     calls: list[list[int]] = [[] for _ in range(parts.machine.sizes["pp"])]
     for home, stage in zip(placement, stages, strict=True):
@@ -446,25 +509,24 @@ def _puts_off(parts: _Parts, draft: Schedule) -> bool:
     return bool(draft.split) or parts.wanted.schedule == SYNTHESIZED
 
 
-def _accumulations(parts: _Parts, stages: tuple[tuple[int, ...], ...], draft: Schedule) -> tuple[Accumulation, ...]:
+def _accumulations(parts: _Parts, moves: MoveCosts, draft: Schedule) -> tuple[Accumulation, ...]:
     """Of each stage; an asynchronous schedule updates by the gradient of each microbatch."""
-    moves = MoveCosts(parts.model, parts.options, parts.machine, stages, draft.placement)
     microbatches = 1 if draft.is_asynchronous else parts.microbatches
     gradients = GradientCosts(moves, microbatches, split=_puts_off(parts, draft))
-    return tuple(map(gradients.accumulation, stages))
+    return tuple(map(gradients.accumulation, moves.stages))
 
 
 def _schedule_costs(
     parts: _Parts,
-    stages: tuple[tuple[int, ...], ...],
+    moves: MoveCosts,
     draft: Schedule,
     chosen: Mapping[int, Alternative],
     accumulations: Sequence[Accumulation],
 ) -> Costs:
     model, machine, vocabulary, placement = parts.model, parts.machine, parts.vocabulary, draft.placement
+    stages = moves.stages
     per_stage = [[parts.costs[model.calls[i].block] for i in stage] for stage in stages]
     beside = between(model, stages, parts.costs, machine, placement)
-    moves = MoveCosts(model, parts.options, machine, stages, placement)
     tables = [i for i, call in enumerate(model.calls) if model.block_of(call).kind == VOCABULARY]
     weights = tuple(sum(c.weight_seconds for c in s) + a.put_off for s, a in zip(per_stage, accumulations, strict=True))
     backward = tuple(
@@ -472,17 +534,18 @@ def _schedule_costs(
         for s, stage, b, a in zip(per_stage, stages, beside, accumulations, strict=True)
     )
     completing = weights if _puts_off(parts, draft) else backward
+    forward = tuple(
+        sum(c.forward_seconds for c in s) + b.forward_seconds for s, b in zip(per_stage, beside, strict=True)
+    )
     return Costs(
-        forward_seconds=tuple(
-            sum(c.forward_seconds for c in s) + b.forward_seconds for s, b in zip(per_stage, beside, strict=True)
-        ),
+        forward_seconds=forward,
         backward_seconds=backward,
         send_forward_seconds=tuple(b.send_forward_seconds for b in beside),
         send_backward_seconds=tuple(b.send_backward_seconds for b in beside),
         reduce_seconds=tuple(map(moves.left_to_reduce, stages, completing)),
-        gather_seconds=tuple(map(moves.gather_seconds, stages)),
+        gather_seconds=moves.arrivals(forward),
         scatter_seconds=tuple(map(moves.left_to_scatter, stages, completing)),
-        gather_vocabulary_seconds=moves.gather_seconds(tables) / machine.sizes["pp"],
+        gather_vocabulary_seconds=moves.gather_seconds(tables, machine.sizes["pp"]),
         activation_bytes=tuple(parts.activations.stage_bytes(stage, chosen) for stage in stages),
         step_seconds=_step_seconds(parts, stages, placement),
         weight_seconds=weights,
@@ -493,9 +556,7 @@ def _schedule_costs(
     )
 
 
-def _offload_costs(
-    parts: _Parts, stages: tuple[tuple[int, ...], ...], chosen: Mapping[int, Alternative]
-) -> dict[str, Any]:
+def _offload_costs(parts: _Parts, stages: Sequence[Sequence[int]], chosen: Mapping[int, Alternative]) -> dict[str, Any]:
     rate = parts.machine.device.host_bytes_per_second
     if "activations" not in parts.options.offload or not rate:
         return {}

@@ -5,12 +5,13 @@ Sets
 Variables
     c_k in 0..n, c_0 = 0, c_K = n, c_k < c_{k+1}            first unit of stage k
 Objective
-    min T (the slowest rank sets the pace of a pipeline), then L, the longest stage, at that T, then M, the bytes of the
-    largest rank, at both; then the later cuts (early stages wait less for the end of a step)
+    min P, about what a step takes, then T, then L, the longest stage, then M, the bytes of the largest rank; then the
+    later cuts (early stages wait less for the end of a step). P is T (the slowest rank sets the pace of a pipeline);
+    where ranks have several stages, what :func:`.paces` makes of T, L and the number of microbatches
 Constraints
     seconds_k = time[c_{k+1}] - time[c_k] + send[c_k] + send[c_{k+1}]                              :class:`.CutTable`
     bytes_k   = state[c_{k+1}] - state[c_k] + inflight_k * (saved[c_{k+1}] - saved[c_k] + shared)  :class:`.CutTable`
-    T, M      : sums over the stages of a rank; bytes of a rank <= budget
+    T, M      : sums over the stages of a rank, M with the largest of its units' passes; M <= budget
 
 ``inflight_k`` is how many microbatches the schedule keeps between forward and backward of stage k when its rank keeps
 the most; ``shared`` is what the units of a stage keep together, once each microbatch. Seconds are counted in whole
@@ -25,7 +26,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.errors import BudgetError, StageError
@@ -33,15 +34,15 @@ from autopar.plan import bytes_text
 from autopar.planner.chunk_cuts import fastest_chunks, leanest_chunks
 from autopar.planner.cuts import CutTable, fastest, leanest
 
-_NANOSECOND = 1e-9
+NANOSECOND = 1e-9
 _KIB = 1024
 
 
 @dataclass(frozen=True)
 class Unit:
     """One call: seconds of forward plus backward per microbatch, bytes of state (parameters, gradients, optimizer),
-    bytes saved per microbatch in flight, and seconds to send what crosses a cut before it. Units of one ``kind`` are
-    calls of one block."""
+    bytes saved per microbatch in flight, and seconds to send what crosses a cut before it; ``transient_bytes``: what
+    its passes hold beside. Units of one ``kind`` are calls of one block."""
 
     name: str
     seconds: float
@@ -49,6 +50,7 @@ class Unit:
     saved_bytes: int
     cut_seconds: float
     kind: int = 0
+    transient_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,14 +68,16 @@ def partition(
     budget_bytes: int | None,
     placement: Sequence[int] | None = None,
     shared_bytes: int = 0,
+    microbatches: int = 0,
 ) -> Partition:
-    """The best contiguous partition into ``len(inflight)`` stages; ``placement[k]`` is stage k's rank (None: k).
+    """The best contiguous partition into ``len(inflight)`` stages; ``placement[k]`` is stage k's rank (None: k). With
+    so many ``microbatches`` (0: very many) that it is the slowest rank that counts, or how equal stages are.
 
     Raises StageError where there are fewer units than stages, or no partition fits ``budget_bytes`` per rank.
     """
     placement = range(len(inflight)) if placement is None else placement
     check_count(units, len(inflight), len(set(placement)))
-    found = find_partition(units, inflight, budget_bytes, placement, shared_bytes)
+    found = find_partition(units, inflight, budget_bytes, placement, shared_bytes, microbatches)
     if found is None:
         least = leanest_partition(units, inflight, placement, shared_bytes)[1]
         raise too_large(len(inflight), budget_bytes or 0, least)
@@ -86,14 +90,15 @@ def find_partition(
     budget_bytes: int | None,
     placement: Sequence[int],
     shared_bytes: int,
+    microbatches: int = 0,
 ) -> Partition | None:
     """:func:`partition` of as many units as there are stages and more; None where none fits."""
-    table = _table(units, inflight, placement, shared_bytes)
+    table = replace(_table(units, inflight, placement, shared_bytes), microbatches=microbatches)
     budget = None if budget_bytes is None else budget_bytes // _KIB
     found = (fastest if table.is_straight else fastest_chunks)(table, budget)
     if found is None:
         return None
-    return Partition(found.starts, found.slowest * _NANOSECOND, found.bound * _NANOSECOND)
+    return Partition(found.starts, found.slowest * NANOSECOND, found.bound * NANOSECOND)
 
 
 def even_partition(units: Sequence[Unit], stages: int, placement: Sequence[int] | None = None) -> Partition:
@@ -154,10 +159,11 @@ def leanest_partition(
 
 def _table(units: Sequence[Unit], inflight: Sequence[int], placement: Sequence[int], shared_bytes: int) -> CutTable:
     return CutTable(
-        seconds=tuple(round(u.seconds / _NANOSECOND) for u in units),
-        sends=tuple(round(u.cut_seconds / _NANOSECOND) for u in units),
+        seconds=tuple(round(u.seconds / NANOSECOND) for u in units),
+        sends=tuple(round(u.cut_seconds / NANOSECOND) for u in units),
         state=tuple(_kib(u.state_bytes) for u in units),
         saved=tuple(_kib(u.saved_bytes) for u in units),
+        transient=tuple(_kib(u.transient_bytes) for u in units),
         shared=_kib(shared_bytes),
         inflight=tuple(inflight),
         placement=tuple(placement),

@@ -19,7 +19,7 @@ from autopar.schedules.flow import COMPUTE, is_send
 LEAST_BYTES: Final = 64 * 2**10
 """Smaller tensors stay: there are many of them, and a copy takes longer to start than to run."""
 
-_LEAST_BETWEEN: Final = 2
+LEAST_BETWEEN: Final = 2
 
 
 def offloaded(schedule: Schedule, rank: int) -> frozenset[tuple[int, int]]:
@@ -39,10 +39,10 @@ def offload_activations(schedule: Schedule, stages: Collection[int]) -> Schedule
             f"schedule {schedule.name!r} keeps versions of weights with its activations, which can't go to the host; "
             "use a synchronous schedule (such as 1f1b), or leave offload of activations out"
         )
-    return replace(schedule, lists=tuple(tuple(_with_offloads(row, stages)) for row in schedule.lists))
+    return replace(schedule, lists=tuple(tuple(with_offloads(row, stages)) for row in schedule.lists))
 
 
-def _with_offloads(row: Sequence[Action], stages: Collection[int]) -> Iterator[Action]:
+def with_offloads(row: Sequence[Action], stages: Collection[int]) -> Iterator[Action]:
     passes = [action for action in row if action.kind in COMPUTE]
     after: dict[Action, list[Action]] = defaultdict(list)
     forwards: dict[tuple[int, int], int] = {}
@@ -50,9 +50,9 @@ def _with_offloads(row: Sequence[Action], stages: Collection[int]) -> Iterator[A
         place = action.microbatch, action.stage
         if action.kind == "F" and action.stage in stages:
             forwards[place] = index
-        elif action.kind in ("B", "I") and index - forwards.get(place, index) > _LEAST_BETWEEN:
+        elif action.kind in ("B", "I") and index - forwards.get(place, index) > LEAST_BETWEEN:
             after[passes[forwards[place]]].append(Action("OFFLOAD", *place))
-            after[passes[index - _LEAST_BETWEEN]].append(Action("FETCH", *place))
+            after[passes[index - LEAST_BETWEEN]].append(Action("FETCH", *place))
     waiting: list[Action] = []
     for action in row:
         if waiting and not is_send(action):
