@@ -16,7 +16,7 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -118,6 +118,9 @@ class Choice:
     experts: Plan
     chosen: Plan
     fits: bool
+    differences: tuple[float, ...] = ()
+    """Of the chosen and of the experts' costs from those of their programs, the largest of each, where that was asked
+    for."""
 
     @property
     def gain(self) -> float:
@@ -136,6 +139,7 @@ class Choice:
             "gain": self.gain,
             "experts_fit": self.fits,
             "why": why(self.chosen, self.experts),
+            "audit": self.differences,
             **{
                 name: {
                     "step_seconds": plan.step_seconds,
@@ -149,16 +153,20 @@ class Choice:
         }
 
 
-def choose(case: Case) -> Choice:
+def choose(case: Case, audit: bool = False) -> Choice:
     import autopar
 
-    ours = {"sample": case.sample(), "cluster": case.cluster, "precision": "bf16"}
-    plan = partial(autopar.plan, case.model(), case.gpus, **ours)
+    captured = autopar.capture(case.model(), sample=case.sample(), precision="bf16")
+    plan = partial(autopar.plan, captured, case.gpus, cluster=case.cluster)
     chosen = plan()
     try:
-        return Choice(case, plan(**case.pins), chosen, fits=True)
+        found = Choice(case, plan(**case.pins), chosen, fits=True)
     except autopar.AutoparError:
-        return Choice(case, plan(**case.pins, budget_bytes=UNBOUNDED_BYTES), chosen, fits=False)
+        found = Choice(case, plan(**case.pins, budget_bytes=UNBOUNDED_BYTES), chosen, fits=False)
+    if not audit:
+        return found
+    compiled = (autopar.compile(captured, case.gpus, plan=each) for each in (found.chosen, found.experts))
+    return replace(found, differences=tuple(each.audit().largest_difference for each in compiled))
 
 
 def why(chosen: Plan, experts: Plan) -> str:
@@ -201,11 +209,12 @@ def _gap(plan: Plan) -> float:
 def main(
     case: Annotated[list[str] | None, typer.Option(help="Cases whose name has this; all if not given.")] = None,
     measurements: Annotated[Path, typer.Option(help="Folder of the published tables.")] = MEASUREMENTS,
+    audit: Annotated[bool, typer.Option("--audit", help="Compare costs with those of the programs, too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print figures instead of a table.")] = False,
 ) -> None:
     """Compare what is chosen with what experts chose."""
     wanted = [one for one in cases(measurements) if not case or any(text in one.name for text in case)]
-    found = [in_fresh_process(choose, one) for one in wanted]
+    found = [in_fresh_process(choose, one, audit) for one in wanted]
     if as_json:
         print(json.dumps([one.to_json() for one in found], indent=2))
         return
@@ -214,6 +223,8 @@ def main(
     for one in found:
         console.print(f"{one.case.name}: {why(one.chosen, one.experts)}", highlight=False)
         console.print(f"  experts: {described(one.experts)}\n  chosen:  {described(one.chosen)}", highlight=False)
+        if audit:
+            console.print(f"  costs differ from those of their programs by {max(one.differences):.1e} at most")
     slower = [one.case.name for one in found if one.is_slower]
     console.print(f"{len(found)} cases; slower than the experts' plan: {', '.join(slower) or 'none'}")
     if any(not one.fits for one in found):

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -32,13 +31,13 @@ from ranks import run_pair
 from rich.console import Console
 from rich.table import Table
 from side_memory import peak_bytes
+from side_table import side_table
 from torch.distributed.device_mesh import init_device_mesh
 from torch_jobs import Step, adamw, data_parallel
 
 BASE = "DDP"
 WAYS = ("ring", "all_gather", "heads")
 SIDES = (BASE, *(f"autopar {way}" for way in WAYS))
-MIB = 2**20
 
 app = typer.Typer(pretty_exceptions_enable=False)
 
@@ -138,20 +137,10 @@ def table(figures: dict[str, Any], options: Options) -> Table:
     title = (
         f"GPT, {sizes.layers} layers of width {sizes.width}, {sizes.batch} rows of {sizes.sequence}; {WORLD} processes"
     )
-    shown = Table(title=title, caption=f"{options.rounds} rounds of {options.steps} steps; the side over {BASE}")
-    shown.add_column("side")
-    for column in ("tokens/s", "ratio min", "median", "max", "peak MiB", "CPU ms a step", "loss error"):
-        shown.add_column(column, justify="right")
-    base = figures["seconds"][BASE]
-    for side in SIDES:
-        seconds = figures["seconds"][side]
-        ratios = [theirs / own for own, theirs in zip(seconds, base, strict=True)]
-        spread = [f"{ratio:.2f}" for ratio in (min(ratios), statistics.median(ratios), max(ratios))]
-        speed = f"{sizes.tokens / statistics.median(seconds):,.0f}"
-        peak = f"{figures['peak_bytes'][side] / MIB:.1f}"
-        cpu = f"{1e3 * sum(figures['cpu_seconds'][side].values()):.0f}"
-        shown.add_row(side, speed, *spread, peak, cpu, f"{figures['loss_errors'][side]:.0e}")
-    return shown
+    caption = f"{options.rounds} rounds of {options.steps} steps; the side over {BASE}"
+    seconds = figures["seconds"]
+    ratios = {side: [base / own for own, base in zip(seconds[side], seconds[BASE], strict=True)] for side in SIDES}
+    return side_table(title, caption, figures, ratios, sizes.tokens)
 
 
 if __name__ == "__main__":

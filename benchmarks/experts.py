@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -30,12 +29,12 @@ from ranks import run_pair
 from rich.console import Console
 from rich.table import Table
 from side_memory import peak_bytes
+from side_table import side_table
 from torch import Tensor, nn
 from torch_jobs import Step, adamw, data_parallel, fully_sharded
 
 OURS = "autopar ep"
 SIDES = (OURS, "DDP", "FSDP2")
-MIB = 2**20
 
 app = typer.Typer(pretty_exceptions_enable=False)
 
@@ -157,20 +156,10 @@ def memory(options: Options, side: str) -> dict[str, object]:
 def table(figures: dict[str, Any], options: Options) -> Table:
     sizes = options.sizes
     title = f"Mixtral, {sizes.layers} layers of width {sizes.width}, {sizes.experts} experts; {WORLD} gloo processes"
-    shown = Table(title=title, caption=f"{options.rounds} rounds of {options.steps} steps; autopar over the side")
-    shown.add_column("side")
-    for column in ("tokens/s", "ratio min", "median", "max", "peak MiB", "CPU ms a step", "loss error"):
-        shown.add_column(column, justify="right")
-    ours = figures["seconds"][OURS]
-    for side in SIDES:
-        seconds = figures["seconds"][side]
-        ratios = [theirs / own for own, theirs in zip(ours, seconds, strict=True)]
-        spread = [f"{ratio:.2f}" for ratio in (min(ratios), statistics.median(ratios), max(ratios))]
-        speed = f"{sizes.tokens / statistics.median(seconds):,.0f}"
-        peak = f"{figures['peak_bytes'][side] / MIB:.1f}"
-        cpu = f"{1e3 * sum(figures['cpu_seconds'][side].values()):.0f}"
-        shown.add_row(side, speed, *spread, peak, cpu, f"{figures['loss_errors'][side]:.0e}")
-    return shown
+    caption = f"{options.rounds} rounds of {options.steps} steps; autopar over the side"
+    seconds = figures["seconds"]
+    ratios = {side: [theirs / own for own, theirs in zip(seconds[OURS], seconds[side], strict=True)] for side in SIDES}
+    return side_table(title, caption, figures, ratios, sizes.tokens)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """What planning costs with nothing pinned: published models on the clusters that they were trained on, on ``meta``.
 
-    python benchmarks/planning.py [--model NAME]... [--json]
+    python benchmarks/planning.py [--model NAME]... [--audit] [--json]
     python benchmarks/planning.py --depths 4,32,126
 
 The first form compiles each model (:data:`models.TRAININGS`) in a fresh process, whose peak memory is reported: what
-``autopar.compile`` does is timed part by part, parts inside of parts counted once, and nothing is warmed up. The second
-has degrees pinned, on one model of several depths: planning takes no longer where layers are alike. There,
+``autopar.compile`` does is timed part by part, parts inside of parts counted once, and nothing is warmed up. With
+--audit, costs are then read off the programs (:mod:`autopar.audit`): by how much the planner's differ at most. The
+second has degrees pinned, on one model of several depths: planning takes no longer where layers are alike. There,
 ``torch.export`` alone and capture then take turns. Seconds are of CPU time, which other programs disturb little.
 """
 
@@ -59,6 +60,7 @@ app = typer.Typer(pretty_exceptions_enable=False)
 def main(
     model: Annotated[list[str] | None, typer.Option(help=f"Any of {', '.join(TRAININGS)}; all if not given.")] = None,
     depths: Annotated[str, typer.Option(help="The second form, for these numbers of layers.")] = "",
+    audit: Annotated[bool, typer.Option("--audit", help="Compare costs with those of the programs, too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print figures instead of a table.")] = False,
 ) -> None:
     """Time every part of planning."""
@@ -70,7 +72,7 @@ def main(
         figures = {layers: in_fresh_process(measure_depth, int(layers)) for layers in depths.split(",")}
         shown = depth_table(figures)
     else:
-        figures = {name: in_fresh_process(measure, name) for name in names}
+        figures = {name: in_fresh_process(measure, name, audit) for name in names}
         shown = table(figures)
     if as_json:
         print(json.dumps(figures, indent=2))
@@ -123,7 +125,7 @@ def timed_compile(model: nn.Module, gpus: int, **arguments: Any) -> tuple[Any, d
     return compiled, {part: watch.seconds[part] for part in (*PARTS, REST)}
 
 
-def measure(name: str) -> dict[str, Any]:
+def measure(name: str, audit: bool = False) -> dict[str, Any]:
     """One model of :data:`models.TRAININGS`, nothing pinned but the precision."""
     torch.set_num_threads(1)
     training: Training = TRAININGS[name]
@@ -149,6 +151,7 @@ def measure(name: str) -> dict[str, Any]:
         "step_seconds": plan.step_seconds,
         "mfu": plan.mfu,
         "plan": described(plan),
+        "audit": compiled.audit().largest_difference if audit else None,
     }
 
 
@@ -167,7 +170,7 @@ def described(plan: Any) -> str:
 
 
 def table(figures: Mapping[str, Mapping[str, Any]]) -> Table:
-    columns = ("model", "GPUs", *PARTS, REST, "after capture", "points", "laid out", "gap", "peak memory")
+    columns = ("model", "GPUs", *PARTS, REST, "after capture", "points", "laid out", "gap", "peak memory", "audit")
     shown = Table(*columns, title="Planning with nothing pinned (CPU seconds)")
     for name, row in figures.items():
         seconds = row["cpu_seconds"]
@@ -180,6 +183,7 @@ def table(figures: Mapping[str, Mapping[str, Any]]) -> Table:
             f"{row['laid_out']} of {row['placed']}",
             percent_text(row["gap"]),
             f"{row['peak_bytes'] / 1e9:.2f} GB",
+            "" if row["audit"] is None else f"{row['audit']:.1e}",
         )
     return shown
 
