@@ -9,9 +9,10 @@ it takes at least half of the time (:mod:`autopar.cost_models`).
   ``prefix_s`` the passes of the stages before s, and ``t_s`` its own, a step takes ``max_s prefix_s + m t_s`` at least;
   over all cuts the least of those is found by filling stages in order, for a bisected step (:func:`straight`).
   Where ranks hold several stages, the mean of ``prefix_s + m t_s`` bounds it: no cut changes the sum of ``t_s``
-  (:func:`folded`).
+  (:func:`folded`); where these go round the ranks in a fixed order, more is known of what they wait for
+  (:func:`looped`).
 * *By memory*: where a stage's layers don't fit as they are, recomputing takes at least what the best trade of bytes for
-  seconds does, layer by layer (:func:`recomputed`).
+  seconds does, layer by layer (:func:`recomputed`, :func:`shared_out`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,6 +30,7 @@ from autopar.search.hulls import Array
 from autopar.search.profiles import Key, Unit
 
 _BISECTIONS = 40
+_VALUES = 16  # of what layers keep that are told apart where the rest is copied
 
 
 def scaled(known: Key, wanted: Key) -> float | None:
@@ -93,48 +97,127 @@ def _least(works: Callable[[float], bool], low: float, high: float) -> float:
     return low
 
 
+class Spill(NamedTuple):
+    """Of a rank whose activations may go to the host: it would keep ``kept`` microbatches if they didn't. A byte of
+    those that it has no room for is copied out before, beside ``forwards`` and ``backwards`` of microbatches, and back
+    beside the rest of the passes; over a step it is copied ``times`` over. A byte takes ``seconds`` of a microbatch's
+    time, of which a step has ``microbatches``."""
+
+    kept: float
+    forwards: float
+    backwards: float
+    times: float
+    seconds: float
+    microbatches: int
+
+
+class Kept(NamedTuple):
+    """What a rank keeps on the device at several ``moments``: microbatches from forward to backward, and from there to
+    their weights' gradients."""
+
+    moments: tuple[tuple[float, float], ...]
+    spills: tuple[Spill, ...] = ()
+
+
 @dataclass(frozen=True)
 class Held:
     """What each unit takes and holds, in order: seconds of its passes and of its forward, bytes of its state, bytes
     that it keeps of a microbatch at least, and whether it is one of the ``layers``: those of the block that is called
-    most, each of which may keep ``saved`` bytes (falling) for ``extra`` seconds more (rising, convex)."""
+    most, each of which may keep ``saved`` bytes (falling) for ``extra`` seconds more (rising, convex), and keeps
+    ``later`` bytes from a backward without its weights' gradients until these. ``working``: bytes of each unit's
+    largest op."""
 
     seconds: Array
     forward: Array
     state: Array
     least: Array
     layers: Array
+    working: Array
     saved: Array
     extra: Array
+    later: float
 
     def inner(self) -> Held:
         """Without the first unit and the last."""
-        names = ("seconds", "forward", "state", "least", "layers")
+        names = ("seconds", "forward", "state", "least", "layers", "working")
         return replace(self, **{name: getattr(self, name)[1:-1] for name in names})
+
+    def in_chunks(self) -> Held:
+        """As if the last unit, if it is no layer, worked in as little memory as it likes."""
+        working = self.working.copy()
+        working[-1] *= self.layers[-1]
+        return replace(self, working=working)
 
     def scaled(self, share: float) -> Held:
         """Of ranks with ``share`` of the work."""
-        names = ("seconds", "forward", "least", "saved", "extra")
+        names = ("seconds", "forward", "least", "working", "saved", "extra", "later")
         return replace(self, **{name: share * getattr(self, name) for name in names})
 
-    def stage_seconds(self, kept: float, budget: float, host_rate: float = 0.0) -> Array:
-        """Of a rank that holds units i to j, ``[i, j]``, and keeps ``kept`` microbatches of each: with the least that
-        it has to recompute to fit in ``budget`` bytes; inf where nothing does. What is beyond may be copied to the
-        host instead at ``host_rate`` bytes/s (0: it may not), beside the passes."""
+    def stage_seconds(self, kept: Kept, budget: float) -> Array:
+        """Of a rank that holds units i to j, ``[i, j]``, and keeps microbatches of each: with the least that it has to
+        recompute to fit in ``budget`` bytes at all moments; inf where nothing does."""
         seconds, state, least, layers = (_between(v) for v in (self.seconds, self.state, self.least, self.layers))
+        room = budget - state - self._largest
+        extra = [self._again(room - moment[0] * least, moment, layers) for moment in kept.moments]
+        found = seconds + np.max(extra, axis=0)
+        if kept.spills:
+            found = np.maximum(found, self._spilled(room, layers, seconds, kept.spills))
+        return np.where(seconds >= 0, found, np.inf)
+
+    @cached_property
+    def _largest(self) -> Array:
+        """``[i, j]``: of what units from i to before j work with."""
+        found = np.zeros((len(self.working) + 1, len(self.working) + 1))
+        for first in range(len(self.working)):
+            found[first, first + 1 :] = np.maximum.accumulate(self.working[first:])
+        return found
+
+    def layer_seconds(self, kept: Kept, budget: float, *, last: bool = False) -> Array:
+        """Of a rank that holds n layers and nothing else, or the ``last`` unit, whose passes don't count, ``[n]``."""
+        layers = np.arange(self.count + 1.0)
+        seconds, room = layers * self._layer("seconds"), budget - layers * self._layer("state")
+        working = self._layer("working")
+        if last:
+            room, working = room - self.state[-1] - self.least[-1], max(working, float(self.working[-1]))
+        room = room - working * (last or layers > 0)
+        found: Array = seconds + np.max([self._again(room, moment, layers) for moment in kept.moments], axis=0)
+        return np.maximum(found, self._spilled(room, layers, seconds, kept.spills)) if kept.spills else found
+
+    def _spilled(self, room: Array, layers: Array, seconds: Array, spills: Sequence[Spill]) -> Array:
+        """Of the passes and of the copies beside them, for the best of what layers may keep: between two values of
+        that, no less is recomputed than with the larger one, and no less copied than with the smaller one."""
+        saved = np.linspace(self.saved[-1], self.saved[0], _VALUES + 1)
+        extra = np.interp(-saved, -self.saved, self.extra)
+        passes = seconds[..., None] + layers[..., None] * extra[1:]
+        forward = layers[..., None] * self._layer("forward")
+        best = passes
+        for spill in spills:
+            copy = spill.seconds * np.maximum(0.0, spill.kept * layers[..., None] * saved[:-1] - room[..., None])
+            ahead = (spill.forwards * forward + spill.backwards * (passes - forward)) / spill.microbatches
+            parts = np.maximum(ahead, copy) + np.maximum(passes - ahead, copy)
+            best = np.maximum(best, np.maximum(parts, spill.times * copy))
+        least: Array = best.min(axis=-1)
+        return least
+
+    def _again(self, room: Array, moment: tuple[float, float], layers: Array) -> Array:
+        """What so many layers recompute at least, of which a rank keeps this in ``room`` bytes."""
+        kept, later = moment
+        room = room - later * self.later * layers
+        if not kept:
+            return np.where(room < 0, np.inf, 0.0)
         with np.errstate(all="ignore"):
-            room = (budget - state - kept * least) / (kept * layers)
-        extra = np.interp(-room, -self.saved, self.extra)
-        extra = np.where(room < self.saved[-1] * (1 - 1e-9), np.inf, extra)
-        if host_rate:
-            longest = float(self.seconds[self.layers > 0].max())
-            for saved, again in zip(self.saved, self.extra, strict=True):
-                copied = (saved - np.maximum(room, 0.0)) / host_rate - longest
-                extra = np.minimum(extra, np.maximum(copied, again))
-            state = np.minimum(state, budget)  # copies are begun before there is no room
-        with np.errstate(all="ignore"):
-            extra = np.where(layers > 0, layers * extra, np.where(budget < state + kept * least, np.inf, 0.0))
-        return np.where(seconds >= 0, seconds + extra, np.inf)
+            each = room / (kept * layers)
+            extra = layers * np.interp(-each, -self.saved, self.extra)
+            extra = np.where(each < self.saved[-1] * (1 - 1e-9), np.inf, extra)
+        return np.where(layers > 0, extra, np.where(room < 0, np.inf, 0.0))
+
+    @property
+    def count(self) -> int:
+        """Of layers."""
+        return round(float(self.layers.sum()))
+
+    def _layer(self, name: str) -> float:
+        return float(getattr(self, name)[self.layers > 0].min())
 
 
 def _between(values: Array) -> Array:
@@ -143,27 +226,14 @@ def _between(values: Array) -> Array:
     return sums[None, :] - sums[:, None]
 
 
-def recomputed(
-    held: Held,
-    inflight: Sequence[float],
-    microbatches: int,
-    budget: float,
-    *,
-    split: bool,
-    chunks: int,
-    host_rate: float = 0.0,
-) -> float:
-    """Seconds of the passes where rank r keeps ``inflight[r]`` microbatches of all that it holds; inf where that
-    doesn't fit in ``budget`` bytes however units are cut.
+def recomputed(held: Held, inflight: Sequence[Kept], microbatches: int, budget: float, *, split: bool) -> float:
+    """Seconds of the passes of a pipeline with one stage per rank, where rank r keeps ``inflight[r]`` of all that
+    it holds; inf where that doesn't fit in ``budget`` bytes however units are cut.
 
-    Ranks are filled in order, each with as many units as the step has time for. Those with several stages share all
-    memory: what a layer may keep for how many seconds is convex, so that none do better than those that keep as much.
+    Ranks are filled in order, each with as many units as the step has time for.
     """
     ranks, count = len(inflight), len(held.seconds)
-    if chunks > 1:
-        pooled = held.stage_seconds(min(inflight), ranks * budget, host_rate)[0, count]
-        return microbatches * float(pooled) / ranks
-    tables = {kept: held.stage_seconds(kept, budget, host_rate) for kept in set(inflight)}
+    tables = {kept: held.stage_seconds(kept, budget) for kept in set(inflight)}
     rows = [tables[kept] for kept in inflight]
     ahead = _sums(held.forward if split else held.seconds)
 
@@ -180,3 +250,52 @@ def recomputed(
     low = microbatches * float(held.seconds.sum()) / ranks
     high = 2 * ranks * microbatches * (float(held.seconds.sum()) + count * float(held.extra[-1]))
     return _least(works, low, high) if works(high) else math.inf
+
+
+def shared_out(
+    held: Held, inflight: Sequence[Kept], microbatches: int, budget: float, *, split: bool, last: int = -1
+) -> float:
+    """The same where ranks hold several stages each, which may be any of the layers; rank ``last`` the last unit.
+
+    Rank r waits for r stages as :func:`folded` says, and keeps ``inflight[r]`` of its layers: memory that
+    its stages share evenly, since what a layer may keep for how many seconds is convex. What a rank takes grows with
+    every layer by more, so ranks share layers best by taking the cheapest one next; and some rank takes as many as the
+    step allows.
+    """
+    ranks = len(inflight)
+    tables = {kept: held.layer_seconds(kept, budget) for kept in set(inflight)}
+    rows = np.array([microbatches * tables[kept] for kept in inflight])
+    if not held.layers[-1]:
+        rows[last] = microbatches * held.layer_seconds(inflight[last], budget, last=True)
+    waits = _sums((held.forward if split else held.seconds)[: ranks - 1])
+    with np.errstate(invalid="ignore"):
+        more = np.diff(rows, axis=1)[np.isfinite(rows[:, 1:])]
+    if len(more) < held.count:
+        return math.inf
+    others = microbatches * held.seconds * (held.layers == 0)
+    mean = (float(np.sort(more)[: held.count].sum()) + float(others.sum()) + float(waits.sum())) / ranks
+    rows[last] += others[-1]
+    slowest = np.sort((rows + waits[:, None])[:, 1:], axis=None)[held.count - 1]
+    return max(float(slowest), mean)
+
+
+def looped(units: Sequence[Unit], ranks: int, chunks: int, microbatches: int, *, ends: bool) -> float:
+    """Of interleaved 1F1B, over all cuts of ``units``.
+
+    On rank r, before the first forward of its stage k in round c come the forwards of all stages ahead, of which rank r
+    itself has run those of ``ranks`` microbatches of each round before; so the step takes at least that, less these,
+    and all passes of rank r. The same holds at the end for backwards, if these ``ends`` count. Any mean of these bounds
+    over r and c is one. Ranks have such weights that it grows almost evenly with a second in any stage; it is least
+    with every unit in the stage where it grows least.
+    """
+    round_, rank = np.arange(chunks)[:, None], np.arange(ranks)[None, :]
+    period = (1 + ends) * chunks * microbatches / 2 - (chunks - 1) / 2
+    weights = (1 + (rank - (ranks - 1) / 2) / period) / ranks
+    if weights.min() < 0:
+        return 0.0
+    later = np.cumsum(weights[:, ::-1], axis=1)[:, ::-1] - weights
+    waits = ((chunks - 1 - round_) * (1 - ranks * weights) + later) / chunks
+    forward = (microbatches * weights + waits).ravel()
+    backward = (microbatches * weights + ends * waits).ravel()
+    passes = np.array([(unit.forward, unit.backward) for unit in units])
+    return float((passes[:, :1] * forward + passes[:, 1:] * backward).min(axis=1).sum())

@@ -16,7 +16,7 @@ from autopar.planner.build import Built, Request, build
 from autopar.planner.pipeline import Wanted
 from autopar.search.costing import Costing, Outcome
 from autopar.search.fronts import compared, gpus_front, memory_front, runners_up
-from autopar.search.infeasible import refusal
+from autopar.search.infeasible import no_degrees, refusal
 from autopar.search.loop import Found, Search
 from autopar.search.pins import Pins
 from autopar.search.profiles import Models, Profiler
@@ -70,7 +70,7 @@ def _built(search: Search, measured: Callable[[Built], Built] | None) -> tuple[B
             search = search.again(search.costing.spared_bytes + more)
             continue
         if best is None or built.plan.step_seconds < best[0].plan.step_seconds:
-            best = built, outcome, search, replace(found, bound_seconds=proven)
+            best = built, outcome, search, found
         if built.plan.step_seconds <= outcome.step_seconds * (1 + search.tolerance):
             break
         hidden = max(built.plan.peak_bytes) - outcome.peak_bytes
@@ -78,7 +78,8 @@ def _built(search: Search, measured: Callable[[Built], Built] | None) -> tuple[B
     if best is None:
         assert error is not None
         raise error
-    return best
+    built, outcome, search, found = best
+    return built, outcome, search, replace(found, bound_seconds=min(proven, built.plan.step_seconds))
 
 
 def searching(
@@ -123,7 +124,7 @@ def _only(search: Search) -> Point | None:
     if not found:
         if search.pins.mesh_is_whole:
             return _as_pinned(search, Region(search.pins.fixed_mesh, 0, _microbatches(search)))
-        raise _no_mesh(search)
+        raise no_degrees(search)
     if not any(map(search.count, found)):  # the schedule that was asked for suits none of them; building one says why
         return _as_pinned(search, next((region for region in found if region.mesh.pp > 1), found[0]))
     if len(found) > 1 or search.count(found[0]) != 1:
@@ -153,27 +154,6 @@ def _microbatches(search: Search) -> int:
         f"microbatch={pins.microbatch} makes {rows // pins.microbatch} microbatches, not microbatches="
         f"{pins.microbatches}; leave one of the two out"
     )
-
-
-def _no_mesh(search: Search) -> AutoparError:
-    """No degrees multiply to the GPUs and divide the batch, the heads, the sequence and the layers."""
-    pins, sizes = search.pins, search.sizes
-    fits = next((n for n in range(pins.gpus - 1, 0, -1) if _fits(search, n)), None)
-    heads = f", heads {' and '.join(map(str, sizes.heads))} (tp)" if sizes.heads else ""
-    lengths = f", sequences of {' and '.join(map(str, sizes.lengths))} (cp)" if sizes.lengths else ""
-    pinned = f" with mesh={dict(pins.mesh)}" if pins.mesh else ""
-    hint = f"use gpus={fits}" if fits else "leave pins out"
-    return ArgumentError(
-        f"gpus={pins.gpus}{pinned} can't all be used: no degrees with that product divide a batch of {sizes.batch} "
-        f"(dp x microbatches), {sizes.units} layers and more (pp){heads}{lengths}; {hint}, or another batch"
-    )
-
-
-def _fits(search: Search, gpus: int) -> bool:
-    try:
-        return bool(regions(search.sizes, replace(search.pins, gpus=gpus)))
-    except ArgumentError:  # pinned degrees don't divide so many
-        return False
 
 
 def _build(search: Search, point: Point, measured: Callable[[Built], Built] | None) -> Built:

@@ -21,19 +21,14 @@ from autopar.planner.block_costs import BlockCost, Machine
 from autopar.planner.build import rank_plan
 from autopar.planner.modes import MODES
 from autopar.planner.offload import require_host
-from autopar.planner.pipeline import Pipeline, Wanted, kept_stages, lay_out
+from autopar.planner.pipeline import Pipeline, Wanted, lay_out
 from autopar.planner.rank_memory import MOMENTS, Storage, rank_state
-from autopar.schedules import generate
 from autopar.schedules.registry import SCHEDULES
-from autopar.search.bounds import Held, folded, recomputed, scaled, straight
+from autopar.search.bounds import Held, folded, looped, recomputed, scaled, shared_out, straight
 from autopar.search.gradients import Sums
+from autopar.search.keeping import Keeping
 from autopar.search.profiles import Profile, Unit, Weights
-from autopar.search.space import Point, Region
-
-_LEAN = ("1f1b", "v-min", "v-half")
-"""Schedules of which one or another keeps the least on any rank."""
-
-_STEADY = 2  # times the ranks: with more microbatches, no more are in flight
+from autopar.search.space import Family, Point, Region
 
 
 @dataclass(frozen=True)
@@ -64,10 +59,11 @@ class Costing:
     _passes: dict[tuple[object, ...], float] = field(default_factory=dict)
     _machines: dict[tuple[Mesh, int], Machine] = field(default_factory=dict)
     _updates: dict[tuple[object, ...], tuple[float, float, float, float]] = field(default_factory=dict)
-    _inflight: dict[tuple[object, ...], tuple[float, ...]] = field(default_factory=dict)
+    _keeping: Keeping = field(default_factory=Keeping)
     _regions: dict[tuple[float, int, int], float] = field(default_factory=dict)
     _loads: dict[tuple[object, ...], list[Unit]] = field(default_factory=dict)
     _leanest: Held | None = None
+    _stateless: dict[object, Held | None] = field(default_factory=dict)
     _holdings: dict[tuple[object, ...], Held | None] = field(default_factory=dict)
 
     @property
@@ -93,8 +89,7 @@ class Costing:
         require_host(options, self.cluster.device)
         machine = Machine.of(self.cluster, profile.mesh(region.mesh), point.zero_ranks)
         costs = profile.costs_on(machine)
-        spared = max(self.spared_bytes, profile.working_bytes // (point.head or 1))
-        wanted = Wanted(point.schedule, point.vocabulary, point.chunks, point.head_chunks, spared)
+        wanted = Wanted(point.schedule, point.vocabulary, point.chunks, point.head_chunks, self.spared_bytes)
         model = profile.model
         pipeline = lay_out(model, costs, machine, region.microbatches, wanted, options, profile.activations)
         request = replace(profile.placed.request, mesh=machine.mesh, options=options)
@@ -105,6 +100,30 @@ class Costing:
             raise BudgetError(f"a rank would hold {held} bytes of {budget}", held)
         seconds = pipeline.timeline.makespan_seconds
         return Outcome(point, seconds, max(r.peak_bytes for r in ranks), recomputes, parts_of(pipeline, costs, model))
+
+    def family_bound(self, family: Family, profile: Profile, enough: float = math.inf) -> float:
+        """No step of any point of ``family`` is below: by its passes alone, as if no rank held state; inf where even
+        so nothing fits. A bound that is ``enough`` isn't made any better."""
+        region, row, units = family.region, SCHEDULES.get(family.schedule), profile.units
+        mesh, microbatches = region.mesh, region.microbatches
+        found = microbatches * math.fsum(unit.seconds for unit in units) / mesh.pp
+        if row is None:
+            return found
+        if mesh.pp > 1:
+            found = max(found, self._pipeline_seconds(units, family))
+        if found >= enough or self.options.recompute not in ("auto", "none"):
+            return found
+        if profile.key not in self._stateless:
+            self._stateless[profile.key] = self._unstored(profile)
+        held = self._stateless[profile.key]
+        if held is None:
+            return found
+        return max(found, self._filled(held, family, away=True))
+
+    def _unstored(self, profile: Profile) -> Held | None:
+        """Of all points of a placement: without state, and with a head in chunks."""
+        held = held_by(profile, None, self.options.recompute, self.root or profile)
+        return None if held is None else held.in_chunks()
 
     def bound(self, point: Point, profile: Profile) -> float:
         """No step of ``point`` is below, by its passes. The head may be another than the profile's."""
@@ -131,18 +150,12 @@ class Costing:
         mean = self._mean_seconds(point, profile)
         if mesh.pp == 1 or row is None:
             return mean
-        inner = self._units(point, profile)
-        sums = self._sums(point, profile)
-        key = (profile.key, sums, mesh.pp, microbatches, row.chunks or point.chunks, row.splits_backward, len(inner))
+        sums, chunks = self._sums(point, profile), row.chunks or point.chunks
+        split = (row.splits_backward, splits_head(point.family), row.placement)
+        key = (profile.key, sums, mesh.pp, microbatches, chunks, split)
         if key not in self._passes:
-            self._passes[key] = self._pipeline_seconds(inner, mesh.pp, microbatches, point)
+            self._passes[key] = self._pipeline_seconds(self._loaded(point, profile), point.family)
         return max(mean, self._passes[key])
-
-    def _units(self, point: Point, profile: Profile) -> list[Unit]:
-        """What stages are cut between: without the first and last where a split vocabulary's passes, which fill the
-        time that ranks wait, may be all there is in them."""
-        units = self._loaded(point, profile)
-        return units[1:-1] if MODES[point.vocabulary].head and len(units) > 2 else units
 
     def _sums(self, point: Point, profile: Profile) -> Sums:
         mesh, row = point.region.mesh, SCHEDULES.get(point.schedule)
@@ -163,12 +176,17 @@ class Costing:
             self._loads[key] = [replace(unit, backward=unit.backward + seconds) for unit, seconds in pairs]
         return self._loads[key]
 
-    def _pipeline_seconds(self, units: list[Unit], ranks: int, microbatches: int, point: Point) -> float:
-        row = SCHEDULES[point.schedule]
-        chunks = row.chunks or point.chunks or 2
-        if chunks > 1:
-            return folded(units, ranks, microbatches, split=row.splits_backward)
-        return straight(units, ranks, microbatches, split=row.splits_backward)
+    def _pipeline_seconds(self, units: Sequence[Unit], family: Family) -> float:
+        row, ranks, microbatches = SCHEDULES[family.schedule], family.region.mesh.pp, family.region.microbatches
+        chunks = row.chunks or family.chunks or 2
+        inner, beside = _inner(units, family), _head_seconds(units, family)
+        split = row.splits_backward or splits_head(family)
+        if chunks == 1:
+            return beside + straight(inner, ranks, microbatches, split=split)
+        found = folded(inner, ranks, microbatches, split=split)
+        if row.placement == "looped":
+            found = max(found, looped(inner, ranks, chunks, microbatches, ends=not split))
+        return beside + found
 
     def _memory_seconds(self, point: Point, profile: Profile) -> float:
         """Of the layers alone, with what has to be recomputed."""
@@ -180,33 +198,24 @@ class Costing:
             return 0.0
         added = [a.seconds - b.seconds for a, b in zip(self._loaded(point, profile), profile.units, strict=True)]
         held = replace(held, seconds=held.seconds + np.array(added))
-        mesh, microbatches = point.region.mesh, point.region.microbatches
-        return recomputed(
-            held.inner() if len(self._units(point, profile)) < len(profile.units) else held,
-            self._kept(point),
-            microbatches,
-            self.budget_bytes,
-            split=row.splits_backward,
-            chunks=(row.chunks or point.chunks or 1) if mesh.pp > 1 else 1,
-            host_rate=self.cluster.device.host_bytes_per_second if "activations" in point.offload else 0.0,
-        )
+        if point.head_chunks > 1:
+            held = held.in_chunks()
+        return self._filled(held, point.family, away="activations" in point.offload)
 
-    def _kept(self, point: Point) -> tuple[float, ...]:
-        """By rank, how many microbatches of all that it holds are in flight."""
-        return self._kept_by(point.schedule, point.region.mesh.pp, point.region.microbatches, point.chunks)
-
-    def _kept_by(self, name: str, ranks: int, microbatches: int, chunks: int | None) -> tuple[float, ...]:
-        count = min(microbatches, _STEADY * ranks)
-        if ranks == 1:
-            return (1.0,)
-        key = (name, ranks, count, chunks)
-        if key not in self._inflight:
-            schedule = generate(name, ranks, count, chunks=chunks)
-            kept, most = [0.0] * ranks, kept_stages(schedule)
-            for stage, rank in enumerate(schedule.placement):
-                kept[rank] += most[stage] / schedule.chunks
-            self._inflight[key] = tuple(kept)
-        return self._inflight[key]
+    def _filled(self, held: Held, family: Family, *, away: bool) -> float:
+        """Seconds of ranks that ``held`` fills; activations may be ``away`` on the host."""
+        row, pp, microbatches = SCHEDULES[family.schedule], family.region.mesh.pp, family.region.microbatches
+        beside, split = 0.0, row.splits_backward or splits_head(family)
+        if splits_head(family) and len(held.seconds) > 2:
+            beside, held = microbatches * float(held.seconds[-1]) / pp, held.inner()
+        head = MODES[family.vocabulary].head
+        asked = (family.schedule, pp, microbatches, family.chunks, head)
+        rate = self.cluster.device.host_bytes_per_second
+        kept = self._keeping.away(*asked, rate) if away and rate else self._keeping.here(*asked)
+        if pp == 1 or (row.chunks or family.chunks) == 1:
+            return beside + recomputed(held, kept, microbatches, self.budget_bytes, split=split)
+        last = 0 if row.placement == "v" else pp - 1
+        return beside + shared_out(held, kept, microbatches, self.budget_bytes, split=split, last=last)
 
     def _held(self, point: Point, profile: Profile) -> Held | None:
         """None where there are too few layers to speak of."""
@@ -224,25 +233,22 @@ class Costing:
         if self.root is None or self.options.recompute not in ("auto", "none"):
             return 0.0
         if self._leanest is None:
-            self._leanest = held_by(self.root, None, self.options.recompute, self.root)
+            self._leanest = self._unstored(self.root)
         if self._leanest is None:
             return 0.0
-        pp, rate = region.mesh.pp, self.cluster.device.host_bytes_per_second
-        key = (share, pp, region.microbatches)
+        key = (share, region.mesh.pp, region.microbatches)
         if key not in self._regions:
-            inflight = self._least_kept(pp, region.microbatches)
+            inflight = self._keeping.least(region.mesh.pp, region.microbatches)
             held = self._leanest.scaled(share)
-            self._regions[key] = recomputed(
-                held, inflight, region.microbatches, self.budget_bytes, split=True, chunks=8, host_rate=rate
-            )
+            self._regions[key] = shared_out(held, inflight, region.microbatches, self.budget_bytes, split=True)
         return self._regions[key]
 
-    def estimate(self, region: Region, share: float) -> float:
+    def estimate(self, region: Region, share: float, *, away: bool = False) -> float:
         """Seconds of a likely step of ``region``: 1F1B, with the first ZeRO stage that leaves room for activations;
-        inf where none does."""
+        inf where none does. ``away``: masters and the optimizer are on the host."""
         assert self.root is not None
         if self._leanest is None:
-            self._leanest = held_by(self.root, None, self.options.recompute, self.root)
+            self._leanest = self._unstored(self.root)
         mesh = region.mesh
         if self._leanest is None:
             return 0.0
@@ -254,23 +260,31 @@ class Costing:
         shards = mesh.zero_shards(0)
         for zero in (1, 2, 3) if shards > 1 else (0,):
             # Masters of experts are on fewer copies' ranks, but split over ep: as many parts in all.
-            state = (1 + MOMENTS) * total.masters / shards / parts
+            state = 0.0 if away else self._trained_bytes(total) / shards / parts
             state += total.masters * spread / (shards if zero >= 2 else 1)
             state += total.copies * spread if zero < 3 else 0.0
             key = ("estimate", share, mesh.pp, region.microbatches, round(state / self.budget_bytes, 2))
             if key not in self._passes:
-                kept = self._kept_by("1f1b", mesh.pp, region.microbatches, None)
+                kept = self._keeping.here("1f1b", mesh.pp, region.microbatches)
                 held, room = self._leanest.scaled(share), self.budget_bytes - state
-                self._passes[key] = recomputed(held, kept, region.microbatches, room, split=False, chunks=1)
+                self._passes[key] = recomputed(held, kept, region.microbatches, room, split=False)
             if not math.isinf(self._passes[key]):
-                streamed = self._streamed_estimate(region, total.copies * spread) if zero == 3 else 0.0
-                return max(self._passes[key], streamed)
+                moved = {2: region.microbatches * total.masters, 3: 2 * region.microbatches * total.copies}.get(zero, 0)
+                return max(self._passes[key], self._moved_estimate(region, moved * spread))
         return math.inf
 
-    def _streamed_estimate(self, region: Region, copies: float) -> float:
+    def _trained_bytes(self, weights: Weights) -> int:
+        """Of masters and the optimizer's state."""
+        dtype = self.options.state_dtype
+        return weights.masters + MOMENTS * (
+            weights.elements * getattr(torch, dtype).itemsize if dtype else weights.masters
+        )
+
+    def _moved_estimate(self, region: Region, bytes_: float) -> float:
+        """Of gathers or scatters of so much over the ranks that share parameters."""
         mesh = region.mesh
         link = self._machine_of(mesh, 0).lines[mesh.data_axes()].shard
-        return 2 * region.microbatches * seconds_of("all_gather", int(copies), mesh.zero_shards(0), link)
+        return seconds_of("all_gather", int(bytes_), mesh.zero_shards(0), link)
 
     def least_streamed(self, region: Region) -> float:
         """Seconds of gathers, where not even the copies of parameters that are computed with fit on a rank."""
@@ -279,7 +293,7 @@ class Costing:
         copies = sum(weights.copies for weights in self.root.weights.values()) / (mesh.pp * mesh.tp * mesh.experts)
         if copies <= self.budget_bytes or mesh.zero_shards(0) == 1:
             return 0.0
-        return self._streamed_estimate(region, copies)
+        return self._moved_estimate(region, 2 * region.microbatches * copies)
 
     def may_fit(self, point: Point, profile: Profile) -> bool:
         """Whether parameters, gradients and moments would fit if ranks shared them evenly, and kept nothing else."""
@@ -289,33 +303,30 @@ class Costing:
             line = mesh.data_axes(axes)
             shards = mesh.zero_shards(point.zero_ranks, line) if point.zero and line else 1
             twice = shards > 1 or weights.copies != weights.masters or away
-            total += 0 if away else (1 + MOMENTS) * weights.masters / shards
+            total += 0 if away else self._trained_bytes(weights) / shards
             total += weights.masters / (shards if point.zero >= 2 else 1)
             total += weights.copies if twice and not self._streams(point) else 0
         return total / mesh.pp <= self.budget_bytes
 
-    def _least_kept(self, ranks: int, microbatches: int) -> tuple[float, ...]:
-        if ranks == 1:
-            return (1.0,)
-        each = [self._kept_by(name, ranks, microbatches, None) for name in _LEAN]
-        return tuple(min(kept) for kept in zip(*each, strict=True))
-
     def _update_seconds(self, point: Point, profile: Profile) -> float:
-        """Of the optimizer, and of what is gathered before the first pass and summed after the last, if ranks shared
-        all of it evenly."""
-        gathered, scattered, summed, updated = self._moves(point, profile)
+        """Of the optimizer, and of what is summed after the last pass, if ranks shared all of it evenly. What is
+        gathered before the first isn't counted: with parameters on the host nothing is."""
+        _, scattered, summed, updated = self._moves(point, profile)
         pp = point.region.mesh.pp
         layers = math.ceil(len(profile.units) / pp)
-        backward = math.fsum(unit.backward for unit in self._loaded(point, profile)) / pp
-        scattered, summed = (step.left_seconds(each, layers, backward) for each in (scattered, summed))
         row = SCHEDULES.get(point.schedule)
-        chunks = row.chunks or point.chunks or 2 if row is not None else 2  # only those of the first stage come first
-        first = gathered if chunks == 1 and not self._streams(point) else 0.0
-        return first + scattered + summed + updated
+        backward = math.fsum(unit.backward for unit in self._loaded(point, profile)) / pp
+        if pp > 1 and (row is None or (row.chunks or point.chunks) != 1):
+            backward *= point.region.microbatches  # sums of later stages run beside the first ones' passes
+        scattered, summed = (step.left_seconds(each, layers, backward) for each in (scattered, summed))
+        return scattered + summed + updated
 
     def _streamed_seconds(self, point: Point, profile: Profile) -> float:
-        """Of gathers that run beside the passes, two for each microbatch."""
-        return 2 * point.region.microbatches * self._moves(point, profile)[0] if self._streams(point) else 0.0
+        """Of what runs beside the passes: of each microbatch two gathers, a scatter of all but the last."""
+        gathered, scattered, *_ = self._moves(point, profile)
+        count = point.region.microbatches
+        gathers = 2 * count * gathered if self._streams(point) else 0.0
+        return max(gathers, (count - 1) * scattered if point.zero >= 2 else 0.0)
 
     def _streams(self, point: Point) -> bool:
         return point.zero == 3 or "parameters" in point.offload
@@ -370,6 +381,23 @@ def seconds_of(kind: str, bytes_: int, size: int, link: Link) -> float:
     return collective.seconds(kind, bytes_, size, link) if bytes_ and size > 1 else 0.0
 
 
+def splits_head(family: Family) -> bool:
+    return bool(MODES[family.vocabulary].head)
+
+
+def _inner(units: Sequence[Unit], family: Family) -> Sequence[Unit]:
+    """What stages are cut between: without the first and last where a split vocabulary's passes may be all there is in
+    them. Those fill the time that ranks wait after their last pass, but not before their first one."""
+    return units[1:-1] if splits_head(family) and len(units) > 2 else units
+
+
+def _head_seconds(units: Sequence[Unit], family: Family) -> float:
+    """What a rank computes of a split head, at least."""
+    if not splits_head(family) or len(units) <= 2:
+        return 0.0
+    return family.region.microbatches * units[-1].seconds / family.region.mesh.pp
+
+
 def parts_of(pipeline: Pipeline, costs: Sequence[BlockCost], model: Model) -> dict[str, float]:
     """Of the busiest rank: compute, what layers send by axis, recomputation, the optimizer, and waiting."""
     timeline, schedule = pipeline.timeline, pipeline.schedule
@@ -411,8 +439,10 @@ def held_by(profile: Profile, storage: Storage | None, recompute: str, root: Pro
         state=np.array([float(states[b]) for b in blocks]),
         least=np.array([leanest.get(b, 0.0) for b in blocks]),
         layers=np.array([float(b == block) for b in blocks]),
+        working=np.array([float(profile.activations.working_bytes[b]) for b in blocks]),
         saved=share * saved,
         extra=share * extra,
+        later=float(profile.costs[block].later_bytes),
     )
 
 

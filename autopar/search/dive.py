@@ -8,33 +8,43 @@ that is needed, and what has to be recomputed beside it.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections import Counter
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from autopar.errors import AutoparError
-from autopar.search.space import Point, Region, work_of
+from autopar.search.space import Family, Point, Region, promise, work_of
+from autopar.search.space import savers as saving
 
 if TYPE_CHECKING:
     from autopar.search.loop import Search
+    from autopar.search.profiles import Profile
 
-_TRIES = 3  # points of one region
+_TRIES = 4  # points of one region
+_ALIKE = 2  # of them with one ZeRO stage
+_AWAY = ("optimizer",)  # what is on the host first
 _REGIONS = 6  # that fit
 _FAILURES = 2  # regions with the same pp and tp that may turn out not to fit
+_POLISHED = 12  # points like the best
 _WORK = 1e5  # of a point: about two seconds
 _LOOKS = 5000  # at regions
 
 
 def dive(search: Search, regions: list[Region]) -> None:
-    """Lay out points of the most promising regions, of other pp and tp each, plain ones first."""
+    """Lay out points of the most promising regions, of other pp and tp each, plain ones first; then what differs from
+    the best in a few choices."""
     node = search.costing.cluster.devices_per_node
     plain = [r for r in regions if r.mesh.tp <= node and r.mesh.cp == 1 and not r.mesh.borrowed]
-    _dive(search, plain)
-    if not search.outcomes:
-        _dive(search, regions)
+    for some, savers in ((plain, False), (regions, False), (plain, True)):
+        if not search.outcomes:
+            _dive(search, some, savers=savers)
+    if search.outcomes:
+        _polish(search)
 
 
-def _dive(search: Search, regions: list[Region]) -> None:
+def _dive(search: Search, regions: list[Region], *, savers: bool) -> None:
     waiting = [(_first_estimate(search, region), number) for number, region in enumerate(regions)]
     heapq.heapify(waiting)
     estimated: set[int] = set()
@@ -52,9 +62,11 @@ def _dive(search: Search, regions: list[Region]) -> None:
             heapq.heappush(waiting, (_first_estimate(search, region), number))
         elif number not in estimated:
             estimated.add(number)
-            heapq.heappush(waiting, (max(estimate, search.costing.estimate(region, search.share(region))), number))
+            better = search.costing.estimate(region, search.share(region), away=savers)
+            if not math.isinf(better):
+                heapq.heappush(waiting, (max(estimate, better), number))
         else:
-            fits = _lay_out(search, region)
+            fits = _lay_out(search, region, savers=savers)
             tried[degrees] += 1 + _FAILURES * fits
             found += fits
 
@@ -67,29 +79,62 @@ def _first_estimate(search: Search, region: Region) -> float:
     return search.by_scaling(region) + wait
 
 
-def _lay_out(search: Search, region: Region) -> bool:
-    """The first of its points that fit, by their bounds."""
+def _lay_out(search: Search, region: Region, *, savers: bool) -> bool:
+    """Some of its points, by their bounds; whether any fits."""
     profile = search.place(region)
     if profile is None:
         return False
-    costing = search.costing
-    points = (point for point in search.points_of(region) if work_of(point) <= _WORK)
-    fitting = [point for point in points if costing.may_fit(point, profile)]
-    bounded = [(costing.bound(point, profile), number) for number, point in enumerate(fitting)]
-    heapq.heapify(bounded)
-    tries, bounds = 0, set[Point]()
-    while bounded and tries < _TRIES:
-        bound, number = heapq.heappop(bounded)
-        point = fitting[number]
+    waiting: list[tuple[float, int, Family | Point]] = []
+    numbers = itertools.count()
+
+    def wait(bound: float, item: Family | Point) -> None:
+        heapq.heappush(waiting, (bound * promise(item), next(numbers), item))
+
+    for family in search.families_of(region):
+        wait(search.costing.family_bound(family, profile, search.best_seconds), family)
+    tries: Counter[int] = Counter()
+    while waiting and tries.total() < _TRIES:
+        bound, _, item = heapq.heappop(waiting)
         if bound >= search.best_seconds or math.isinf(bound):
             return True
-        if point not in bounds:
-            bounds.add(point)
-            heapq.heappush(bounded, (max(bound, costing.memory_bound(point, profile)), number))
-            continue
-        tries += 1
-        try:
-            search.lay_out(point)
-        except AutoparError:
-            continue
+        if isinstance(item, Family):
+            for point in _points(search, item, profile, savers=savers):
+                wait(max(search.costing.bound(point, profile), search.costing.memory_bound(point, profile)), point)
+        elif tries[item.zero] < _ALIKE:
+            tries[item.zero] += 1
+            with suppress(AutoparError):
+                search.lay_out(item)
     return bool(search.outcomes)
+
+
+def _points(search: Search, family: Family, profile: Profile, *, savers: bool) -> list[Point]:
+    """Those that may fit; where they may with state on the host alone, these."""
+    points = [point for point in search.stored(family) if work_of(point) <= _WORK]
+    if savers:
+        ways = [offload for offload, _ in saving(family.region, search.costing.cluster, search.pins)]
+        points = [point._replace(offload=_AWAY) for point in points if _AWAY in ways]
+    return [point for point in points if search.costing.may_fit(point, profile)]
+
+
+def _polish(search: Search) -> None:
+    """Lay out what is done otherwise on the region of the best: by another schedule, then stored otherwise."""
+    for change in (_schedules, _storages):
+        best = search.ranked()[0].point
+        profile = search.profile(best.region)
+        assert profile is not None
+        others = [point for point in change(search, best) if work_of(point) <= _WORK]
+        bounds = [max(search.costing.bound(p, profile), search.costing.memory_bound(p, profile)) for p in others]
+        ranked = sorted(zip(bounds, range(len(others)), others, strict=True))[:_POLISHED]
+        for bound, _, point in ranked:
+            if bound < search.best_seconds:
+                with suppress(AutoparError):
+                    search.lay_out(point)
+
+
+def _schedules(search: Search, best: Point) -> list[Point]:
+    families = (family for family in search.families_of(best.region) if family != best.family)
+    return [best._replace(schedule=f.schedule, chunks=f.chunks, vocabulary=f.vocabulary) for f in families]
+
+
+def _storages(search: Search, best: Point) -> list[Point]:
+    return [point for point in search.stored(best.family) if point != best]

@@ -32,6 +32,7 @@ _LOOKS = 2000  # of those that are looked at
 _GPUS = (Fraction(1, 4), Fraction(1, 2), Fraction(3, 4), Fraction(3, 2), Fraction(2), Fraction(4))
 _MEMORY = 3 / 4  # of the peak of the plan before
 _MEMORIES = 4
+_SEEN = 5e-4  # of the step: a part that differs by less says nothing
 
 
 def point_plan(search: Search, outcome: Outcome, why: str = "") -> PointPlan:
@@ -95,14 +96,16 @@ def _kind(point: Point) -> tuple[object, ...]:
 
 
 def why(chosen: Outcome, other: Outcome) -> str:
-    """What makes ``other`` worse, in a few words: where its step is longer."""
+    """What makes ``other`` worse, in a few words: where its step is longer, and what makes up for the most of that."""
     more = other.step_seconds / chosen.step_seconds - 1
-    parts = sorted(
-        ((other.parts[name] - chosen.parts.get(name, 0.0), name) for name in other.parts),
-        key=lambda part: (-part[0], part[1]),
-    )
-    longer = [f"{name} {change_text(seconds / chosen.step_seconds)}" for seconds, name in parts if seconds > 0][:2]
-    return f"step {change_text(more)}: {', '.join(longer) or 'no part alone'}"
+    names = dict.fromkeys((*chosen.parts, *other.parts))
+    changes = {name: other.parts.get(name, 0.0) - chosen.parts.get(name, 0.0) for name in names}
+    parts = sorted(((s / chosen.step_seconds, name) for name, s in changes.items()), key=lambda p: (-p[0], p[1]))
+    texts = [f"{name} {change_text(share)}" for share, name in parts if share >= _SEEN][:2]
+    share, name = parts[-1] if parts else (0.0, "")
+    if -share >= max(_SEEN, more):
+        texts.append(f"but {name} {change_text(share)}")
+    return f"step {change_text(more)}: {', '.join(texts) or 'no part alone'}"
 
 
 def memory_front(search: Search, found: Found, *, further: bool = False) -> list[PointPlan]:
@@ -175,7 +178,8 @@ def _again(search: Search, pins: Pins, phase: str) -> Outcome | None:
 
 def differs(point: Point) -> str:
     """A point as a user would say it: ``pp 2 x dp 4 x tp 8, 16 microbatches, zb-v, ZeRO 1``."""
-    parts = [str(point.region.mesh), f"{point.region.microbatches} microbatches of {point.region.rows}"]
+    count = point.region.microbatches
+    parts = [str(point.region.mesh), f"{count} microbatch{'' if count == 1 else 'es'} of {point.region.rows}"]
     if point.region.mesh.pp > 1:
         parts.append(point.schedule + (f" with {point.chunks} chunks" if point.chunks else ""))
         if MODES[point.vocabulary].head:

@@ -15,26 +15,41 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
+
 from autopar.errors import AutoparError, BudgetError
 from autopar.mesh import Mesh
 from autopar.planner.modes import MODES
-from autopar.schedules.registry import SCHEDULES
+from autopar.planner.rank_memory import MOMENTS
 from autopar.search.bounds import scaled
 from autopar.search.costing import Costing, Outcome
 from autopar.search.dive import dive
 from autopar.search.pins import Pins
 from autopar.search.profiles import Key, Profile, Profiler
-from autopar.search.space import BEATEN, Point, Region, Sizes, regions, savers, schedules, storages, work_of
+from autopar.search.space import (
+    BEATEN,
+    Family,
+    Point,
+    Region,
+    Sizes,
+    promise,
+    regions,
+    savers,
+    schedules,
+    storages,
+    work_of,
+)
 from autopar.search.watching import Watcher
 
 TOLERANCE = 0.01
 """A plan that is proven to be within this share of the best is good enough."""
 
-WORK = 6e5
+WORK = 2.5e5
 """Units of some 20 microseconds (:func:`autopar.search.space.work_of`) that a search may take; what is left then counts
 with its bound. Counted, not measured: searches are deterministic."""
 
-_OPS = 100  # units of work of placing one op
+_OPS, _FAMILY = 100, 100  # units of work of placing one op, and of a family's bound
+_CALLS = 32  # of a model; shorter ones take less
 _SHARED = 4  # regions that a profile made for its bound alone has to serve
 
 
@@ -56,7 +71,7 @@ class _Item(NamedTuple):
 
     order: float
     number: int
-    what: Region | Point
+    what: Region | Family | Point
     bound: float
 
 
@@ -72,6 +87,7 @@ class Search:
     watch: Watcher | None = None
     tolerance: float = TOLERANCE
     quick: bool = False  # anything that fits will do
+    most_work: float = WORK
     outcomes: list[Outcome] = field(default_factory=list)
     refusals: dict[Point, AutoparError] = field(default_factory=dict)
     built: int = 0
@@ -79,11 +95,12 @@ class Search:
     _waiting: list[_Item] = field(default_factory=list, init=False)
     _work: float = field(default=0.0, init=False)
     _keys: dict[Region, Key] = field(default_factory=dict, init=False)  # of regions that are placed in a tight budget
-    _fitted: set[Point] = field(default_factory=set, init=False)
+    _saved: set[Point] = field(default_factory=set, init=False)  # what saves memory in other ways waits, too
     _numbers: int = field(default=0, init=False)
     _passed: list[_Item] = field(default_factory=list, init=False)  # what was left out
     _before: int = field(default=0, init=False)  # profiles that others made
     _unplaced: Counter[tuple[str, int]] = field(default_factory=Counter, init=False)
+    _rows: Counter[int] = field(default_factory=Counter, init=False)
 
     @property
     def best_seconds(self) -> float:
@@ -95,8 +112,29 @@ class Search:
         return sum(len(block.ops) for block in self.profiler.models[False].blocks)
 
     @property
+    def _length(self) -> float:
+        """Of the model, in those that units of work were counted for: what is laid out has as many calls."""
+        return min(1.0, self.sizes.units / _CALLS)
+
+    @property
     def waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def least_gpus(self) -> int:
+        """On fewer, ranks can't hold gradients, parameters and moments, though each was split over all of them."""
+        options, host = self.pins.options, self.costing.cluster.device.host_memory_bytes
+        weights = self.root.weights.values()
+        held = masters = sum(each.masters for each in weights)
+        if not (options.offload if self.pins.fixes("offload") else host):
+            moment = getattr(torch, options.state_dtype).itemsize if options.state_dtype else 0
+            held += masters + MOMENTS * sum(moment * each.elements if moment else each.masters for each in weights)
+        return math.ceil(held / self.costing.budget_bytes)
+
+    @property
+    def work(self) -> float:
+        """What it took so far, in units of :data:`WORK`."""
+        return self._work
 
     @property
     def laid_out(self) -> int:
@@ -118,10 +156,13 @@ class Search:
             raise next(iter(self.profiler.refused.values()))
         found = sorted(regions(self.sizes, self.pins), key=_simplicity)
         self._unplaced.update((axis, getattr(region.key, axis)) for region in found for axis in region.key.axes())
+        self._rows.update(region.rows for region in found)
         return found
 
     def run(self) -> Found:
         found = self._begin()
+        if self.pins.gpus < self.least_gpus:
+            return Found([], math.inf, sum(map(self.count, found)), self.placed, 0, {})
         dive(self, found)
         for region in found:
             self.points += self.count(region)
@@ -132,6 +173,8 @@ class Search:
                 self._passed.append(item)
             elif isinstance(item.what, Region):
                 self._open(item.bound, item.what)
+            elif isinstance(item.what, Family):
+                self._open_family(item.bound, item.what)
             else:
                 self._try(item.bound, item.what)
         proven = min(self.bound_seconds, self.best_seconds)
@@ -142,8 +185,13 @@ class Search:
         """Nothing that isn't laid out yet is below, nor what is."""
         return min((item.bound for item in (*self._waiting, *self._passed)), default=self.best_seconds)
 
+    @property
+    def _good(self) -> float:
+        """What nothing has to be below."""
+        return self.best_seconds * (1 - self.tolerance)
+
     def _is_beaten(self, bound: float) -> bool:
-        return bound >= self.best_seconds * (1 - self.tolerance)
+        return bound >= self._good
 
     def again(self, spared_bytes: int) -> Search:
         """The same search from the start, with ``spared_bytes`` of a rank's memory left for what no solver counts."""
@@ -166,29 +214,29 @@ class Search:
             if isinstance(item, Point):
                 yield bound, item
                 continue
-            profile = self.profile(item)
+            profile = self.profile(item if isinstance(item, Region) else item.region)
             assert profile is not None
-            for point in self.points_of(item):
+            for point in self.points_of(item) if isinstance(item, Region) else self.stored(item):
                 if self._is_placed(point) and self.costing.may_fit(point, profile):
                     heapq.heappush(heap, (max(bound, self.costing.bound(point, profile)), next(numbers), point))
 
-    def _is_placed(self, item: Region | Point) -> bool:
-        if isinstance(item, Region):
-            return self.profile(item) is not None
-        return self.key_of(item) in self.profiler.known
+    def _is_placed(self, item: Region | Family | Point) -> bool:
+        if isinstance(item, Point):
+            return self.key_of(item) in self.profiler.known
+        return self.profile(item if isinstance(item, Region) else item.region) is not None
 
     def _goes_on(self) -> bool:
         if self.quick and self.outcomes:
             return False
-        if self._work >= WORK:
-            return not self.outcomes
+        if self._work >= self.most_work:
+            return not (self.outcomes or self.quick)
         return True
 
     def _root(self) -> Profile | None:
         """The whole batch on one rank, which bounds everything."""
         return self.profiler.of(Key(self.sizes.batch, 1, 1, 1), Mesh(), 1)
 
-    def _push(self, bound: float, what: Region | Point) -> None:
+    def _push(self, bound: float, what: Region | Family | Point) -> None:
         if math.isinf(bound):
             return
         if self._is_beaten(bound):
@@ -197,7 +245,7 @@ class Search:
             self._numbers += 1
             heapq.heappush(self._waiting, _Item(bound * promise(what), self._numbers, what, bound))
 
-    def _pass(self, bound: float, what: Region | Point) -> None:
+    def _pass(self, bound: float, what: Region | Family | Point) -> None:
         """Leave it out; what is proven counts with its bound."""
         self._numbers += 1
         self._passed.append(_Item(bound, self._numbers, what, bound))
@@ -218,7 +266,14 @@ class Search:
             elif self.place_reference(region) or self.place(region) is not None:
                 self._push(bound, region)
             return
-        for point in self.points_of(region):
+        for family in self.families_of(region):
+            self._work += _FAMILY * self._length
+            self._push(max(bound, self.costing.family_bound(family, profile, self._good)), family)
+
+    def _open_family(self, bound: float, family: Family) -> None:
+        profile = self.profile(family.region)
+        assert profile is not None
+        for point in self.stored(family):
             self._offer(bound, point, profile)
 
     def place_reference(self, region: Region) -> bool:
@@ -256,11 +311,19 @@ class Search:
         return self._keys.get(point.region, point.region.key)._replace(head=point.head, chunks=point.head_chunks)
 
     def _offer(self, bound: float, point: Point, profile: Profile) -> None:
-        """Let a point wait, if what stays from step to step may fit; else what stores it elsewhere."""
-        if self.costing.may_fit(point, profile):
-            self._push(max(bound, self.costing.bound(point, profile)), point)
-        else:
-            self._save(point, profile)
+        """Let a point wait, if what stays from step to step may fit and what it keeps; where that takes time, and where
+        it doesn't fit, what saves memory in other ways waits as well."""
+        if not self.costing.may_fit(point, profile):
+            self._save(bound, point, profile)
+            return
+        passes = max(bound, self.costing.bound(point, profile))
+        if self._is_beaten(passes):
+            self._pass(passes, point)  # what only saves memory is no faster
+            return
+        kept = self.costing.memory_bound(point, profile)
+        if kept > passes:
+            self._save(bound, point, profile)
+        self._push(max(passes, kept), point)
 
     def share(self, region: Region) -> float:
         """Which part of the root's work a rank of ``region`` does of a microbatch."""
@@ -273,26 +336,27 @@ class Search:
         return self.costing.root
 
     def by_scaling(self, region: Region) -> float:
-        """What the profiles say that are known: the whole batch's on one rank, and what each axis alone adds to it."""
-        root, pp = self.root, region.mesh.pp
-        seconds = root.seconds + math.fsum(self._added_seconds(axis, region.key) for axis in region.key.axes())
-        forward = math.fsum(unit.forward for unit in root.units)
-        # The last rank waits for the first stages of the others, of which there are at most eight a rank.
-        ahead = forward * (pp - 1) / (8 * pp)
+        """What the profiles say that are known, if pipeline ranks shared it evenly."""
         streamed = self.costing.least_streamed(region)
-        fixed, share = root.fixed_seconds, self.share(region)
-        microbatch = share * (seconds - fixed) + fixed  # launches don't get shorter with what they do
-        return max(streamed, region.microbatches * microbatch / pp + share * ahead)
+        return max(streamed, region.microbatches * self._microbatch_seconds(region.key) / region.mesh.pp)
 
-    def _added_seconds(self, axis: str, key: Key) -> float:
-        """What an axis adds to the root's time: its communication, and what it leaves whole."""
-        root, alone = self.root, self._alone(axis, key)
-        reference = self.profiler.known.get(alone)
-        share = scaled(root.key, alone)
-        if reference is None or not share:
-            return 0.0
-        fixed = root.fixed_seconds
-        return max(0.0, (reference.seconds - fixed) / share - (root.seconds - fixed))
+    def _microbatch_seconds(self, key: Key) -> float:
+        """Of one rank that holds all stages, by each profile that is known; what axes send comes to those without.
+        Launches don't get shorter with what they do."""
+        whole = [(axis, self.profiler.known.get(self._alone(axis, key))) for axis in key.axes()]
+        sent = math.fsum(p.sent_seconds[axis] * (scaled(p.key, key) or 0.0) for axis, p in whole if p is not None)
+        found = 0.0
+        for known in self._references():
+            share = scaled(known.key, key)
+            if share:
+                beside = 0.0 if known.key.axes() else sent
+                found = max(found, share * (known.seconds - known.fixed_seconds) + known.fixed_seconds + beside)
+        return found
+
+    def _references(self) -> list[Profile]:
+        """Profiles that bound others: placed as is best, with the head as it is."""
+        known = self.profiler.known.items()
+        return [p for key, p in known if not (key.stages or key.head or key.chunks > 1 or key.borrowed)]
 
     def _alone(self, axis: str, key: Key) -> Key:
         """The whole batch on this axis of ``key``."""
@@ -300,7 +364,12 @@ class Search:
         return Key(self.sizes.batch // (size if axis == "ep" else 1), 1, 1, 1)._replace(**{axis: size})
 
     def _reference(self, region: Region) -> tuple[Key, Mesh, int] | None:
-        """A profile that bounds other regions, too: of the whole batch, with one of this region's axes alone."""
+        """A profile that bounds other regions, too: of this region's rows without any axis, or of the whole batch with
+        one of its axes alone."""
+        plain = Key(region.rows, 1, 1, 1, several=region.rows < self.sizes.batch, copies=False)
+        known = plain in self.profiler.known or plain in self.profiler.refused
+        if not known and self._rows[region.rows] >= _SHARED:
+            return plain, Mesh(), self.sizes.batch // region.rows
         for axis in region.key.axes():
             alone, size = self._alone(axis, region.key), getattr(region.key, axis)
             known = alone in self.profiler.known or alone in self.profiler.refused
@@ -310,41 +379,40 @@ class Search:
 
     # --- points
 
-    def points_of(self, region: Region) -> Iterator[Point]:
-        """Without what only saves memory: that is tried where it is needed."""
-        cluster = self.costing.cluster
+    def families_of(self, region: Region) -> Iterator[Family]:
         for schedule, chunks, vocabulary in schedules(region, self.sizes, self.pins, self.heads):
-            for zero, zero_ranks in storages(region, cluster, self.pins):
-                offload, head_chunks = next(savers(cluster, self.pins))
-                yield Point(region, schedule, chunks, vocabulary, zero, zero_ranks, offload, head_chunks)
+            yield Family(region, schedule, chunks, vocabulary)
+
+    def stored(self, family: Family) -> Iterator[Point]:
+        """Without what only saves memory: that is tried where it is needed."""
+        cluster, region = self.costing.cluster, family.region
+        offload, head_chunks = next(savers(region, cluster, self.pins))
+        for zero, zero_ranks in storages(region, cluster, self.pins):
+            yield Point(*family, zero, zero_ranks, offload, head_chunks)
+
+    def points_of(self, region: Region) -> Iterator[Point]:
+        """All of :meth:`stored`."""
+        return itertools.chain.from_iterable(map(self.stored, self.families_of(region)))
 
     def count(self, region: Region) -> int:
         """Its points, with those that only save memory."""
-        kinds = sum(1 for _ in schedules(region, self.sizes, self.pins, self.heads))
+        kinds = sum(1 for _ in self.families_of(region))
         ways = sum(1 for _ in storages(region, self.costing.cluster, self.pins))
-        return kinds * ways * sum(1 for _ in savers(self.costing.cluster, self.pins))
+        return kinds * ways * sum(1 for _ in savers(region, self.costing.cluster, self.pins))
 
     def _try(self, bound: float, point: Point) -> None:
         known = self.profile(point.region)
         assert known is not None
-        if point not in self._fitted:
-            self._fitted.add(point)
-            better = self.costing.memory_bound(point, known)
-            if math.isinf(better):
-                self._save(point, known)
-            if better > bound:
-                self._push(better, point)
-                return
         try:
             outcome = self.lay_out(point)
         except AutoparError as error:
             if isinstance(error, BudgetError):
-                self._save(point, known)
+                self._save(bound, point, known)
                 if error.needed_bytes <= self.costing.whole_budget_bytes + known.working_bytes:
                     self._pass(bound, point)  # what its largest op needs was an estimate: that proves nothing
             return
         if outcome.recomputes:
-            self._save(point, known)
+            self._save(bound, point, known)
 
     def lay_out(self, point: Point) -> Outcome:
         """What a point takes, known once it was laid out. Raises AutoparError where it can't run or doesn't fit."""
@@ -354,7 +422,7 @@ class Search:
         if known is not None:
             return known
         self.tell("lay out")
-        self._work += work_of(point)
+        self._work += work_of(point) * self._length
         key = self.key_of(point)
         profile = self.profiler.of(key, point.region.mesh, point.region.microbatches)
         try:
@@ -367,31 +435,18 @@ class Search:
         self.outcomes.append(outcome)
         return outcome
 
-    def _save(self, point: Point, profile: Profile) -> None:
+    def _save(self, bound: float, point: Point, profile: Profile) -> None:
         """What saves memory in other ways, which only helps where something was recomputed, or didn't fit."""
-        ways = list(savers(self.costing.cluster, self.pins))
-        if (point.offload, point.head_chunks) != ways[0]:
+        ways = list(savers(point.region, self.costing.cluster, self.pins))
+        if (point.offload, point.head_chunks) != ways[0] or point in self._saved:
             return
+        self._saved.add(point)
         for offload, chunks in ways[1:]:
             other = point._replace(offload=offload, head_chunks=chunks)
             if self.costing.may_fit(other, profile):
-                self._push(self.costing.bound(other, profile), other)
-
-
-def promise(what: Region | Point) -> float:
-    """How many times its bound a step is likely to take: what is done in more complicated ways is bounded worse."""
-    if isinstance(what, Region):
-        return 1.0 + 0.01 * (what.mesh.cp > 1) + 0.005 * (what.mesh.tp > 1)
-    row = SCHEDULES.get(what.schedule)
-    doubts = [
-        (0.02, bool(MODES[what.vocabulary].head)),
-        (0.01, (what.chunks or (row.chunks if row else 0) or 1) > 1),
-        (0.01, row is not None and row.cost_aware),
-        (0.03, bool(what.offload)),
-        (0.02, what.head_chunks > 1),
-        (0.01, what.region.mesh.cp > 1),
-    ]
-    return 1.0 + sum(share for share, holds in doubts if holds)
+                passes = max(bound, self.costing.bound(other, profile))
+                beaten = self._is_beaten(passes)
+                self._push(passes if beaten else max(passes, self.costing.memory_bound(other, profile)), other)
 
 
 def _simplicity(region: Region) -> tuple[int, ...]:

@@ -25,8 +25,9 @@ from autopar.passes.hoist import parameter_sums
 from autopar.passes.vocabulary import STAGELESS
 from autopar.planner.activations import Activations
 from autopar.planner.block_costs import BlockCost, Machine, block_cost
-from autopar.planner.build import Placed, Request, activations_of, place
+from autopar.planner.build import Local, Placed, Request, activations_of, begin, place_inner, split_rows
 from autopar.planner.pipeline import Wanted
+from autopar.planner.rulings import Rulings
 from autopar.search.gradients import Kind, kinds_by_call
 from autopar.search.hulls import Array, hull
 
@@ -97,6 +98,15 @@ class Profile:
     def seconds(self) -> float:
         """Of all calls, forward and backward of one microbatch."""
         return math.fsum(unit.seconds for unit in self.units)
+
+    @cached_property
+    def sent_seconds(self) -> Counter[str]:
+        """By axis, what the passes of all calls wait for messages."""
+        found: Counter[str] = Counter()
+        for unit in self.units:
+            for (axis, _), both in self.costs[unit.block].wires.items():
+                found[axis] += sum(both)  # type: ignore[assignment]
+        return found
 
     def hull(self, block: int, call: int, recompute: str) -> tuple[Array, Array]:
         """What ``block``, in its ``call``, may keep of a microbatch (bytes, falling) for how many seconds more."""
@@ -210,6 +220,9 @@ class Profiler:
     expert_load: Mapping[str, Sequence[float]]
     known: dict[Key, Profile] = field(default_factory=dict)
     refused: dict[Key, AutoparError] = field(default_factory=dict)
+    _rulings: Rulings = field(default_factory=Rulings)
+    _started: dict[tuple[object, ...], Local] = field(default_factory=dict)
+    _split: dict[tuple[object, ...], Local] = field(default_factory=dict)
 
     def of(self, key: Key, mesh: Mesh, microbatches: int) -> Profile | None:
         """The profile for ``key``, placed for one of the jobs that it serves; None where that is refused."""
@@ -226,10 +239,22 @@ class Profiler:
         vocabulary = "vocab-1" if key.head else "redistributed"  # what is placed is the same for all split heads
         wanted, load = Wanted("1f1b", vocabulary), dict(self.expert_load)
         request = Request(mesh, microbatches, self.cluster, wanted, options, load, state)
-        placed = place(self.models[key.cp > 1].copy(), request)
+        placed = place_inner(self._rows(key, request), request)
         machine = Machine.of(self.cluster, placed.request.mesh, options.zero_ranks)
         costs = [block_cost(block, machine) for block in placed.model.blocks]
         return Profile(key, placed, costs, units_of(placed.model, costs))
+
+    def _rows(self, key: Key, request: Request) -> Local:
+        """The model local to microbatches and dp, which profiles have in common that split rows further."""
+        uneven = self.options.expert_imbalance != 1.0 or self.expert_load
+        head = (key.head, key.tp) if key.head else (0, 1)
+        start = (key.cp > 1, *head, key.chunks, request.mesh.experts if uneven else 1)
+        if start not in self._started:
+            self._started[start] = begin(self.models[key.cp > 1].copy(), request, None, self._rulings)
+        rows = (*start, key.rows * key.ep, key.several, key.copies)
+        if rows not in self._split:
+            self._split[rows] = split_rows(self._started[start], request)
+        return self._split[rows]
 
 
 def units_of(model: Model, costs: Sequence[BlockCost]) -> list[Unit]:

@@ -7,14 +7,17 @@ What can't run is left out here, by the sizes that have to divide; what can't fi
   ``zb-1p``;
 * ``vocabulary="stage"``: its cut is one of those that ``"redistributed"`` chooses from; ``"naive"`` has one barrier
   more than ``"vocab-1"``;
+* ``offload`` of the optimizer beside that of parameters, which brings it along; of activations without a pipeline: no
+  time lies between a forward and its backward;
 * ``pipedream``, 8-bit activations, PowerSGD, float8: they compute something else.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from torch import fx
@@ -23,9 +26,8 @@ from autopar.cluster import Cluster
 from autopar.errors import ArgumentError
 from autopar.graph import Block, Model, info, op_name, operands
 from autopar.mesh import Mesh
-from autopar.options import OFFLOADABLE
 from autopar.planner.modes import MODES
-from autopar.planner.spreading import sequence_lengths
+from autopar.planner.spreading import Spread, sequence_lengths
 from autopar.rules import lookup
 from autopar.rules.attention import heads
 from autopar.rules.base import Op
@@ -36,9 +38,17 @@ from autopar.search.profiles import Key
 BEATEN: Final = ("naive", "gpipe", "zb", "pipedream", "interlaced")
 """Schedules that aren't tried by themselves; interlaced is, with the vocabulary that it is for."""
 
+_OFFLOADS: Final = (
+    ("optimizer",),
+    ("parameters",),
+    ("activations",),
+    ("optimizer", "activations"),
+    ("parameters", "activations"),
+)
 _SPLIT_HEADS: Final = ("vocab-1", "vocab-2")
 _HEAD_CHUNKS: Final = (1, 8)
 _LAYING, _ACTION = 5500, 20  # units of work of a point, and of each of its passes
+_AWAY = 2  # times that: activations on the host are tried for several stages
 _MOST_CHUNKS: Final = 8
 """Stages per rank that are tried: each halves the bubble that is left, and doubles the messages."""
 
@@ -47,7 +57,8 @@ _MOST_CHUNKS: Final = 8
 class Sizes:
     """What has to divide: the global batch, positions, heads and experts; and how many units stages are cut between.
 
-    A model without sequences has no ``lengths``; ``heads`` and ``experts`` are of all layers that have any.
+    A model without sequences has no ``lengths``; ``heads`` and ``experts`` are of all layers that have any. ``widths``
+    are those of all weights: without heads, ``tp`` divides one of them at least, or it would split nothing.
     """
 
     batch: int
@@ -55,6 +66,7 @@ class Sizes:
     lengths: tuple[int, ...]
     heads: tuple[int, ...]
     experts: tuple[int, ...]
+    widths: tuple[int, ...]
 
     @classmethod
     def of(cls, model: Model, units: int) -> Sizes:
@@ -63,16 +75,32 @@ class Sizes:
         return cls(
             batch=model.batch_size,
             units=units,
-            lengths=tuple(sequence_lengths(model)) if any(i.seq_dim is not None for i in model.inputs) else (),
+            lengths=tuple(sequence_lengths(Spread.of(model)))
+            if any(i.seq_dim is not None for i in model.inputs)
+            else (),
             heads=tuple(sorted(set(counts))),
             experts=tuple(sorted(set(_experts(model)))),
+            widths=tuple(sorted(set(_widths(model)))),
         )
+
+
+def _lengths(model: Model) -> tuple[int, ...]:
+    """Of its sequences."""
+    return tuple(sequence_lengths(Spread.of(model))) if any(i.seq_dim is not None for i in model.inputs) else ()
 
 
 def _experts(model: Model) -> Iterator[int]:
     """How many experts each layer has, by the weights that its products take."""
     for block in model.blocks:
         yield from (info(node).meta.shape[0] for node in _of_experts(block))
+
+
+def _widths(model: Model) -> Iterator[int]:
+    """Of weights; a convolution's kernel is none."""
+    for block in model.blocks:
+        for node in block.placeholders("parameter"):
+            shape = info(node).meta.shape
+            yield from shape[: 2 if len(shape) > 3 else 3] if len(shape) > 1 else ()
 
 
 def _of_experts(block: Block) -> set[fx.Node]:
@@ -112,6 +140,15 @@ class Region(NamedTuple):
         return Key(self.rows, mesh.ep, mesh.cp, mesh.tp, mesh.borrowed, several=several, copies=copies)
 
 
+class Family(NamedTuple):
+    """Points of a region that differ in how state is stored and memory saved alone."""
+
+    region: Region
+    schedule: str
+    chunks: int | None
+    vocabulary: str
+
+
 class Point(NamedTuple):
     """A region, and everything else that is searched."""
 
@@ -123,6 +160,10 @@ class Point(NamedTuple):
     zero_ranks: int
     offload: tuple[str, ...]
     head_chunks: int
+
+    @property
+    def family(self) -> Family:
+        return Family(self.region, self.schedule, self.chunks, self.vocabulary)
 
     @property
     def head(self) -> int:
@@ -179,7 +220,34 @@ def _divides(axis: str, size: int, sizes: Sizes) -> bool:
         return size <= sizes.units
     if axis == "cp":
         return size == 1 or (bool(sizes.lengths) and all(length % size == 0 for length in sizes.lengths))
-    return all(count % size == 0 for count in sizes.heads)
+    if sizes.heads:
+        return all(count % size == 0 for count in sizes.heads)
+    return size == 1 or any(width % size == 0 for width in sizes.widths)
+
+
+def largest(sizes: Sizes, pins: Pins) -> int | None:
+    """The most GPUs below those of ``pins`` that all can be used; None where there are none."""
+    widest = max((*sizes.heads, *sizes.widths), default=1)
+    ranges = {"pp": sizes.units, "dp": sizes.batch, "cp": max(sizes.lengths, default=1), "tp": widest}
+    degrees = [
+        [pins.mesh[axis]] if axis in pins.mesh else _possible(axis, most, sizes) for axis, most in ranges.items()
+    ]
+    counts = {math.prod(some) for some in itertools.product(*degrees)}
+    fewer = sorted((count for count in counts if count < pins.gpus), reverse=True)
+    return next((gpus for gpus in fewer if _fits(sizes, pins, gpus)), None)
+
+
+def _possible(axis: str, most: int, sizes: Sizes) -> list[int]:
+    if axis == "dp":
+        return _divisors(sizes.batch)
+    return [size for size in range(1, most + 1) if _divides(axis, size, sizes)]
+
+
+def _fits(sizes: Sizes, pins: Pins, gpus: int) -> bool:
+    try:
+        return bool(regions(sizes, replace(pins, gpus=gpus)))
+    except ArgumentError:  # pinned degrees don't divide so many
+        return False
 
 
 def _expert_degrees(sizes: Sizes, pins: Pins, ranks: int) -> Iterator[dict[str, int]]:
@@ -195,7 +263,8 @@ def _expert_degrees(sizes: Sizes, pins: Pins, ranks: int) -> Iterator[dict[str, 
 
 
 def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
 
 
 def schedules(region: Region, sizes: Sizes, pins: Pins, heads_: Sequence[str]) -> Iterator[tuple[str, int | None, str]]:
@@ -232,11 +301,12 @@ def _chunks(name: str, pp: int, sizes: Sizes, pins: Pins) -> list[int | None]:
 
 
 def _vocabularies(name: str, pins: Pins, heads_: Sequence[str]) -> list[str]:
-    if pins.vocabulary is not None:
-        alone = MODES[pins.vocabulary].schedule if pins.vocabulary in MODES else ""
-        return [] if alone and pins.schedule is None and name != "1f1b" else [pins.vocabulary]
     row = SCHEDULES.get(name)
     having = row.heads if row is not None else ("", *heads_)
+    if pins.vocabulary is not None:
+        alone = MODES[pins.vocabulary].schedule and name != "1f1b"
+        suits = MODES[pins.vocabulary].head in having and not alone
+        return [pins.vocabulary] if pins.schedule is not None or suits else []
     split: list[str] = [head for head in _SPLIT_HEADS if head in having and head in heads_]
     return ["redistributed", *split] if "" in having else split
 
@@ -254,12 +324,12 @@ def storages(region: Region, cluster: Cluster, pins: Pins) -> Iterator[tuple[int
             yield zero, inner
 
 
-def savers(cluster: Cluster, pins: Pins) -> Iterator[tuple[tuple[str, ...], int]]:
+def savers(region: Region, cluster: Cluster, pins: Pins) -> Iterator[tuple[tuple[str, ...], int]]:
     """``(offload, head_chunks)``, first neither: the others save memory and take time."""
     options = pins.options
     kinds: list[tuple[str, ...]] = [options.offload]
     if not pins.fixes("offload") and cluster.device.host_memory_bytes:
-        kinds += [each for n in range(1, len(OFFLOADABLE) + 1) for each in itertools.combinations(OFFLOADABLE, n)]
+        kinds += _OFFLOADS if region.mesh.pp > 1 else [each for each in _OFFLOADS if "activations" not in each]
     chunks = [options.head_chunks] if pins.fixes("head_chunks") else list(_HEAD_CHUNKS)
     yield from itertools.product(kinds, chunks)
 
@@ -268,4 +338,21 @@ def work_of(point: Point) -> float:
     """How long laying it out takes, in :data:`autopar.search.loop.WORK`'s units of some 20 microseconds."""
     row, region = SCHEDULES.get(point.schedule), point.region
     stages = region.mesh.pp * (point.chunks or (row.chunks if row else 0) or 1)
-    return _LAYING + _ACTION * stages * region.microbatches
+    away = _AWAY if "activations" in point.offload else 1
+    return away * (_LAYING + _ACTION * stages * region.microbatches)
+
+
+def promise(what: Region | Family | Point) -> float:
+    """How many times its bound a step is likely to take: what is done in more complicated ways is bounded worse."""
+    if isinstance(what, Region):
+        return 1.0 + 0.01 * (what.mesh.cp > 1) + 0.005 * (what.mesh.tp > 1)
+    row = SCHEDULES.get(what.schedule)
+    doubts = [
+        (0.02, bool(MODES[what.vocabulary].head)),
+        (0.01, (what.chunks or (row.chunks if row else 0) or 1) > 1),
+        (0.01, row is not None and row.cost_aware),
+        (0.03, isinstance(what, Point) and bool(what.offload)),
+        (0.02, isinstance(what, Point) and what.head_chunks > 1),
+        (0.01, what.region.mesh.cp > 1),
+    ]
+    return 1.0 + sum(share for share, holds in doubts if holds)

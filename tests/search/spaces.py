@@ -11,7 +11,7 @@ from typing import Any
 from autopar import Cluster
 from autopar.errors import AutoparError
 from autopar.options import Options
-from autopar.preparation import Prepared
+from autopar.preparation import Captured, Prepared
 from autopar.search import Pins, searching
 from autopar.search.costing import Outcome
 from autopar.search.loop import Found, Search
@@ -22,7 +22,7 @@ from tests.models import make
 @cache
 def prepared(name: str, batch: int) -> Prepared:
     case = make(name, batch)
-    return Prepared(case.model, case.batch, case.loss, (0, 1), "cpu", "model")
+    return Captured(case.model, case.batch, case.loss).on("cpu")
 
 
 def pins_of(gpus: int, **given: Any) -> Pins:
@@ -40,7 +40,7 @@ def search_of(name: str, batch: int, gpus: int, cluster: Cluster, **given: Any) 
 def every_point(search: Search) -> Iterator[Point]:
     for region in regions(search.sizes, search.pins):
         for point in search.points_of(region):
-            for offload, chunks in savers(search.costing.cluster, search.pins):
+            for offload, chunks in savers(region, search.costing.cluster, search.pins):
                 yield point._replace(offload=offload, head_chunks=chunks)
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from autopar.schedules import Costs, Schedule, generate, lower, simulate_timeline
 from autopar.schedules.pass_times import PassTimes
-from autopar.search.bounds import Held, folded, recomputed, scaled, straight
+from autopar.search.bounds import Held, Kept, Spill, folded, looped, recomputed, scaled, shared_out, straight
+from autopar.search.hulls import Array
 from autopar.search.profiles import Key, Unit
 
 times = st.lists(st.tuples(*[st.floats(0.01, 3.0)] * 3), min_size=4, max_size=7)
@@ -69,6 +70,25 @@ def test_no_cut_is_below_the_folded_bound(
     assert bound <= shortest(units, name, 2, chunks, 2 * microbatches) * ROUNDED
 
 
+@settings(max_examples=30)
+@given(times, st.integers(1, 3))
+def test_no_cut_is_below_the_looped_bound(passes: list[tuple[float, float, float]], microbatches: int) -> None:
+    """At both ends, and at the beginning alone."""
+    units = units_of(passes)
+    least = shortest(units, "interleaved", 2, 2, 2 * microbatches) * ROUNDED
+    assert (
+        looped(units, 2, 2, 2 * microbatches, ends=False) <= looped(units, 2, 2, 2 * microbatches, ends=True) <= least
+    )
+
+
+def test_the_looped_bound_counts_half_of_the_bubble_at_least() -> None:
+    """Of equal stages: more would need that units are whole."""
+    units, ranks, chunks, microbatches = units_of([(1.0, 1.0, 1.0)] * 24), 4, 3, 16
+    busy = microbatches * 24 * 3 / ranks
+    bubble = (ranks - 1) * 24 * 3 / ranks / chunks
+    assert busy + 0.4 * bubble < looped(units, ranks, chunks, microbatches, ends=True) <= busy + bubble
+
+
 def test_bounds_are_met() -> None:
     """Where all units are alike: by 1F1B, and by one rank."""
     units = units_of([(1.0, 1.0, 1.0)] * 4)
@@ -77,22 +97,23 @@ def test_bounds_are_met() -> None:
     assert shortest(units, "1f1b", 4, None, 8) == pytest.approx((8 + 3) * 3)
 
 
-saves = st.lists(st.tuples(st.floats(0.1, 2.0), st.floats(0.0, 4.0), st.floats(0.0, 2.0)), min_size=3, max_size=5)
+saves = st.lists(st.tuples(st.floats(0.1, 2.0), st.floats(0.0, 4.0)), min_size=3, max_size=5)
 
 
 @settings(max_examples=30)
 @given(saves, st.integers(1, 3), st.floats(2.0, 40.0), st.integers(1, 4), st.sampled_from([1, 2]))
 def test_nothing_is_below_the_bound_by_memory(
-    layers: list[tuple[float, float, float]], ranks: int, budget: float, microbatches: int, chunks: int
+    layers: list[tuple[float, float]], ranks: int, budget: float, microbatches: int, chunks: int
 ) -> None:
     """Each layer keeps one of three amounts; ranks, one stage each, keep as many microbatches as there are after
     them. A bound for several stages on a rank holds for these, too."""
     ranks = min(ranks, len(layers))
     saved, extra = np.array([4.0, 2.0, 1.0]), np.array([0.0, 0.3, 1.0])
-    seconds, state, least = (np.array(column) for column in zip(*layers, strict=True))
-    held = Held(seconds, seconds / 3, state, 0.0 * least, np.ones(len(layers)), saved, extra)
+    seconds, state = (np.array(column) for column in zip(*layers, strict=True))
+    held = held_of(seconds, state, saved, extra)
     kept = [float(min(microbatches, ranks - rank)) for rank in range(ranks)]
-    bound = recomputed(held, kept, microbatches, budget, split=False, chunks=chunks)
+    bounded = recomputed if chunks == 1 else shared_out
+    bound = bounded(held, [Kept(((k, 0.0),)) for k in kept], microbatches, budget, split=False)
     best = math.inf
     for cut in itertools.combinations(range(1, len(layers)), ranks - 1):
         stages = list(itertools.pairwise((0, *cut, len(layers))))
@@ -102,6 +123,35 @@ def test_nothing_is_below_the_bound_by_memory(
         ]
         best = min(best, max(ends))
     assert bound <= best * ROUNDED
+
+
+def held_of(seconds: Array, state: Array, saved: Array, extra: Array, later: float = 0.0) -> Held:
+    """Layers alone, which work in no memory."""
+    none = np.zeros(len(seconds))
+    return Held(seconds, seconds / 3, state, none, none + 1, none, saved, extra, later)
+
+
+def test_what_waits_for_weights_gradients_takes_room() -> None:
+    seconds, none = np.full(4, 3.0), np.zeros(4)
+    held = held_of(seconds, none, np.array([4.0, 1.0]), np.array([0.0, 1.0]), later=2.0)
+    alone, beside = Kept(((1.0, 0.0),)), Kept(((1.0, 0.0), (0.0, 2.0)))
+    assert recomputed(held, [alone], 1, 16.0, split=True) == pytest.approx(12), "all is kept"
+    assert recomputed(held, [beside], 1, 16.0, split=True) == pytest.approx(12)
+    assert math.isinf(recomputed(held, [beside], 1, 15.0, split=True)), "two times 8 bytes wait"
+
+
+def test_copies_to_the_host_take_time() -> None:
+    """Of 16 bytes that wait for a backward 6 are too many: they are copied during the forwards, or recomputed."""
+    seconds, none = np.full(4, 3.0), np.zeros(4)
+    held = held_of(seconds, none, np.array([4.0, 1.0]), np.array([0.0, 10.0]))
+
+    def bound(seconds_per_byte: float) -> float:
+        spill = Spill(1.0, forwards=1.0, backwards=0.0, times=1.0, seconds=seconds_per_byte, microbatches=1)
+        return recomputed(held, [Kept(((0.0, 0.0),), (spill,))], 1, 10.0, split=True)
+
+    assert bound(0.1) == pytest.approx(12), "beside the forwards"
+    assert 12 + 1 < bound(1.0) <= 12 + 2, "6 seconds instead of the forwards' 4"
+    assert bound(1e9) > 12 + 15, "10 seconds for 3 bytes of a layer"
 
 
 def _least_extra(count: int, kept: float, room: float) -> float:

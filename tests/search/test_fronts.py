@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.search.fronts import compared, gpus_front, memory_front, runners_up
+from autopar.search.costing import Outcome
+from autopar.search.fronts import compared, gpus_front, memory_front, runners_up, why
 from autopar.search.loop import Found, Search
 from tests.fast_cluster import FAST
 from tests.search.spaces import search_of
@@ -28,6 +29,17 @@ def test_runners_up_are_of_other_kinds_and_no_faster(searched: tuple[Search, Fou
     assert all(row.step_seconds >= best.step_seconds and row.why.startswith("step ") for row in rows)
     other = [row.mesh for row in rows if row.mesh != best.point.region.mesh]
     assert len(other) == len(set(other)) >= 3
+
+
+def test_reasons_add_up_in_view(searched: tuple[Search, Found]) -> None:
+    """Half a step more of waiting for a hundredth more in all: a reader sees what makes up for it."""
+    point = searched[1].outcomes[0].point
+    chosen = Outcome(point, 1.0, 1, recomputes=False, parts={"compute": 0.9, "optimizer": 0.1})
+    other = Outcome(point, 1.01, 1, recomputes=False, parts={"compute": 0.4, "waiting": 0.51, "optimizer": 0.1})
+    assert why(chosen, other) == "step +1.0 %: waiting +51.0 %, but compute -50.0 %"
+    slower = Outcome(point, 1.2, 1, recomputes=False, parts={"compute": 1.15, "optimizer": 0.05})
+    assert why(chosen, slower) == "step +20.0 %: compute +25.0 %"
+    assert why(chosen, chosen) == "step same: no part alone"
 
 
 def test_what_is_compared_is_counted(searched: tuple[Search, Found]) -> None:

@@ -1,0 +1,135 @@
+"""What pipeline ranks keep under a schedule: read off its lists for equal passes, once for all placements.
+
+Lists that depend on what passes take may keep other amounts: of those, bounds by memory are estimates.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from autopar.schedules import Action, generate
+from autopar.schedules.offloads import LEAST_BETWEEN, with_offloads
+from autopar.schedules.registry import SCHEDULES
+from autopar.search.bounds import Kept, Spill
+
+_KEEPS: Final = {"F": 1, "FETCH": 1, "B": -1, "I": -1, "OFFLOAD": -1, "W": 0}
+"""What an action does to the number of microbatches that wait for a backward."""
+
+_LEAN: Final = ("1f1b", "v-min", "v-half")
+"""Schedules of which one or another keeps the least on any rank."""
+
+_PASSES: Final = 4096  # of a schedule that is generated; of fewer, no more are kept
+_STEADY: Final = 2  # times the ranks: with more microbatches, no more are in flight
+_NEVER: Final = 1e-9  # times that a microbatch is away
+
+Moments = tuple[tuple[float, float], ...]
+
+
+class _Level(NamedTuple):
+    """So many microbatches wait for a backward (``kept``): after ``forwards`` and ``backwards`` for the first time, and
+    ``often`` for each microbatch of the step, over how often the same one is away then."""
+
+    kept: float
+    forwards: float
+    backwards: float
+    often: float
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What a rank keeps of its stages on average, at several moments: with all on the device, with all ``away`` on the
+    host that can be."""
+
+    here: Moments
+    away: Moments
+    levels: tuple[_Level, ...]
+
+
+@dataclass
+class Keeping:
+    """What ranks keep, by schedule, ranks, microbatches, chunks and the split of the head; each found once."""
+
+    _known: dict[tuple[str, int, int, int | None, str], tuple[_Rank, ...]] = field(default_factory=dict)
+
+    def here(
+        self, name: str, ranks: int, microbatches: int, chunks: int | None = None, head: str = ""
+    ) -> tuple[Kept, ...]:
+        """By rank, with all on the device."""
+        return tuple(Kept(rank.here) for rank in self._ranks(name, ranks, microbatches, chunks, head))
+
+    def away(
+        self, name: str, ranks: int, microbatches: int, chunks: int | None, head: str, host_rate: float
+    ) -> tuple[Kept, ...]:
+        """By rank, where activations may go to the host and back at ``host_rate`` bytes/s."""
+        seconds = 1 / host_rate / microbatches
+        return tuple(
+            Kept(rank.away, tuple(_spill(level, microbatches, seconds) for level in rank.levels))
+            for rank in self._ranks(name, ranks, microbatches, chunks, head)
+        )
+
+    def least(self, ranks: int, microbatches: int) -> tuple[Kept, ...]:
+        """By rank, of all schedules, as if copies to the host took no time."""
+        each = [self._ranks(name, ranks, microbatches, None, "") for name in _LEAN]
+        return tuple(Kept(((min(rank.away[0][0] for rank in some), 0.0),)) for some in zip(*each, strict=True))
+
+    def _ranks(self, name: str, ranks: int, microbatches: int, chunks: int | None, head: str) -> tuple[_Rank, ...]:
+        if ranks == 1:
+            return (_Rank(((1.0, 0.0),), ((1.0, 0.0),), ()),)
+        most = _PASSES // (ranks * (chunks or SCHEDULES[name].chunks or 2))
+        count = min(microbatches, _STEADY * ranks, max(ranks, most))
+        key = (name, ranks, count, chunks, head)
+        if key not in self._known:
+            schedule = generate(name, ranks, count, chunks=chunks, head=head)
+            self._known[key] = tuple(_rank(actions, schedule.chunks) for actions in schedule.lists)
+        return self._known[key]
+
+
+def _spill(level: _Level, microbatches: int, seconds: float) -> Spill:
+    times = level.often * microbatches
+    return Spill(level.kept, level.forwards, level.backwards, times, seconds, microbatches)
+
+
+def _rank(actions: Sequence[Action], chunks: int) -> _Rank:
+    away = tuple(with_offloads(actions, {action.stage for action in actions}))
+    return _Rank(_moments(actions, chunks), _moments(away, chunks), tuple(_levels(actions, chunks)))
+
+
+def _moments(actions: Sequence[Action], chunks: int) -> Moments:
+    """When it has the most that still waits for a backward (first), and whenever it has more that waits for weights'
+    gradients than at any moment with as much of the other."""
+    kept = later = 0
+    found: dict[int, int] = {}
+    for action in actions:
+        if action.kind in _KEEPS:
+            kept += _KEEPS[action.kind]
+            later += {"I": 1, "W": -1}.get(action.kind, 0)
+            found[kept] = max(found.get(kept, 0), later)
+    best: list[tuple[float, float]] = []
+    for kept in sorted(found, reverse=True):
+        if not best or found[kept] > best[-1][1] * chunks:
+            best.append((kept / chunks, found[kept] / chunks))
+    return tuple(best)
+
+
+def _levels(actions: Sequence[Action], chunks: int) -> Iterator[_Level]:
+    """For some numbers of microbatches that wait for a backward, up to the most."""
+    begun: dict[tuple[int, int], int] = {}
+    counts: list[tuple[int, int]] = []  # after a forward: the number of actions before, and of those that wait
+    spans: list[tuple[int, int]] = []
+    for number, action in enumerate(actions):
+        place = action.microbatch, action.stage
+        if action.kind == "F":
+            begun[place] = number
+            counts.append((number, len(begun)))
+        elif action.kind in ("B", "I"):
+            spans.append((begun.pop(place), number))
+    most = max(count for _, count in counts)
+    for level in sorted({-(-most * quarters // 4) for quarters in range(1, 5)}):
+        times = [number for number, count in counts if count >= level]
+        away = max(bisect_right(times, end - LEAST_BETWEEN) - bisect_right(times, start) for start, end in spans)
+        ends = sum(end <= times[0] for _, end in spans)
+        often = len(times) / max(_NEVER, away) * chunks / len(counts)
+        yield _Level(level / chunks, (level + ends) / chunks, ends / chunks, often)
