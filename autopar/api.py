@@ -18,7 +18,7 @@ from autopar import recipe, simulate
 from autopar.audit import Audit, audit
 from autopar.batch import Structure, flatten
 from autopar.capture import Loss
-from autopar.cluster import Cluster
+from autopar.cluster import Cluster, Device
 from autopar.codegen import EmittedStage, EmittedVocabulary, emit, emit_vocabulary
 from autopar.documents import check_documents, check_positions
 from autopar.errors import ArgumentError, PlanError
@@ -352,7 +352,7 @@ class ParallelModel:
         """
         tensors = self._tensors(batch) if batch is not None else _shapes(self.plan)
         running = self.running if measure == "device" else None
-        return memory_report(self._job, tensors, budget_of(self.plan), measure, running)
+        return memory_report(self._job, tensors, budget_of(self.plan), measure, running, device_of(self.plan).kind)
 
     def audit(self) -> Audit:
         """What the programs cost by an evaluator of its own, beside the plan's figures (:mod:`autopar.audit`)."""
@@ -371,7 +371,7 @@ class ParallelModel:
 
     def whole_graph(self, batch: Any) -> Model:
         """The captured graph of one device, before any axis was solved, cut into the calls of the ranks' graph."""
-        kind, precision = Cluster.parse(self.plan.cluster_toml).device.kind, self.plan.options.precision
+        kind, precision = device_of(self.plan).kind, self.plan.options.precision
         split = self.plan.mesh.cp > 1
         model = prepare(self._model, batch, self._loss, self._dims, kind, precision, split)[0]
         return cut_head(model, self.plan.mesh, self.plan.vocabulary, self.plan.options)
@@ -415,7 +415,12 @@ class ParallelModel:
 
 def budget_of(plan: Plan) -> int:
     """The bytes that a rank may use."""
-    return plan.options.budget_bytes or Cluster.parse(plan.cluster_toml, origin="the plan").device.memory_bytes
+    return plan.options.budget_bytes or device_of(plan).memory_bytes
+
+
+def device_of(plan: Plan) -> Device:
+    """What the plan was made for."""
+    return Cluster.parse(plan.cluster_toml, origin="the plan").device
 
 
 def _shapes(plan: Plan) -> dict[str, torch.Tensor]:
@@ -526,7 +531,7 @@ def _check_plan(model: Model, plan: Plan | None) -> None:
 def _measured(job_of: Callable[[Built], Job], known: Known, built: Built) -> Built:
     """``built``, whose plan says what its ranks really hold, while one message waits for its peer."""
     job = job_of(built)
-    memory = predicted_memory(job, _shapes(built.plan), known)
+    memory = predicted_memory(job, _shapes(built.plan), known, device_of(built.plan).kind)
     ranks = []
     for index, rank in enumerate(built.plan.rank_plans):
         first = job.mesh.rank(pp=index)

@@ -81,7 +81,7 @@ ARROWS: dict[str, set[str]] = {
     "codegen": PLANNING | {"runtime"},  # the values that an emitted program ends with
     "recipe": {"errors"},
     "runtime": RUNNING | {"recipe", "storages"},
-    "simulate": RUNNING | {"runtime", "shapes", "storages"},
+    "simulate": RUNNING | {"rules", "runtime", "shapes", "storages"},
     "audit": VALUES | {"rules", "cost_models", "schedules", "planner", "runtime", "simulate", "storages"},
     "divergence": BELOW_API,
     "verification": BELOW_API | {"divergence"},

@@ -197,9 +197,15 @@ MEASURES: Final = {"simulate": "simulated ranks", "fake": "fake tensors", "devic
 
 
 def memory_report(
-    job: Job, batch: Mapping[str, Tensor], budget_bytes: int, measure: str = "", running: Executor | None = None
+    job: Job,
+    batch: Mapping[str, Tensor],
+    budget_bytes: int,
+    measure: str = "",
+    running: Executor | None = None,
+    device: str = "cpu",
 ) -> MemoryReport:
-    """Predict, and measure as ``measure`` says: "" not at all, or a key of :data:`MEASURES`.
+    """Predict for a ``device`` of this kind, and measure as ``measure`` says: "" not at all, or a key of
+    :data:`MEASURES`. Simulated ranks run on the CPU: beside them, that is predicted.
 
     "device" is about the one rank that is ``running``. Raises ArgumentError for another ``measure``, or a batch without
     values where it needs them.
@@ -209,10 +215,14 @@ def memory_report(
     if measure in ("simulate", "device") and any(tensor.is_meta for tensor in batch.values()):
         raise ArgumentError(f"measure={measure!r} trains a step, so it needs a batch; give one, or use measure='fake'")
     index = [job.mesh.coordinate(rank, "pp") for rank in range(job.mesh.world)]
-    predicted = predicted_memory(job, batch)
+    kind = "cpu" if measure == "simulate" else device
+    predicted = predicted_memory(job, batch, device=kind)
     if running is not None:
         own = running.axes.rank
-        measured = [device_memory(running, batch)]
-        return MemoryReport([predicted[own]], measured, MEASURES[measure], budget_bytes, [index[own]])
-    measured = {"simulate": measured_memory, "fake": fake_memory}[measure](job, batch) if measure else []
+        return MemoryReport(
+            [predicted[own]], [device_memory(running, batch)], MEASURES[measure], budget_bytes, [index[own]]
+        )
+    measured: list[RankMemory] = []
+    if measure:
+        measured = measured_memory(job, batch) if measure == "simulate" else fake_memory(job, batch, kind)
     return MemoryReport(predicted, measured, MEASURES.get(measure, ""), budget_bytes, index)

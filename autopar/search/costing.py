@@ -63,6 +63,7 @@ class Costing:
     _regions: dict[tuple[float, int, int], float] = field(default_factory=dict)
     _loads: dict[tuple[object, ...], list[Unit]] = field(default_factory=dict)
     _leanest: Held | None = None
+    _likely: Held | None = None
     _stateless: dict[object, Held | None] = field(default_factory=dict)
     _holdings: dict[tuple[object, ...], Held | None] = field(default_factory=dict)
 
@@ -244,13 +245,13 @@ class Costing:
         return self._regions[key]
 
     def estimate(self, region: Region, share: float, *, away: bool = False) -> float:
-        """Seconds of a likely step of ``region``: 1F1B, with the first ZeRO stage that leaves room for activations;
-        inf where none does. ``away``: masters and the optimizer are on the host."""
+        """Seconds of a likely step of ``region``: 1F1B, with the best ZeRO stage; inf where none leaves room for
+        activations. ``away``: masters and the optimizer are on the host."""
         assert self.root is not None
-        if self._leanest is None:
-            self._leanest = self._unstored(self.root)
+        if self._likely is None:
+            self._likely = held_by(self.root, None, self.options.recompute, self.root)
         mesh = region.mesh
-        if self._leanest is None:
+        if self._likely is None:
             return 0.0
         total = Weights(0, 0, 0)
         for weights in self.root.weights.values():
@@ -258,6 +259,7 @@ class Costing:
         parts = mesh.pp * mesh.tp
         spread = (1 - self.expert_share + self.expert_share / mesh.experts) / parts
         shards = mesh.zero_shards(0)
+        found = math.inf
         for zero in (1, 2, 3) if shards > 1 else (0,):
             # Masters of experts are on fewer copies' ranks, but split over ep: as many parts in all.
             state = 0.0 if away else self._trained_bytes(total) / shards / parts
@@ -266,12 +268,11 @@ class Costing:
             key = ("estimate", share, mesh.pp, region.microbatches, round(state / self.budget_bytes, 2))
             if key not in self._passes:
                 kept = self._keeping.here("1f1b", mesh.pp, region.microbatches)
-                held, room = self._leanest.scaled(share), self.budget_bytes - state
+                held, room = self._likely.scaled(share), self.budget_bytes - state
                 self._passes[key] = recomputed(held, kept, region.microbatches, room, split=False)
-            if not math.isinf(self._passes[key]):
-                moved = {2: region.microbatches * total.masters, 3: 2 * region.microbatches * total.copies}.get(zero, 0)
-                return max(self._passes[key], self._moved_estimate(region, moved * spread))
-        return math.inf
+            moved = {2: region.microbatches * total.masters, 3: 2 * region.microbatches * total.copies}.get(zero, 0)
+            found = min(found, max(self._passes[key], self._moved_estimate(region, moved * spread)))
+        return found
 
     def _trained_bytes(self, weights: Weights) -> int:
         """Of masters and the optimizer's state."""

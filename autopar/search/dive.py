@@ -26,8 +26,9 @@ _TRIES = 4  # points of one region
 _ALIKE = 2  # of them with one ZeRO stage
 _AWAY = ("optimizer",)  # what is on the host first
 _REGIONS = 6  # that fit
-_FAILURES = 2  # regions with the same pp and tp that may turn out not to fit
+_FAILURES = 3  # regions with the same pp and tp that may turn out not to fit
 _POLISHED = 12  # points like the best
+_SHARE = 0.5  # of the work that a search may take
 _WORK = 1e5  # of a point: about two seconds
 _LOOKS = 5000  # at regions
 
@@ -53,6 +54,8 @@ def _dive(search: Search, regions: list[Region], *, savers: bool) -> None:
     for _ in range(_LOOKS):
         if not waiting or waiting[0][0] >= search.best_seconds or found == _REGIONS:
             return
+        if search.outcomes and search.work > _SHARE * search.most_work:
+            return
         estimate, number = heapq.heappop(waiting)
         region = regions[number]
         degrees = region.mesh.pp, region.mesh.tp
@@ -66,9 +69,9 @@ def _dive(search: Search, regions: list[Region], *, savers: bool) -> None:
             if not math.isinf(better):
                 heapq.heappush(waiting, (max(estimate, better), number))
         else:
-            fits = _lay_out(search, region, savers=savers)
-            tried[degrees] += 1 + _FAILURES * fits
-            found += fits
+            laid_out = _lay_out(search, region, savers=savers)
+            tried[degrees] += 1 + _FAILURES * bool(laid_out)
+            found += bool(laid_out)
 
 
 def _first_estimate(search: Search, region: Region) -> float:
@@ -79,11 +82,11 @@ def _first_estimate(search: Search, region: Region) -> float:
     return search.by_scaling(region) + wait
 
 
-def _lay_out(search: Search, region: Region, *, savers: bool) -> bool:
-    """Some of its points, by their bounds; whether any fits."""
-    profile = search.place(region)
+def _lay_out(search: Search, region: Region, *, savers: bool) -> int:
+    """Some of its points, by their bounds; how many fit."""
+    profile, before = search.place(region), len(search.outcomes)
     if profile is None:
-        return False
+        return 0
     waiting: list[tuple[float, int, Family | Point]] = []
     numbers = itertools.count()
 
@@ -96,7 +99,7 @@ def _lay_out(search: Search, region: Region, *, savers: bool) -> bool:
     while waiting and tries.total() < _TRIES:
         bound, _, item = heapq.heappop(waiting)
         if bound >= search.best_seconds or math.isinf(bound):
-            return True
+            break
         if isinstance(item, Family):
             for point in _points(search, item, profile, savers=savers):
                 wait(max(search.costing.bound(point, profile), search.costing.memory_bound(point, profile)), point)
@@ -104,7 +107,7 @@ def _lay_out(search: Search, region: Region, *, savers: bool) -> bool:
             tries[item.zero] += 1
             with suppress(AutoparError):
                 search.lay_out(item)
-    return bool(search.outcomes)
+    return len(search.outcomes) - before
 
 
 def _points(search: Search, family: Family, profile: Profile, *, savers: bool) -> list[Point]:
@@ -126,7 +129,7 @@ def _polish(search: Search) -> None:
         bounds = [max(search.costing.bound(p, profile), search.costing.memory_bound(p, profile)) for p in others]
         ranked = sorted(zip(bounds, range(len(others)), others, strict=True))[:_POLISHED]
         for bound, _, point in ranked:
-            if bound < search.best_seconds:
+            if bound < search.best_seconds and search.work < _SHARE * search.most_work:
                 with suppress(AutoparError):
                     search.lay_out(point)
 

@@ -20,15 +20,16 @@ from autopar.plan import PointPlan, bytes_text, change_text
 from autopar.planner.modes import MODES
 from autopar.search.costing import Outcome
 from autopar.search.pins import Pins
-from autopar.search.space import Point
+from autopar.search.space import Point, work_of
 
 if TYPE_CHECKING:
     from autopar.search.loop import Found, Search
 
 _RUNNERS_UP = 5
 _SAME_DEGREES = 2  # of them
-_FURTHER = 8  # points that are laid out for them at most
-_LOOKS = 2000  # of those that are looked at
+_FURTHER = 4  # points that are laid out for them at most
+_LOOKS = 500  # of those that are looked at
+_WORK = 2e4  # of one: about half a second
 _GPUS = (Fraction(1, 4), Fraction(1, 2), Fraction(3, 4), Fraction(3, 2), Fraction(2), Fraction(4))
 _MEMORY = 3 / 4  # of the peak of the plan before
 _MEMORIES = 4
@@ -59,7 +60,11 @@ def compared(search: Search, found: Found) -> Found:
             break
         profile = search.profile(point.region)
         assert profile is not None
-        if not _adds(point, best, rows) or math.isinf(search.costing.memory_bound(point, profile)):
+        if (
+            work_of(point) > _WORK
+            or not _adds(point, best, rows)
+            or math.isinf(search.costing.memory_bound(point, profile))
+        ):
             continue
         tries += 1
         with suppress(AutoparError):

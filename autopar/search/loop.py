@@ -44,12 +44,12 @@ from autopar.search.watching import Watcher
 TOLERANCE = 0.01
 """A plan that is proven to be within this share of the best is good enough."""
 
-WORK = 2.5e5
+WORK = 3e5
 """Units of some 20 microseconds (:func:`autopar.search.space.work_of`) that a search may take; what is left then counts
 with its bound. Counted, not measured: searches are deterministic."""
 
 _OPS, _FAMILY = 100, 100  # units of work of placing one op, and of a family's bound
-_CALLS = 32  # of a model; shorter ones take less
+_CALLS, _BLOCKS = 32, 150  # calls of a model, and ops of its blocks: with fewer, laying out takes less
 _SHARED = 4  # regions that a profile made for its bound alone has to serve
 
 
@@ -113,8 +113,9 @@ class Search:
 
     @property
     def _length(self) -> float:
-        """Of the model, in those that units of work were counted for: what is laid out has as many calls."""
-        return min(1.0, self.sizes.units / _CALLS)
+        """Of the model, in those that units of work were counted for: what is laid out has as many calls, whose blocks
+        have as many ops."""
+        return max(self.sizes.units / _CALLS, self.ops / _BLOCKS)
 
     @property
     def waiting(self) -> int:

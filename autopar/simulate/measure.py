@@ -25,6 +25,7 @@ from autopar.runtime.shards import Positions, stored_shape
 from autopar.schedules import Action
 from autopar.shapes import Shapes
 from autopar.simulate.alone import run_alone
+from autopar.simulate.kernels import kernels_of
 from autopar.simulate.memory import MemoryTracker, ShapeTracker
 from autopar.simulate.run import run
 from autopar.storages import ALLOCATED, BUFFERS, Phase
@@ -71,12 +72,12 @@ def measured_memory(job: Job, batch: Mapping[str, Tensor]) -> list[RankMemory]:
     return run(program, job.mesh.world, seed=job.seed, track_memory=False).results
 
 
-def fake_memory(job: Job, batch: Mapping[str, Tensor]) -> list[RankMemory]:
+def fake_memory(job: Job, batch: Mapping[str, Tensor], device: str = "cpu") -> list[RankMemory]:
     """Of every rank, from one of each pipeline index, alone and on shapes: the others hold the same.
 
-    No arithmetic, no memory: whole models at full size.
+    No arithmetic, no memory: whole models at full size, with the kernels of such a ``device``.
     """
-    return of_each_index(job, lambda rank: on_shapes(job, batch, rank, _measure_alone))
+    return of_each_index(job, lambda rank: on_shapes(job, batch, rank, _measure_alone, device=device))
 
 
 def of_each_index(job: Job, memory_of: Callable[[int], RankMemory]) -> list[RankMemory]:
@@ -89,10 +90,15 @@ Measure = Callable[[MemoryTracker, Job, Axes, Mapping[str, Tensor]], RankMemory]
 
 
 def on_shapes(
-    job: Job, batch: Mapping[str, Tensor], rank: int, measured: Measure, shapes: Shapes | None = None
+    job: Job,
+    batch: Mapping[str, Tensor],
+    rank: int,
+    measured: Measure,
+    shapes: Shapes | None = None,
+    device: str = "cpu",
 ) -> RankMemory:
-    """What ``measured`` says of ``rank``, alone, on weights and a ``batch`` without values. ``shapes`` may know what
-    operations make, from ranks before."""
+    """What ``measured`` says of ``rank``, alone, on weights and a ``batch`` without values, with the kernels of such a
+    ``device``. ``shapes`` may know what operations make, from ranks before."""
     fake = without_values(job)
 
     def program() -> RankMemory:
@@ -102,7 +108,7 @@ def on_shapes(
         axes = replace(axes, world=Axis.of("world", [rank], rank, None), imbalance=1.0)
         answers = shapes or Shapes()
         given: dict[str, Tensor] = {path: answers.empty(t.shape, t.dtype) for path, t in batch.items()}
-        with ShapeTracker(answers) as tracker:
+        with ShapeTracker(answers) as tracker, kernels_of(device):
             return measured(tracker, fake, axes, given)
 
     return run_alone(program, rank, job.mesh.world)

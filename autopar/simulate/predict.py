@@ -70,19 +70,22 @@ class Known:
     ranks: dict[Hashable, list[_Tried]] = field(default_factory=lambda: defaultdict(list))
 
 
-def predicted_memory(job: Job, batch: Mapping[str, Tensor], known: Known | None = None) -> list[RankMemory]:
-    """Of every rank; of ``batch`` only shapes and dtypes count (the tensors may be on the meta device)."""
+def predicted_memory(
+    job: Job, batch: Mapping[str, Tensor], known: Known | None = None, device: str = "cpu"
+) -> list[RankMemory]:
+    """Of every rank, on a ``device`` of this kind ("cpu" or "cuda"); of ``batch`` only shapes and dtypes count (the
+    tensors may be on the meta device)."""
     before, job = known or Known(), without_values(job)
-    common = _common(job, batch)
+    common = device, _common(job, batch)
 
     def predicted(rank: int) -> RankMemory:
         actions = job.schedule.lists[job.mesh.coordinate(rank, "pp")]
         if is_asynchronous(actions):
-            return on_shapes(job, batch, rank, measure, before.shapes)
+            return on_shapes(job, batch, rank, measure, before.shapes, device)
         wanted = keys(actions, job.stages(rank), job.schedule.microbatches)
         known = before.ranks[common, likeness(job, rank)]
         if not any(one.phases.keys() >= set(wanted.values()) for one in known):
-            memory = on_shapes(job, batch, rank, _try, before.shapes)
+            memory = on_shapes(job, batch, rank, _try, before.shapes, device)
             by_label = {phase.label: phase for phase in memory.phases}
             run = [(key, by_label[str(action)]) for action, key in wanted.items() if str(action) in by_label]
             known.insert(0, _Tried(memory, dict(reversed(run))))  # of those alike, the first
