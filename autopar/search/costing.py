@@ -343,13 +343,20 @@ class Costing:
                 line = mesh.data_axes(axes)
                 shards = mesh.zero_shards(point.zero_ranks, line) if point.zero and line else 1
                 summed = profile.summed.get(axes, Weights(0, 0, 0))
-                totals += self._line_seconds(line, shards, weights, summed, point, options)
+                totals += self._line_seconds(line, shards, weights, summed, profile.layers[axes], point, options)
             gathered, scattered, rest, updated = (float(each) / mesh.pp for each in totals)
             self._updates[key] = gathered, scattered, rest, updated
         return self._updates[key]
 
     def _line_seconds(
-        self, axes: tuple[str, ...], shards: int, weights: Weights, summed: Weights, point: Point, options: Options
+        self,
+        axes: tuple[str, ...],
+        shards: int,
+        weights: Weights,
+        summed: Weights,
+        layers: int,
+        point: Point,
+        options: Options,
     ) -> list[float]:
         machine = self._machine(point)
         line = machine.lines.get(axes)
@@ -361,6 +368,8 @@ class Costing:
         )
         moved = [("all_gather", weights.copies, shards, line.shard), ("reduce_scatter", sent, shards, line.shard)]
         gathered, scattered = (seconds_of(*each) if each[2] > 1 else 0.0 for each in moved)
+        if self._streams(point) and shards > 1:  # each layer by itself
+            gathered += (layers - 1) * seconds_of("all_gather", 1, shards, line.shard)
         rest = seconds_of(
             "all_reduce", sent // shards, line.size // shards, line.replicate if shards > 1 else line.whole
         )

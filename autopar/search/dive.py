@@ -28,7 +28,7 @@ _AWAY = ("optimizer",)  # what is on the host first
 _REGIONS = 6  # that fit
 _FAILURES = 3  # regions with the same pp and tp that may turn out not to fit
 _POLISHED = 12  # points like the best
-_SHARE = 0.5  # of the work that a search may take
+_REGIONS_POLISHED = 2
 _WORK = 1e5  # of a point: about two seconds
 _LOOKS = 5000  # at regions
 
@@ -53,8 +53,6 @@ def _dive(search: Search, regions: list[Region], *, savers: bool) -> None:
     found = 0
     for _ in range(_LOOKS):
         if not waiting or waiting[0][0] >= search.best_seconds or found == _REGIONS:
-            return
-        if search.outcomes and search.work > _SHARE * search.most_work:
             return
         estimate, number = heapq.heappop(waiting)
         region = regions[number]
@@ -120,18 +118,21 @@ def _points(search: Search, family: Family, profile: Profile, *, savers: bool) -
 
 
 def _polish(search: Search) -> None:
-    """Lay out what is done otherwise on the region of the best: by another schedule, then stored otherwise."""
-    for change in (_schedules, _storages):
-        best = search.ranked()[0].point
-        profile = search.profile(best.region)
+    """Lay out what is done otherwise on the regions of the best: by another schedule, then stored otherwise."""
+    limit = search.work + search.most_work
+    ranked = {outcome.point.region: outcome.point for outcome in reversed(search.ranked())}
+    for region in list(reversed(ranked))[:_REGIONS_POLISHED]:
+        profile = search.profile(region)
         assert profile is not None
-        others = [point for point in change(search, best) if work_of(point) <= _WORK]
-        bounds = [max(search.costing.bound(p, profile), search.costing.memory_bound(p, profile)) for p in others]
-        ranked = sorted(zip(bounds, range(len(others)), others, strict=True))[:_POLISHED]
-        for bound, _, point in ranked:
-            if bound < search.best_seconds and search.work < _SHARE * search.most_work:
-                with suppress(AutoparError):
-                    search.lay_out(point)
+        for change in (_schedules, _storages):
+            best = next(outcome.point for outcome in search.ranked() if outcome.point.region == region)
+            others = [point for point in change(search, best) if work_of(point) <= _WORK]
+            bounds = [max(search.costing.bound(p, profile), search.costing.memory_bound(p, profile)) for p in others]
+            ranked_others = sorted(zip(bounds, range(len(others)), others, strict=True))[:_POLISHED]
+            for bound, _, point in ranked_others:
+                if bound < search.best_seconds and search.work < limit:
+                    with suppress(AutoparError):
+                        search.lay_out(point)
 
 
 def _schedules(search: Search, best: Point) -> list[Point]:

@@ -140,6 +140,11 @@ class Profile:
         return [kinds[i] for i, call in enumerate(model.calls) if model.block_of(call).kind not in STAGELESS]
 
     @cached_property
+    def layers(self) -> Counter[tuple[str, ...]]:
+        """By the axes that trained parameters are split on, how many units have any."""
+        return Counter(split for kinds in self.unit_parameters for split in {kind.split for kind in kinds})
+
+    @cached_property
     def weights(self) -> dict[tuple[str, ...], Weights]:
         """Of all trained parameters, by the axes that they are split on."""
         return self._weights(summed=False)
