@@ -1,7 +1,8 @@
 """The loop: what has the best bound is looked at next, until nothing left can be better.
 
-A region is bounded by the profiles that are known, then by its own; a point by its region's profile; then it is laid
-out. Everything is deterministic: equal bounds go in the order of the space.
+A region is bounded by the profiles that are known, then by its own; so are families of its points, which store state
+and save memory in other ways alone; then each point, which is laid out. Everything is deterministic: equal bounds go in
+the order of the space.
 """
 
 from __future__ import annotations
