@@ -1,0 +1,69 @@
+"""Cuts of pipelines whose ranks hold several stages, against timelines of all cuts."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from autopar.planner.chunk_cuts import paces
+from autopar.planner.stages import Unit, partition
+from autopar.schedules import Costs, generate, lower, simulate_timeline
+
+
+def step_seconds(seconds: list[float], starts: tuple[int, ...], microbatches: int) -> float:
+    """Of interleaved 1F1B on two ranks; a backward takes two thirds."""
+    ends = (*starts[1:], len(seconds))
+    stages = [sum(seconds[a:b]) for a, b in zip(starts, ends, strict=True)]
+    none = (0.0,) * len(stages)
+    costs = Costs(
+        forward_seconds=tuple(s / 3 for s in stages),
+        backward_seconds=tuple(2 * s / 3 for s in stages),
+        send_forward_seconds=none,
+        send_backward_seconds=none,
+        reduce_seconds=none,
+        activation_bytes=(0,) * len(stages),
+        step_seconds=(0.0, 0.0),
+    )
+    schedule = generate("interleaved", 2, microbatches, chunks=len(stages) // 2)
+    return simulate_timeline(lower(schedule, costs.seconds), costs).makespan_seconds
+
+
+def cut(seconds: list[float], stages: int, microbatches: int) -> tuple[int, ...]:
+    units = [Unit(f"unit {i}", each, 0, 0, 0.0) for i, each in enumerate(seconds)]
+    placement = [stage % 2 for stage in range(stages)]
+    return partition(units, [1] * stages, None, placement, microbatches=microbatches).starts
+
+
+@pytest.mark.parametrize("microbatches", [4, 16])
+def test_cuts_are_among_the_best(microbatches: int) -> None:
+    """Paces are about right: of a few units of any lengths, the cut takes little more than the best of all cuts."""
+    generator = np.random.default_rng(0)
+    ratios = []
+    for count in (6, 7, 8) * 5:
+        seconds = [float(each) for each in generator.uniform(0.5, 3.0, count)]
+        found = step_seconds(seconds, cut(seconds, 4, microbatches), microbatches)
+        cuts = itertools.combinations(range(1, count), 3)
+        ratios.append(found / min(step_seconds(seconds, (0, *inner), microbatches) for inner in cuts))
+    assert np.mean(ratios) < 1.05
+    assert max(ratios) < 1.2
+
+
+@pytest.mark.parametrize("stages", [4, 8])
+def test_stages_of_a_rank_are_alike(stages: int) -> None:
+    """What ranks hold in all can be equal with the first stages tiny: then they wait for the others."""
+    seconds = [1.0] * 32
+    equal = tuple(range(0, 32, 32 // stages))
+    assert cut(seconds, stages, 16) == equal
+    tiny = (*range(stages // 2), *(stages // 2 + (32 - stages // 2) * k // (stages // 2) for k in range(stages // 2)))
+    assert step_seconds(seconds, equal, 16) < step_seconds(seconds, tiny, 16)
+
+
+def test_ranks_wait_for_the_longest_pair_of_passes() -> None:
+    """Rounds of 1 and 9 units: all ranks hold 10, but run a round of 9 beside another's of 1."""
+    microbatches, placement = 16, [0, 1, 2, 3, 0, 1, 2, 3]
+    even, uneven = np.full((1, 8), 5000), np.array([[1000] * 4 + [9000] * 4])
+    assert paces(even, placement, microbatches)[0] == 16 * 10_000 + 3 * 5000
+    assert paces(uneven, placement, microbatches)[0] > 1.2 * paces(even, placement, microbatches)[0]
+    assert paces(uneven, placement, 0)[0] == 10_000, "of very many microbatches, the slowest rank's"
