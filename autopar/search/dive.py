@@ -29,6 +29,7 @@ _REGIONS = 6  # that fit
 _FAILURES = 3  # regions with the same pp and tp that may turn out not to fit
 _POLISHED = 12  # points like the best
 _REGIONS_POLISHED = 2
+_SEARCHES = 3  # times the work of a whole search, if it takes that to find something good
 _WORK = 1e5  # of a point: about two seconds
 _LOOKS = 5000  # at regions
 
@@ -53,6 +54,8 @@ def _dive(search: Search, regions: list[Region], *, savers: bool) -> None:
     found = 0
     for _ in range(_LOOKS):
         if not waiting or waiting[0][0] >= search.best_seconds or found == _REGIONS:
+            return
+        if search.outcomes and search.work > _SEARCHES * search.most_work:
             return
         estimate, number = heapq.heappop(waiting)
         region = regions[number]
