@@ -29,7 +29,7 @@ _REGIONS = 6  # that fit
 _FAILURES = 3  # regions with the same pp and tp that may turn out not to fit
 _POLISHED = 12  # points like the best
 _REGIONS_POLISHED = 2
-_SEARCHES = 3  # times the work of a whole search, if it takes that to find something good
+_SEARCHES = 1.5  # times the work of a whole search, if it takes that to find something good
 _WORK = 1e5  # of a point: about two seconds
 _LOOKS = 5000  # at regions
 
@@ -122,7 +122,7 @@ def _points(search: Search, family: Family, profile: Profile, *, savers: bool) -
 
 def _polish(search: Search) -> None:
     """Lay out what is done otherwise on the regions of the best: by another schedule, then stored otherwise."""
-    limit = search.work + search.most_work
+    limit = max(search.most_work, search.work + search.most_work / 3)
     ranked = {outcome.point.region: outcome.point for outcome in reversed(search.ranked())}
     for region in list(reversed(ranked))[:_REGIONS_POLISHED]:
         profile = search.profile(region)
