@@ -17,9 +17,15 @@ def kernels_of(device: str) -> AbstractContextManager[Any]:
 
 
 class _OnCuda(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self._forms: dict[Any, Any] = {}  # by function: names take long to make
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = str(func)
-        form = ON_CUDA.get(name) or ON_CUDA.get(f"{name}.default") or func
+        form = self._forms.get(func)
+        if form is None:
+            name = str(func)
+            form = self._forms[func] = ON_CUDA.get(name) or ON_CUDA.get(f"{name}.default") or func
         return form(*args, **(kwargs or {}))
