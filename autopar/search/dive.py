@@ -1,8 +1,8 @@
 """A first good plan: the regions that look best, by estimates instead of bounds.
 
 What is proven is the loop's (:mod:`autopar.search.loop`); a good step that is known early lets it discard most regions
-unplaced. An estimate is a bound made likely: with the bubble of a common schedule, the state of the leanest ZeRO stage
-that is needed, and what has to be recomputed beside it.
+unplaced. An estimate is a bound made likely: with the bubble of a common schedule, the best ZeRO stage, and what
+has to be recomputed beside its state.
 """
 
 from __future__ import annotations

@@ -410,7 +410,7 @@ class Search:
         except AutoparError as error:
             if isinstance(error, BudgetError):
                 self._save(bound, point, known)
-                if error.needed_bytes <= self.costing.whole_budget_bytes + known.working_bytes:
+                if error.needed_bytes <= self.costing.whole_budget_bytes + max(known.activations.working_bytes):
                     self._pass(bound, point)  # what its largest op needs was an estimate: that proves nothing
             return
         if outcome.recomputes:

@@ -14,11 +14,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
-from torch import fx
-
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
-from autopar.graph import Info, Model, info, operands
+from autopar.graph import Info, Model, info
 from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.passes.hoist import parameter_sums
@@ -128,12 +126,6 @@ class Profile:
         return launch * sum(launches[unit.block] for unit in self.units)
 
     @cached_property
-    def working_bytes(self) -> int:
-        """What the op with the largest tensors needs while its backward runs: they and their gradients."""
-        nodes = [node for block in self.model.blocks for node in block.ops if info(node).meta.needs_grad]
-        return max((_with_gradients(node) for node in nodes), default=0)
-
-    @cached_property
     def unit_parameters(self) -> list[Counter[Kind]]:
         """Elements of the trained parameters of each unit."""
         model, kinds = self.model, kinds_by_call(self.model)
@@ -190,11 +182,6 @@ class Weights:
 
     def __add__(self, other: Weights) -> Weights:
         return Weights(self.elements + other.elements, self.copies + other.copies, self.masters + other.masters)
-
-
-def _with_gradients(node: fx.Node) -> int:
-    given = [info(operand) for operand in operands(node) if info(operand).role not in ("parameter", "buffer")]
-    return sum(data.meta.bytes for data in given if data.meta.needs_grad) + 2 * info(node).meta.bytes
 
 
 def _parameters(model: Model) -> dict[str, Info]:
