@@ -177,25 +177,38 @@ class Link:
         """The same of an all-to-all."""
         return self.achievable_bytes_per_second(size)
 
+    def exchange_latency_seconds(self, size: int) -> float:
+        """Of a message of an all-to-all, on the average."""
+        return self.latency_seconds
+
 
 @dataclass(frozen=True)
 class Crossing(Link):
-    """Between nodes, of a group with several ranks in each: as many rings as that, each through another one's network
-    card, move ``ring_limit`` bytes/s together, where messages to any rank have one card.
-    (Hierarchical rings: NCCL's channels.)"""
+    """Between nodes, of a group with ``local`` ranks in each: as many rings as that, each through another one's network
+    card, move ``ring_limit`` bytes/s together, where messages to any rank have one card (hierarchical rings: NCCL's
+    channels). ``latency_seconds`` is that of a hop of such a ring, on the average."""
 
     ring_limit: float = 0.0
     local: int = 1
     local_limit: float = math.inf
-    """Ranks of the group in each node, and what they reach among each other, beside what leaves the node."""
+    far_limit: float = math.inf
+    """What a rank reaches among those in its node, and beside that to other nodes."""
+    near_latency_seconds: float = 0.0
+    far_latency_seconds: float = 0.0
+    """Of a message within a node, and of one between two."""
 
     def ring_bytes_per_second(self, size: int) -> float:
-        return self.ring_limit
+        return self.ring_limit if self.local > 1 else super().ring_bytes_per_second(size)
 
     def exchange_bytes_per_second(self, size: int) -> float:
-        leaves = self.achievable_bytes_per_second(2) * (size - 1) / (size - self.local)
-        stays = self.local_limit * (size - 1) / (self.local - 1) if self.local > 1 else math.inf
-        return min(leaves, stays)
+        if self.local == 1:
+            return super().exchange_bytes_per_second(size)
+        leaves = self.far_limit * (size - 1) / (size - self.local)
+        return min(leaves, self.local_limit * (size - 1) / (self.local - 1))
+
+    def exchange_latency_seconds(self, size: int) -> float:
+        near, far = (self.local - 1) * self.near_latency_seconds, (size - self.local) * self.far_latency_seconds
+        return (near + far) / (size - 1)
 
 
 @dataclass(frozen=True)
@@ -270,22 +283,26 @@ class Cluster:
         if size == 1 or (even and block <= self.devices_per_node):
             return self.intra_node
         if stride >= self.devices_per_node:  # no two ranks of a group share a node
-            return self.inter_node
-        if self.inter_node.achievable_bytes_per_second(size) > self.intra_node.achievable_bytes_per_second(size):
-            return self.intra_node
-        return self._crossing(size, stride)
-
-    def _crossing(self, size: int, stride: int) -> Link:
-        """Of a group that fills nodes with as many ranks in each; else, of one card."""
-        inside, outside = self.intra_node, self.inter_node
+            return self._crossing(self.inter_node, 1)
+        slower = min(self.inter_node, self.intra_node, key=lambda link: link.achievable_bytes_per_second(size))
         local, left = divmod(self.devices_per_node, stride)
-        if left or size % local or local == 1:
-            return outside
-        limit = min(inside.achievable_bytes_per_second(local), local * outside.achievable_bytes_per_second(2))
+        return self._crossing(slower, 1 if left or size % local else local)
+
+    def _crossing(self, slower: Link, local: int) -> Crossing:
+        """Of a group that fills nodes with ``local`` ranks in each; else 1: of one card, and the ``slower`` link."""
+        inside, outside = self.intra_node, self.inter_node
         hop = ((local - 1) * inside.latency_seconds + outside.latency_seconds) / local
-        kept = {item.name: getattr(outside, item.name) for item in fields(outside)}
-        near = inside.achievable_bytes_per_second(local)
-        return Crossing(**{**kept, "latency_seconds": hop}, ring_limit=limit, local=local, local_limit=near)
+        near = inside.achievable_bytes_per_second(local) if local > 1 else math.inf
+        far = outside.achievable_bytes_per_second(2)
+        return Crossing(
+            **{**{item.name: getattr(slower, item.name) for item in fields(Link)}, "latency_seconds": hop},
+            ring_limit=min(near, local * far),
+            local=local,
+            local_limit=near,
+            far_limit=far,
+            near_latency_seconds=inside.latency_seconds,
+            far_latency_seconds=outside.latency_seconds,
+        )
 
 
 def presets() -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.cluster import Cluster, Link
+from autopar.cluster import Cluster
 from autopar.cost_models import collective
 from autopar.graph import Model, info, op_name
 from autopar.mesh import Mesh
@@ -61,24 +61,28 @@ def nodes_of(axes: Sequence[str], cluster: Cluster, mesh: Mesh) -> int:
     return spread.nodes if spread.neighbours > 1 else 1
 
 
-def exchange_seconds(bytes_: int, axes: Sequence[str], nodes: int, cluster: Cluster, mesh: Mesh) -> float:
-    """Of rows of a rank, one way, in two hops where ``nodes`` is more than one.
+def exchange_seconds(
+    bytes_: int, axes: Sequence[str], nodes: int, cluster: Cluster, mesh: Mesh, fullest: int | None = None
+) -> float:
+    """Of rows of a rank, one way, in two hops where ``nodes`` is more than one. ``fullest``: bytes that the rank with
+    the most rows gets from others or gives them, where ranks aren't equal; who passes rows on has as many as all."""
+    if nodes == 1:
+        return counts_seconds(fullest or bytes_, axes, nodes, cluster, mesh)
+    ranks = len(mesh.group(0, *axes))
+    within = collective.seconds("all_to_all", bytes_, ranks // nodes, cluster.intra_node)
+    across = collective.seconds("all_to_all", fullest or bytes_, nodes, cluster.inter_node)
+    copies = 2 * 2 * bytes_ / cluster.device.achievable_memory_bytes_per_second  # before each hop, read and written
+    return within + across + copies
 
-    In one hop, what stays in the node is on its links while the rest leaves it, and the later of the two counts.
-    """
+
+def counts_seconds(bytes_: int, axes: Sequence[str], nodes: int, cluster: Cluster, mesh: Mesh) -> float:
+    """Of so many bytes that tell other ranks how many rows come: as rows travel, but nothing has to be laid out."""
     ranks = len(mesh.group(0, *axes))
     if nodes > 1:
         within = collective.seconds("all_to_all", bytes_, ranks // nodes, cluster.intra_node)
-        across = collective.seconds("all_to_all", bytes_, nodes, cluster.inter_node)
-        copies = 2 * 2 * bytes_ / cluster.device.achievable_memory_bytes_per_second  # before each hop, read and written
-        return within + across + copies
-
-    def among(count: int, link: Link) -> float:
-        """This rank and ``count - 1`` others."""
-        return collective.seconds("all_to_all", bytes_ * count / ranks, count, link)
-
-    near = _spread(axes, cluster, mesh).neighbours
-    return max(among(near, cluster.intra_node), among(ranks - near + 1, cluster.inter_node))
+        return within + collective.seconds("all_to_all", bytes_, nodes, cluster.inter_node)
+    stride = min((mesh.stride(axis) for axis in axes if mesh.size(axis) > 1), default=1)
+    return collective.seconds("all_to_all", bytes_, ranks, cluster.link(ranks, stride, mesh.world))
 
 
 @dataclass(frozen=True)

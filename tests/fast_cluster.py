@@ -1,4 +1,4 @@
-"""A cluster on which communication is nearly free, so that small models are really split and every layout occurs."""
+"""Clusters on which communication is nearly free, so that small models are really split and every layout occurs."""
 
 from __future__ import annotations
 
@@ -10,3 +10,8 @@ from autopar import Cluster
 _CPU = Cluster.load("cpu")
 _LINK = replace(_CPU.intra_node, latency_seconds=1e-9, bytes_per_second=1e10)
 FAST: Final = replace(_CPU, intra_node=_LINK, inter_node=_LINK)
+
+NODES: Final = replace(
+    FAST, devices_per_node=2, inter_node=replace(_LINK, latency_seconds=1e-6, bytes_per_second=0.4e10)
+)
+"""Nodes of two: a message between them takes longer, so that rows of experts rather go in two hops."""

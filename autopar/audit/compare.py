@@ -162,8 +162,10 @@ def _of_exchanges(timeline: Timeline, seen: SeenCosts) -> Iterator[Row]:
         found = seen.exchange_seconds if kind in EXCHANGES else seen.vocabulary_seconds
         for rank in range(timeline.schedule.ranks):
             yield Row(f"pipeline rank {rank}: {kind}", planned[rank], found(rank, kind))
-    if timeline.costs.gather_vocabulary_seconds or seen.gather_vocabulary_seconds:
-        yield Row("gather of tables", timeline.costs.gather_vocabulary_seconds, seen.gather_vocabulary_seconds)
+    for name, what in (("gather", "gather of tables"), ("reduce", "reduction of tables' gradients")):
+        planned, made = (getattr(side, f"{name}_vocabulary_seconds") for side in (timeline.costs, seen))
+        if planned or made:
+            yield Row(what, planned, made)
 
 
 def _unpriced(seen: SeenCosts) -> Iterator[Unpriced]:

@@ -197,6 +197,11 @@ class SeenCosts:
         phase = self.seen[0].phases.get("GATHER_V", _EMPTY)
         return self.prices.messages(phase.messages)
 
+    @cached_property
+    def reduce_vocabulary_seconds(self) -> float:
+        """All sums of tables' gradients start there."""
+        return self.prices.together(_started(self.seen[0].phases.get("REDUCE_V", _EMPTY)))
+
     def once_seconds(self, rank: int) -> float:
         """Messages of a step that no action is for: before the first one, of clipping, and of the loss at the end."""
         phases = self.seen[rank].phases
@@ -214,6 +219,8 @@ class SeenCosts:
             return self.exchange_seconds(rank, kind)
         if kind == "GATHER_V":
             return self.gather_vocabulary_seconds
+        if kind == "REDUCE_V":
+            return self.reduce_vocabulary_seconds
         if kind in ("STEP", "UPDATE"):
             return 0.0 if kind == "STEP" and self.schedule.is_asynchronous else self.step_seconds(rank)
         name = _FIELDS.get(kind)

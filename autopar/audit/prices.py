@@ -61,12 +61,15 @@ class Prices:
 
     def forward(self, phase: Phase) -> float:
         """What the ops of a forward take, with what they send; rows travel to experts beside what stands between."""
-        ops = list(_once(phase))
-        return math.fsum(self._forward(ran) for ran in ops) - math.fsum(self._hidden(ops, back=False))
+        return self._forwards(ran for ran in phase.ops if not ran.again)
+
+    def _forwards(self, ran: Iterable[Ran]) -> float:
+        ops = list(_once(ran))
+        return math.fsum(self._forward(each) for each in ops) - math.fsum(self._hidden(ops, back=False))
 
     def backward(self, phase: Phase) -> float:
         """What the backward of that forward takes."""
-        ops = list(_once(phase))
+        ops = list(_once(ran for ran in phase.ops if not ran.again))
         return math.fsum(self._backward(ran) for ran in ops) - math.fsum(self._hidden(ops, back=True))
 
     def weights(self, phase: Phase) -> float:
@@ -76,7 +79,7 @@ class Prices:
 
     def again(self, phase: Phase) -> float:
         """What a backward computes a second time: up to the op that is stopped, which counts if its kernel ran."""
-        return math.fsum(self._forward(ran) for ran in phase.ops if ran.again and (ran.is_done or ran.started))
+        return self._forwards(ran for ran in phase.ops if ran.again and (ran.is_done or ran.started))
 
     def arithmetic(self, phase: Phase) -> float:
         """Of kernels beside the text's ops: each product, and sweeps over matrices as one kernel."""
@@ -87,19 +90,28 @@ class Prices:
         return math.fsum(seconds) + (compute.seconds(0, swept, "float32", device) if swept else 0.0)
 
     def _forward(self, ran: Ran) -> float:
-        own, sent = self.compute(ran)[0], self.messages((*ran.messages, *self._counts(ran)))
+        own, sent = self.compute(ran)[0], self._sent(ran) + self.messages(self._counts(ran))
         return max(own, sent) if _overlaps(ran.op) else own + sent
 
     def _counts(self, ran: Ran) -> Iterator[Message]:
-        """Before rows travel, ranks tell each other how many: without values there is nothing to tell."""
+        """Before rows travel, ranks tell each other how many, the way they go: without values there is nothing to
+        tell."""
         axes = ran.op.kwargs.get(EXCHANGE) if ran.op.name == ROUTE else None
         if axes:
             ((kind, bytes_),) = lookup(ROUTE).communication(ran.op, Choice((R,), R, EXCHANGE), 1)
-            yield Message(kind, bytes_, self.mesh.group(0, *(axis.name for axis in axes)), False)
+            group, nodes = self.mesh.group(0, *(axis.name for axis in axes)), ran.op.kwargs.get("nodes", 1)
+            width = len(group) // nodes
+            for ranks in (group[:width], group[::width]) if nodes > 1 else (group,):
+                yield Message(kind, bytes_, ranks, False)
 
     def _backward(self, ran: Ran) -> float:
-        own, sent = self.compute(ran)[1], self.messages(ran.back_messages)
+        own, sent = self.compute(ran)[1], self._sent(ran, back=True)
         return max(own, sent) if _overlaps(ran.op) else own + sent
+
+    def _sent(self, ran: Ran, *, back: bool = False) -> float:
+        """Messages, and what lays rows out for them."""
+        messages, turned = (ran.back_messages, ran.back_turned_bytes) if back else (ran.messages, ran.turned_bytes)
+        return self.messages(messages) + turned / self.cluster.device.achievable_memory_bytes_per_second
 
     def _hidden(self, ops: Sequence[Ran], *, back: bool) -> Iterator[float]:
         """What is computed between the two halves of a dispatch hides as much of its messages."""
@@ -111,7 +123,7 @@ class Prices:
                 between = ops[start + 1 : place]
                 free = math.fsum(self._backward(r) if back else self._forward(r) for r in between)
                 both = (ops[start], ran)
-                yield min(free, *(self.messages(m for r in both for m in (r.back_messages if back else r.messages)),))
+                yield min(free, math.fsum(self._sent(each, back=back) for each in both))
 
     def compute(self, ran: Ran) -> tuple[float, float]:
         """Forward and backward of an op, without what it sends; changes of type only send."""
@@ -134,12 +146,10 @@ def _work(ran: Ran) -> Work:
     return replace(work, flops=flops, dtype=dtype, made=work.made or op.result.numel, factors=factors)
 
 
-def _once(phase: Phase) -> Iterator[Ran]:
-    """The ops of a forward; of a dispatch in two halves, the second is all of it."""
+def _once(ops: Iterable[Ran]) -> Iterator[Ran]:
+    """``ops`` in order; of a dispatch in two halves, the second is all of it."""
     start: Ran | None = None
-    for ran in phase.ops:
-        if ran.again:
-            continue
+    for ran in ops:
         if ran.op.name == DISPATCH_START:
             start = ran
         if ran.op.name == DISPATCH_END and start is not None:

@@ -23,6 +23,7 @@ from torch.utils.flop_counter import flop_registry
 
 from autopar.graph import AxisRef, Meta
 from autopar.rules.base import Op
+from autopar.rules.experts import COMBINE, DISPATCH, DISPATCH_END, DISPATCH_START
 from autopar.runtime.axes import Axes, Axis
 from autopar.schedules.flow import VOCABULARY_KINDS
 from autopar.simulate.calls import Call
@@ -36,6 +37,9 @@ _BETWEEN: Final = frozenset(
 _MEASURED_LATER: Final = frozenset({"all_reduce", "all_gather", "reduce_scatter"})
 """What reductions of gradients and gathers of weights are, which are started and not waited for."""
 
+_LARGER: Final = frozenset({"all_gather", "reduce_scatter", "all_to_all"})
+"""Kinds of which the larger of what is given and what comes counts."""
+
 _BACKWARDS: Final = ("B", "I", "W")
 _COPYING: Final = ("OFFLOAD", "FETCH")
 
@@ -46,6 +50,10 @@ _COPIES: Final = ("copy_.default", "_to_copy.default")
 MADE, PUT_OFF, SENT, PACKED = PLACES = "made", "put off", "sent", "packed"
 """Gradients move as the backward makes them, as what was put off is made, as they are sent, and only to be sent
 together."""
+
+_TRAVELS: Final = frozenset({DISPATCH, DISPATCH_START, DISPATCH_END, COMBINE})
+_TURNS: Final = "cat.default"
+"""Ops in which rows travel to experts or back, and the kernel that lays them out for the next hop."""
 
 _NUMBERS: Final = 4
 """So many of each token are its statistics."""
@@ -73,8 +81,8 @@ in memory than on a GPU."""
 
 @dataclass(frozen=True)
 class Message:
-    """One collective or send, as this rank's process group is asked for it: ``ranks`` are the group's, ``bytes_`` as
-    :func:`autopar.cost_models.collective.seconds` counts them."""
+    """One collective or send, as this rank's process group is asked for it: ``ranks`` are the group's (of an all-to-all
+    those with whom it exchanges anything), ``bytes_`` as :func:`autopar.cost_models.collective.seconds` counts them."""
 
     kind: str
     bytes_: int
@@ -84,12 +92,13 @@ class Message:
 
     @classmethod
     def of(cls, call: Call) -> Message:
-        kind = call.terms.operation
+        kind, ranks = call.terms.operation, call.group.ranks
         sizes = [(_bytes(part.inputs), _bytes(part.outputs)) for part in call.parts]
-        bytes_ = (
-            sum(max(pair) for pair in sizes) if kind in ("all_gather", "reduce_scatter") else sum(a for a, _ in sizes)
+        bytes_ = sum(max(pair) if kind in _LARGER else pair[0] for pair in sizes)
+        peers = {ranks[place] for part in call.parts for place in part.peers}
+        return cls(
+            kind, bytes_, tuple(r for r in ranks if r in peers or r == call.rank) if peers else ranks, call.is_async
         )
-        return cls(kind, bytes_, call.group.ranks, call.is_async)
 
 
 @dataclass(eq=False)
@@ -99,6 +108,7 @@ class Ran:
 
     ``flops`` are those of the kernels below it; ``again``: it is part of a recomputation; ``is_done``: it was not
     stopped there, as the last op of a recomputation is once nothing more is needed (``started``: after its kernel).
+    ``turned_bytes`` are read and written to put rows of experts into the order in which they travel on.
     """
 
     op: Op
@@ -113,6 +123,8 @@ class Ran:
     started: bool = False
     messages: list[Message] = field(default_factory=list)
     back_messages: list[Message] = field(default_factory=list)
+    turned_bytes: int = 0
+    back_turned_bytes: int = 0
 
 
 class Moved(NamedTuple):
@@ -160,6 +172,7 @@ class Log:
         self._phase = self.phases[""]
         self._running: Ran | None = None  # in a forward
         self._origin: Ran | None = None  # of the autograd node that runs
+        self._done: dict[tuple[str, str, tuple[Meta, ...]], Op] = {}  # by line, name and operands
         self._known: set[int] = set()
         self._nodes: list[object] = []  # kept, so that no two have one id
 
@@ -179,13 +192,18 @@ class Log:
         ran = Ran(op, _place(self.files), is_view, is_operator, again=self.kind in _BACKWARDS)
         self._phase.ops.append(ran)
         self._running = ran
+        key = ran.place, op.name, op.operands
         try:
             result = function()
+        except BaseException:
+            if ran.started:  # stopped before it gave anything: it makes what it made the first time
+                ran.op = self._done.get(key, ran.op)
+            raise
         finally:
             self._running = None
         ran.is_done = True
         made = list(_tensors(result))
-        ran.op = replace(ran.op, outputs=tuple(map(_meta, made)) or (_OBJECT,))
+        ran.op = self._done[key] = replace(ran.op, outputs=tuple(map(_meta, made)) or (_OBJECT,))
         self._own(ran, made)
         return result
 
@@ -235,6 +253,15 @@ class Log:
         if flops or bytes_:
             name, dtype = func.overloadpacket.__name__, str(made[0].dtype).removeprefix("torch.")
             self._phase.kernels.append(Kernel(name, flops, bytes_, dtype, made[0].numel()))
+
+    def turned(self, name: str, made: Sequence[Tensor]) -> None:
+        """A kernel ran: of rows of experts that are put into another order between two hops, it counts."""
+        ran = self._running or self._origin
+        if made and name == _TURNS and ran is not None and ran.op.name in _TRAVELS:
+            if ran is self._running:
+                ran.turned_bytes += 2 * made[0].nbytes
+            else:
+                ran.back_turned_bytes += 2 * made[0].nbytes
 
     def keep(self, node: object) -> None:
         """An autograd node that is watched lives as long as the log."""
@@ -306,6 +333,7 @@ class Kernels(DispatchMode):  # type: ignore[misc]
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         made = [tensor for tensor in _tensors(result) if is_fake(tensor)]
+        self._log.turned(func.__name__, made)
         self._log.moved(func.__name__, list(_tensors([args, list(kwargs.values())])), made)
         formula = flop_registry.get(func.overloadpacket)
         flops = formula(*args, **kwargs, out_val=result) if formula else 0

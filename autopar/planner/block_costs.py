@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TypeAlias
 
 from torch import fx
@@ -14,9 +15,9 @@ from autopar.cluster import Cluster, Device, Link
 from autopar.cost_models import collective
 from autopar.graph import AxisRef, Block, Choice, Meta, RuntimeOp, info, op_name, operands
 from autopar.mesh import AXES, Mesh
-from autopar.passes.expert_roads import exchange_axes, exchange_seconds, hops_of
+from autopar.passes.expert_roads import counts_seconds, exchange_axes, exchange_seconds, hops_of
 from autopar.passes.overlap_dispatch import meanwhile
-from autopar.planner.op_costs import expert_imbalance, pass_seconds
+from autopar.planner.op_costs import fullest, fullest_rows, pass_seconds
 from autopar.rules import lookup
 from autopar.rules.base import Op
 from autopar.rules.experts import EXCHANGE
@@ -96,10 +97,22 @@ class Machine:
 def _line(cluster: Cluster, mesh: Mesh, axes: Sequence[str], zero_ranks: int) -> DataLine:
     """Neighbours along several axes are those along the innermost."""
     size = math.prod(mesh.size(axis) for axis in axes)
-    stride = min((mesh.stride(axis) for axis in axes), default=1)
     shards = mesh.zero_shards(zero_ranks, axes) if axes else 1
-    whole, shard = (cluster.link(n, stride, mesh.world) for n in (size, shards))
-    return DataLine(size, shards, whole, shard, cluster.link(size // shards, stride * shards, mesh.world))
+    near, far = (_stride(mesh, axes, apart) for apart in (1, shards))
+    whole, shard = (cluster.link(n, near, mesh.world) for n in (size, shards))
+    return DataLine(size, shards, whole, shard, cluster.link(size // shards, far, mesh.world))
+
+
+def _stride(mesh: Mesh, axes: Sequence[str], apart: int) -> int:
+    """The distance in ranks between those of a group along ``axes`` that are ``apart`` places apart, at least."""
+    steps = apart
+    for axis in reversed(axes):
+        if steps < mesh.size(axis):
+            return steps * mesh.stride(axis)
+        if steps % mesh.size(axis):
+            return min((b - a for a, b in pairwise(mesh.group(0, *axes)[::apart])), default=1)
+        steps //= mesh.size(axis)
+    return 1
 
 
 class _OpCost:
@@ -122,10 +135,6 @@ class _OpCost:
         self.exposed[wire][way] -= part
         self.hidden[wire][way] += part
         return part
-
-    def scale(self, factor: float) -> None:
-        for both in (self.compute, *self.exposed.values(), *self.hidden.values()):
-            both[:] = [factor * value for value in both]
 
 
 def block_cost(block: Block, machine: Machine) -> BlockCost:
@@ -194,7 +203,7 @@ def _is_weight(node: fx.Node, dims: int) -> bool:
 def _op_cost(node: fx.Node, machine: Machine) -> _OpCost:
     if isinstance(node.target, RuntimeOp) and "src" in node.kwargs:
         return _transition_cost(node, machine)
-    op = Op.of(node)
+    op = fullest(node, Op.of(node))
     cost = _OpCost(*pass_seconds(node, op, lookup(op.name), _whole(node), 1, machine.device))
     one_way = _journey_seconds(node, op, machine)
     if one_way is not None:
@@ -204,7 +213,6 @@ def _op_cost(node: fx.Node, machine: Machine) -> _OpCost:
     for axis, taken in info(node).choices.items() if one_way is None else ():
         if axis in machine.sizes and taken.form:
             _add_form(cost, op, axis, taken, machine)
-    cost.scale(expert_imbalance(node))
     return cost
 
 
@@ -223,17 +231,20 @@ def _add_form(cost: _OpCost, op: Op, axis: str, taken: Choice, machine: Machine)
 
 
 def _journey_seconds(node: fx.Node, op: Op, machine: Machine) -> float | None:
-    """Of rows that travel to experts or back, over several axes at once; None: the op exchanges no rows."""
+    """Of rows that travel to experts or back, over several axes at once, or of how many they are; None: the op
+    exchanges neither."""
     exchanged = [choice for choice in info(node).choices.values() if choice.form == EXCHANGE]
-    if not exchanged or machine.cluster is None or not any(info(operand).is_object for operand in operands(node)):
+    if not exchanged or machine.cluster is None:
         return None
     routing = _routing(node)
-    ((_, bytes_),) = lookup(op.name).communication(op, exchanged[0], 1)
-    return exchange_seconds(bytes_, exchange_axes(routing), hops_of(routing), machine.cluster, machine.mesh)
+    road = exchange_axes(routing), hops_of(routing), machine.cluster, machine.mesh
+    ((_, even),), ((_, most),) = (lookup(op.name).communication(o, exchanged[0], 1) for o in (Op.of(node), op))
+    return counts_seconds(even, *road) if routing is node else exchange_seconds(even, *road, fullest=most)
 
 
 def _routing(node: fx.Node) -> fx.Node:
-    return next(operand for operand in operands(node) if info(operand).is_object)
+    """That of rows that ``node`` sends; of a routing, itself."""
+    return next((operand for operand in operands(node) if info(operand).is_object), node)
 
 
 def before_split(op: Op, choice: Choice, size: int) -> Op:
@@ -274,7 +285,7 @@ def _transition_cost(node: fx.Node, machine: Machine) -> _OpCost:
         return cost  # hoisted: once per step, in the reduction of gradients
     axis = axis_ref.name
     here, there = info(operand), info(node)
-    full = max(here.meta.bytes, there.meta.bytes)
+    full = max(fullest_rows(data, data.meta).bytes for data in (here, there))
     for way, kind in enumerate((step.forward, step.backward if there.meta.needs_grad else None)):
         if kind:
             cost.send((axis, kind), way, collective.seconds(kind, full, machine.sizes[axis], machine.links[axis]))

@@ -51,11 +51,11 @@ class Summed(NamedTuple):
             return added + (step.copy_seconds(elements, own, own, device) if self.is_summed else 0.0)
         return added + (self._cast(elements, self.dtype, self.master, device) if more else 0.0)
 
-    def sent(self, elements: float, microbatches: int, device: Device) -> float:
-        """The same, as gradients are sent."""
+    def sent(self, elements: float, microbatches: int, device: Device, part: float | None = None) -> float:
+        """The same, as gradients are sent; ``part`` is the rank's of them, with padding (None: there is none)."""
         if self._is_in_place:
             return 0.0
-        part = elements / self.shards
+        part = elements / self.shards if part is None else part
         arrived = self._cast(part, self.travels, self.master, device)
         if self.is_scattered:
             added = (microbatches - 1) * step.add_seconds(part, self.travels.itemsize, self.master.itemsize, device)
@@ -91,22 +91,27 @@ class GradientCosts:
     def accumulation(self, calls: Sequence[int]) -> Accumulation:
         """What the backward of a microbatch through ``calls`` takes for it, on the average of an update."""
         elements: Counter[tuple[Summed, bool]] = Counter()
+        stored: Counter[tuple[Summed, bool]] = Counter()
         for name, node in self.moves.trained(calls):
-            elements[self._summed(name, node), node in self._put_off] += info(node).meta.numel
+            key = self._summed(name, node), node in self._put_off
+            elements[key] += info(node).meta.numel
+            stored[key] += self.moves.whole_elements(name, node) // key[0].shards
         device = self.moves.machine.device
         made: list[float] = []
         later: list[float] = []
         for (summed, put_off), count in elements.items():
             added = summed.added(count, self.microbatches, device, put_off=put_off) / self.microbatches
             (later if put_off else made).append(added)
-            later.append(summed.sent(count, self.microbatches, device) / self.microbatches)
+            sent = summed.sent(count, self.microbatches, device, stored[summed, put_off])
+            later.append(sent / self.microbatches)
         return Accumulation(math.fsum((*made, *later)), math.fsum(later))
 
     def _summed(self, name: str, node: fx.Node) -> Summed:
         moves, dtype = self.moves, info(node).meta.dtype
         master = moves.model.parameters[name].master or dtype
-        shards = moves.shards(moves.machine.line(info(node).types()))
-        return summed_as(dtype, master, shards, moves.options, is_summed=moves.is_summed(name, node))
+        return summed_as(
+            dtype, master, moves.shards_of(name, node), moves.options, is_summed=moves.is_summed(name, node)
+        )
 
     @cached_property
     def _put_off(self) -> frozenset[fx.Node]:

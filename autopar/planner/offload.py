@@ -4,15 +4,15 @@ Sets: stages k, each on its pipeline rank; S the stages that offload (all of the
 for, :mod:`autopar.schedules.offloads`). For each rank r that is over its memory without: choose S among its stages so
 that the most bytes it keeps at any time of the timeline, copies on their way included, are at most ``free_bytes[r]``.
 Minimise (seconds of the step, bytes moved). The timeline is the judge of both: a copy that ends before anyone waits for
-it costs nothing. Up to :data:`_JOINT` choices for all such ranks together are all tried, which is exact; beyond, one
-rank after another, the others as they are.
+it costs nothing. Up to :data:`_JOINT` choices for all such ranks together are all tried, which is exact; beyond, each
+takes those of its stages whose activations wait the longest, one after the other until it fits.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, combinations, product
 from typing import Final
 
@@ -23,27 +23,8 @@ from autopar.schedules import Costs, Schedule, Timeline, simulate_timeline
 from autopar.schedules.offloads import offload_activations
 
 _JOINT: Final = 64
-_MOST_OF_A_RANK: Final = 4  # stages of which all subsets are tried; of more, the largest ones together
 
 Stages = tuple[int, ...]
-
-
-def device_inflight(draft: Schedule) -> tuple[int, ...]:
-    """Per stage, how many microbatches of it are on the device when its rank has the most of all its stages there, if
-    all that can be is offloaded."""
-    most = [0] * draft.stages
-    change = {"F": 1, "FETCH": 1, "B": -1, "W": -1, "OFFLOAD": -1}
-    for actions in offload_activations(draft, range(draft.stages)).lists:
-        kept: Counter[int] = Counter()
-        peak = 0
-        for action in actions:
-            if action.kind in change:
-                kept[action.stage] += change[action.kind]
-            if kept.total() > peak:
-                peak = kept.total()
-                for stage, count in kept.items():
-                    most[stage] = count
-    return tuple(most)
 
 
 def choose(schedule: Schedule, costs: Costs, free_bytes: Sequence[int]) -> Stages | None:
@@ -55,16 +36,36 @@ def choose(schedule: Schedule, costs: Costs, free_bytes: Sequence[int]) -> Stage
     peaks, least = without.peak_activation_bytes, without.makespan_seconds
     ranks = [rank for rank, (peak, free) in enumerate(zip(peaks, free_bytes, strict=True)) if peak > free]
     options = {rank: list(_subsets(schedule, costs, rank)) for rank in ranks}
-    if math.prod(map(len, options.values())) <= _JOINT:
-        every = [tuple(chain(*some)) for some in product(*options.values())]
-        return _best(schedule, costs, free_bytes, range(schedule.ranks), every, least)
-    found: Stages = ()
-    for rank in ranks:
-        best = _best(schedule, costs, free_bytes, [rank], [(*found, *some) for some in options[rank]], least)
-        if best is None:
+    if math.prod(map(len, options.values())) > _JOINT:
+        return _growing(schedule, costs, free_bytes, without)
+    every = [tuple(chain(*some)) for some in product(*options.values())]
+    return _best(schedule, costs, free_bytes, every, least)
+
+
+def _growing(schedule: Schedule, costs: Costs, free_bytes: Sequence[int], without: Timeline) -> Stages | None:
+    """As few stages of each rank as fit, those that wait the longest first: by what the ones before made room for."""
+    peaks = without.peak_activation_bytes
+    waiting = {rank: _by_wait(schedule, costs, rank) for rank in range(schedule.ranks)}
+    counts = [0] * schedule.ranks
+    while over := [rank for rank, (peak, free) in enumerate(zip(peaks, free_bytes, strict=True)) if peak > free]:
+        if any(counts[rank] == len(waiting[rank]) for rank in over):
             return None
-        found = best
-    return _best(schedule, costs, free_bytes, range(schedule.ranks), [found], least)
+        for rank in over:
+            made = max(1, without.peak_activation_bytes[rank] - peaks[rank])
+            more = (peaks[rank] - free_bytes[rank]) * counts[rank] // made
+            counts[rank] = min(len(waiting[rank]), counts[rank] + max(1, more))
+        found = tuple(sorted(chain(*(waiting[rank][:count] for rank, count in enumerate(counts)))))
+        peaks = simulate_timeline(offload_activations(schedule, found), costs, trusted=True).peak_activation_bytes
+    return found if any(counts) else ()
+
+
+def _by_wait(schedule: Schedule, costs: Costs, rank: int) -> list[int]:
+    """The stages of ``rank`` that have something to move, by how many actions lie between forwards and backwards."""
+    waits: Counter[int] = Counter()
+    for number, action in enumerate(schedule.lists[rank]):
+        if action.kind in ("F", "B", "I") and costs.offload_bytes[action.stage]:
+            waits[action.stage] += -number if action.kind == "F" else number
+    return sorted(waits, key=lambda stage: (-waits[stage], stage))
 
 
 def offloaded_stages(schedule: Schedule, costs: Costs, free_bytes: Sequence[int], budget_bytes: int) -> Stages:
@@ -90,27 +91,22 @@ def offloaded_stages(schedule: Schedule, costs: Costs, free_bytes: Sequence[int]
 def _subsets(schedule: Schedule, costs: Costs, rank: int) -> Iterator[Stages]:
     """What a rank may offload: something, of what it has."""
     own = [stage for stage, home in enumerate(schedule.placement) if home == rank and costs.offload_bytes[stage]]
-    if len(own) > _MOST_OF_A_RANK:
-        own.sort(key=lambda stage: -costs.offload_bytes[stage])
-        yield from (tuple(own[:count]) for count in range(1, len(own) + 1))
-    else:
-        yield from (some for count in range(1, len(own) + 1) for some in combinations(own, count))
+    yield from (some for count in range(1, len(own) + 1) for some in combinations(own, count))
 
 
 def _best(
     schedule: Schedule,
     costs: Costs,
     free_bytes: Sequence[int],
-    ranks: Collection[int],
     choices: Sequence[Stages],
     least_seconds: float,
 ) -> Stages | None:
-    """The best of ``choices`` with which ``ranks`` fit. No copies make a step shorter than ``least_seconds``, that
+    """The best of ``choices`` with which all ranks fit. No copies make a step shorter than ``least_seconds``, that
     without any: of those that take no longer, the one that moves the least is the best."""
     found: list[tuple[float, int, Stages]] = []
     for moved, stages in sorted((sum(costs.offload_bytes[k] for k in some), tuple(sorted(some))) for some in choices):
         timeline = simulate_timeline(offload_activations(schedule, stages), costs, trusted=True)
-        if all(timeline.peak_activation_bytes[rank] <= free_bytes[rank] for rank in ranks):
+        if all(peak <= free for peak, free in zip(timeline.peak_activation_bytes, free_bytes, strict=True)):
             found.append((timeline.makespan_seconds, moved, stages))
             if timeline.makespan_seconds <= least_seconds:
                 break

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import torch
 from torch import fx
 
 from autopar.cluster import Device
 from autopar.cost_models import compute
 from autopar.cost_models.compute import Work
-from autopar.graph import Choice, Meta, info, is_getitem, is_view
+from autopar.graph import Choice, Info, Meta, info, is_getitem, is_view, operands
 from autopar.rules.base import Op, Rule
 from autopar.rules.shape import copies
 from autopar.spmd import Type
@@ -80,6 +83,21 @@ def expert_imbalance(node: fx.Node, *further: Choice) -> float:
         return 1.0
     kinds = [kind for c in (*info(node).choices.values(), *further) for kind in (*c.operands, c.result)]
     return info(node).imbalance if any(kind.is_ragged for kind in kinds) else 1.0
+
+
+def fullest(node: fx.Node, op: Op) -> Op:
+    """The local ``op`` of ``node``, solved on all axes, as the rank has it that has the most rows of experts."""
+    if info(node).imbalance == 1.0:
+        return op
+    taken = tuple(fullest_rows(info(o), m) for o, m in zip(operands(node), op.operands, strict=True))
+    return replace(op, operands=taken, outputs=tuple(fullest_rows(info(node), meta) for meta in op.outputs))
+
+
+def fullest_rows(data: Info, meta: Meta) -> Meta:
+    """Of what ``data`` is about, as that rank has it."""
+    if data.imbalance == 1.0 or not any(kind.is_ragged for kind in data.types().values()):
+        return meta
+    return replace(meta, shape=(math.ceil(meta.shape[0] * data.imbalance), *meta.shape[1:]))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -6,7 +6,6 @@ schedule is generated twice, first with equal passes.
 
 from __future__ import annotations
 
-import itertools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,9 +13,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-from autopar.cost_models import collective, step
+from autopar.cost_models import step
 from autopar.errors import ArgumentError, BudgetError, PlanError, ScheduleError, StageError
-from autopar.graph import Block, Model, ParameterInfo, info
+from autopar.graph import Model
 from autopar.options import Options
 from autopar.passes.vocabulary import STAGELESS, VOCABULARY
 from autopar.planner.activations import Activations, Alternative
@@ -26,10 +25,11 @@ from autopar.planner.fitting import Demand, Fit, fit, pinned
 from autopar.planner.gradients import Accumulation, GradientCosts
 from autopar.planner.makespan_bounds import makespan_bound
 from autopar.planner.modes import mode_of
-from autopar.planner.offload import device_inflight, offloaded_stages
+from autopar.planner.offload import offloaded_stages
 from autopar.planner.rank_memory import State, Storage, passing_bytes, rank_state, vocabulary_state
 from autopar.planner.stages import Partition, Unit
 from autopar.planner.synthesis import synthesize
+from autopar.planner.units import units_of
 from autopar.planner.vocabulary_costs import VocabularyCost, vocabulary_cost
 from autopar.planner.zero import MoveCosts, weight_moves
 from autopar.schedules import Costs, Schedule, Timeline, generate, lower, simulate_timeline
@@ -90,6 +90,8 @@ class Pipeline:
 
 
 _ROOMS = 3  # tries to make room for what a schedule keeps
+_COPIES = 4  # tries to recompute as little as copies to the host keep up with
+_BOUNDLESS = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,10 @@ class _Parts:
     @property
     def budget_bytes(self) -> int:
         return self.options.budget_bytes or self.machine.device.memory_bytes
+
+    def sparing(self, bytes_: int) -> _Parts:
+        """With so much less memory on each rank."""
+        return replace(self, wanted=replace(self.wanted, spared_bytes=self.wanted.spared_bytes + bytes_))
 
     @property
     def storage(self) -> Storage:
@@ -154,7 +160,7 @@ def lay_out(
     """
     calls = [i for i, call in enumerate(model.calls) if model.block_of(call).kind not in STAGELESS]
     storage = Storage(options, machine.mesh)
-    units = _units(model, calls, costs, machine, storage)
+    units = units_of(model, calls, costs, machine, storage)
     vocabulary = vocabulary_cost(model, mode_of(wanted.vocabulary).head, costs, machine, wanted.head_chunks)
     parts = _Parts(model, calls, units, costs, machine, microbatches, wanted, options, vocabulary, activations)
     if pins is not None and pins.actions is not None:
@@ -181,52 +187,91 @@ def _pipeline(
             "weights with them, which can't go to the host. Use a synchronous schedule, or leave offload out"
         )
     if pins is not None:
-        return _laid_out(parts, draft, pins, schedule_for)
+        return _scheduled(parts, draft, _fit(parts, draft, pins, kept_stages(draft)), schedule_for, pins)
     if not offloads:
         return _roomy(parts, draft, schedule_for)
-    found, refusals = [], []
-    for away in (False, True):
-        try:
-            found.append(_roomy(parts, draft, schedule_for, offloads=away))
-        except BudgetError as error:
-            refusals.append(error)
-    if not found:
-        raise min(refusals, key=lambda error: error.needed_bytes)
-    return min(found, key=lambda pipeline: pipeline.timeline.makespan_seconds)  # the first where they are equal
+    try:
+        without = _roomy(parts, draft, schedule_for)
+    except BudgetError:
+        without = None
+    if without is not None and not any(without.recompute_seconds(k) for k in range(len(without.stages))):
+        return without
+    return _offloading(parts, draft, schedule_for, without)
 
 
-def _roomy(
-    parts: _Parts, draft: Schedule, schedule_for: Callable[[Costs, list[int]], Schedule], *, offloads: bool = False
-) -> Pipeline:
+def _roomy(parts: _Parts, draft: Schedule, schedule_for: Callable[[Costs, list[int]], Schedule]) -> Pipeline:
     """Laid out again with so much less memory as a rank keeps more than the cut reckoned with: with the costs of the
     cut, schedules may keep more, and what waits for weights' gradients is none of what layers save."""
-    first = found = _laid_out(parts, draft, None, schedule_for, offloads=offloads)
-    spared = 0
+    inflight, spared = kept_stages(draft), 0
+    first = found = _scheduled(parts, draft, _fit(parts, draft, None, inflight), schedule_for)
     for _ in range(_ROOMS):
-        pairs = zip(found.timeline.peak_activation_bytes, found.free_bytes, strict=True)
-        lacks = max(peak - free for peak, free in pairs) - spared
+        lacks = max(p - f for p, f in zip(found.timeline.peak_activation_bytes, found.free_bytes, strict=True))
         if lacks <= 0:
             return found
         spared += lacks
-        wanted = replace(parts.wanted, spared_bytes=parts.wanted.spared_bytes + spared)
         try:
-            found = _laid_out(replace(parts, wanted=wanted), draft, None, schedule_for, offloads=offloads)
+            found = _scheduled(parts, draft, _fit(parts.sparing(spared), draft, None, inflight), schedule_for)
         except BudgetError:
             break
     return first
 
 
-def _laid_out(
+def _offloading(
+    parts: _Parts, draft: Schedule, schedule_for: Callable[[Costs, list[int]], Schedule], without: Pipeline | None
+) -> Pipeline:
+    """With activations on the host: the fastest of some tries.
+
+    The cut is for ranks with as much more memory as copies make room for, which shows when they run beside the passes:
+    of what there is no room for if nothing is recomputed, a part is tried, then more where that was faster, else less.
+    ``without`` is the best that keeps all on the device. Raises BudgetError.
+    """
+    inflight = kept_stages(draft)
+    lacks = _lacks(parts, draft, _fit(parts.sparing(-_BOUNDLESS), draft, None, inflight), inflight)
+    best, refused = without, BudgetError("nothing to offload", parts.budget_bytes)
+    low, high = 0.0, 2.0
+    for _ in range(_COPIES):
+        part = (low + high) / 2
+        try:
+            cut = _fit(parts.sparing(-round(part * lacks)), draft, None, inflight)
+        except BudgetError as error:
+            refused, low = error, part
+            continue
+        try:
+            found = _scheduled(parts, draft, cut, schedule_for, offloads=True)
+        except BudgetError as error:
+            refused, high = error, part
+            continue
+        if best is None or found.timeline.makespan_seconds < best.timeline.makespan_seconds:
+            best, low = found, part
+        else:
+            high = part
+    if best is None:
+        raise refused
+    return best
+
+
+def _lacks(parts: _Parts, draft: Schedule, found: Fit, inflight: Sequence[int]) -> int:
+    """Bytes that the fullest rank has no room for, of what it keeps with this cut."""
+    stages = _stages(parts.calls, found.cut)
+    room = list(_free_bytes(parts, stages, draft, _transients(parts, stages, draft, found.chosen)))
+    for home, stage, count in zip(draft.placement, stages, inflight, strict=True):
+        room[home] -= count * parts.activations.stage_bytes(stage, found.chosen)
+    return max(0, -min(room))
+
+
+def _scheduled(
     parts: _Parts,
     draft: Schedule,
-    pins: Pins | None,
+    found: Fit,
     schedule_for: Callable[[Costs, list[int]], Schedule],
+    pins: Pins | None = None,
     *,
     offloads: bool = False,
 ) -> Pipeline:
-    """Cut for what ``draft`` keeps, then schedule by the costs of that cut and the bytes left for activations.
-    ``schedule_for`` gives compute actions."""
-    found = _fit(parts, draft, pins, device_inflight(draft) if offloads else kept_stages(draft))
+    """Scheduled by the costs of a cut and the bytes left for activations. ``schedule_for`` gives compute actions.
+
+    Raises BudgetError where it ``offloads`` activations and still keeps too many.
+    """
     cut, stages = found.cut, _stages(parts.calls, found.cut)
     if draft.is_asynchronous:
         _refuse_ties(parts, stages)
@@ -419,40 +464,6 @@ def kept_stages(schedule: Schedule) -> tuple[int, ...]:
     return tuple(most)
 
 
-def _units(model: Model, calls: list[int], costs: list[BlockCost], machine: Machine, storage: Storage) -> list[Unit]:
-    """What the cut needs to know of ``calls``. Calls of one block whose parameters are stored alike hold as much."""
-    crossing = _crossing_bytes(model)
-    link = machine.links["pp"]
-    sent = {b: 2 * collective.seconds("send", b, 2, link) for b in set(crossing)} if machine.sizes["pp"] > 1 else {}
-    held: dict[tuple[int, tuple[ParameterInfo, ...]], int] = {}
-    units = []
-    for index in calls:
-        call = model.calls[index]
-        key = call.block, tuple(replace(model.parameters[name], name="", aliases=()) for name in call.parameters)
-        if key not in held:
-            held[key] = rank_state(model, [index], storage).device_bytes
-        name, seconds = call.path or model.block_of(call).name, sent.get(crossing[index], 0.0)
-        units.append(Unit(name, costs[call.block].seconds, held[key], 0, seconds, call.block))
-    return units
-
-
-def _crossing_bytes(model: Model) -> list[int]:
-    """By call, bytes of the values made before it and used from it on (what tables make is recomputed)."""
-    last = {value: index for index, call in enumerate(model.calls) for value in call.operands if value.call >= 0}
-    outputs = [block.outputs for block in model.blocks]
-    changes = [0] * (len(model.calls) + 1)
-    for value, index in last.items():
-        if _block_of(model, value.call).kind not in STAGELESS:
-            bytes_ = info(outputs[model.calls[value.call].block][value.output]).meta.bytes
-            changes[value.call + 1] += bytes_
-            changes[index + 1] -= bytes_
-    return list(itertools.accumulate(changes[:-1]))
-
-
-def _block_of(model: Model, call: int) -> Block:
-    return model.block_of(model.calls[call])
-
-
 def _fit(parts: _Parts, draft: Schedule, pins: Pins | None, inflight: tuple[int, ...]) -> Fit:
     """The cut, and what each call recomputes."""
     asynchronous = draft.is_asynchronous
@@ -495,9 +506,15 @@ def _stages(calls: list[int], cut: Partition) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(calls[a:b]) for a, b in zip(cut.starts, ends, strict=True))
 
 
+def _tables(model: Model) -> list[int]:
+    """The calls of which every pipeline rank has rows."""
+    return [i for i, call in enumerate(model.calls) if model.block_of(call).kind == VOCABULARY]
+
+
 def _step_seconds(parts: _Parts, stages: Sequence[Sequence[int]], placement: Sequence[int]) -> tuple[float, ...]:
-    split = parts.vocabulary.parameters // parts.storage.shards({}) if parts.vocabulary else 0
-    calls: list[list[int]] = [[] for _ in range(parts.machine.sizes["pp"])]
+    ranks = parts.machine.sizes["pp"]
+    split = parts.storage.elements(parts.model, _tables(parts.model), ranks) if parts.vocabulary else 0
+    calls: list[list[int]] = [[] for _ in range(ranks)]
     for home, stage in zip(placement, stages, strict=True):
         calls[home] += stage
     elements = [split + parts.storage.elements(parts.model, mine) for mine in calls]
@@ -524,10 +541,9 @@ def _schedule_costs(
     accumulations: Sequence[Accumulation],
 ) -> Costs:
     model, machine, vocabulary, placement = parts.model, parts.machine, parts.vocabulary, draft.placement
-    stages = moves.stages
+    stages, tables = moves.stages, _tables(model)
     per_stage = [[parts.costs[model.calls[i].block] for i in stage] for stage in stages]
     beside = between(model, stages, parts.costs, machine, placement)
-    tables = [i for i, call in enumerate(model.calls) if model.block_of(call).kind == VOCABULARY]
     weights = tuple(sum(c.weight_seconds for c in s) + a.put_off for s, a in zip(per_stage, accumulations, strict=True))
     backward = tuple(
         sum(c.backward_seconds for c in s) + sum(chosen[i].seconds for i in stage) + b.backward_seconds + a.seconds
@@ -546,6 +562,7 @@ def _schedule_costs(
         gather_seconds=moves.arrivals(forward),
         scatter_seconds=tuple(map(moves.left_to_scatter, stages, completing)),
         gather_vocabulary_seconds=moves.gather_seconds(tables, machine.sizes["pp"]),
+        reduce_vocabulary_seconds=moves.reduce_seconds(tables, machine.sizes["pp"]),
         activation_bytes=tuple(parts.activations.stage_bytes(stage, chosen) for stage in stages),
         step_seconds=_step_seconds(parts, stages, placement),
         weight_seconds=weights,

@@ -100,8 +100,8 @@ class RankPrices:
     def _change(self, way: Transition, meta: Meta, per_step: bool, from_tables: bool) -> float:
         forward = self._one_way(way.forward, meta)
         backward = self._one_way(way.backward, meta) if meta.needs_grad else 0.0
-        if per_step and way.backward is not None and meta.needs_grad:
-            backward -= self._collective(way.backward, 0)  # buckets share the latency among many parameters
+        if per_step and way.backward is not None and meta.needs_grad:  # buckets share the latency among many parameters
+            backward = collective.marginal_seconds(way.backward, self._sent(way.backward, meta), self.size, self.link)
         if per_step:
             return forward + backward / self.microbatches
         return (forward + backward) / (self.microbatches if from_tables else 1)
@@ -113,7 +113,10 @@ class RankPrices:
     def _one_way(self, kind: str | None, meta: Meta) -> float:
         if kind is None:
             return meta.bytes / self.size / self.device.achievable_memory_bytes_per_second
-        return self._collective(kind, meta.bytes // self.size if kind == "all_to_all" else meta.bytes)
+        return self._collective(kind, self._sent(kind, meta))
+
+    def _sent(self, kind: str, meta: Meta) -> int:
+        return meta.bytes // self.size if kind == "all_to_all" else meta.bytes
 
     def _collective(self, kind: str, bytes_: int) -> float:
         return collective.seconds(kind, bytes_, self.size, self.link)

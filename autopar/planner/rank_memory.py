@@ -18,7 +18,7 @@ import torch
 from autopar.graph import Info, Meta, Model, ParameterInfo, info
 from autopar.mesh import Mesh
 from autopar.options import Options
-from autopar.passes.vocabulary import VOCABULARY
+from autopar.passes.vocabulary import VOCABULARY, vocabulary_dims
 from autopar.spmd import Type, row_dims, rows_shape
 
 MOMENTS = 2
@@ -52,11 +52,19 @@ class Storage:
         axes = self.mesh.data_axes([axis for axis, kind in types.items() if kind.is_shard])
         return self.mesh.zero_shards(self.options.zero_ranks, axes) if self.options.zero and axes else 1
 
-    def elements(self, model: Model, calls: Iterable[int]) -> int:
-        """How many elements of the trained parameters that ``calls`` read a rank updates."""
-        found = _parameters(model, calls)
-        kinds = [(model.parameters[name], data) for name, data in found.items()]
-        return sum(-(-d.meta.numel // self.shards(d.types())) for k, d in kinds if k.trainable and not k.is_buffer)
+    def elements(self, model: Model, calls: Iterable[int], parts: int = 1) -> int:
+        """How many elements of the trained parameters that ``calls`` read a rank updates, padding of rows included;
+        each of ``parts`` pipeline ranks has its rows of vocabulary tables."""
+        dims = table_dims(model) if parts > 1 else {}
+        sizes: dict[int, int] = {}  # calls of one block have one node for theirs
+        total = 0
+        for name, data in _parameters(model, calls).items():
+            known = model.parameters[name]
+            if id(data) not in sizes:
+                shape = rank_shape(data.meta.shape, dims.get(name), parts)
+                sizes[id(data)] = stored_elements(known, shape, self.shards(data.types()))
+            total += sizes[id(data)] if known.trainable and not known.is_buffer else 0
+        return total
 
     @property
     def copies(self) -> float:
@@ -80,6 +88,30 @@ def rank_state(model: Model, calls: Iterable[int], storage: Storage, parts: int 
         for total, mine in ((device, states[key].device), (host, states[key].host)):
             total.update({kind: count * bytes_ for kind, bytes_ in mine.items()})
     return State(+device, +host)
+
+
+def stored_elements(known: ParameterInfo, shape: Sequence[int], shards: int) -> int:
+    """What a rank stores of a parameter of ``shape`` on it, whose rows are on so many ranks, the last's padded to as
+    many as the others' (:func:`autopar.runtime.shards.stored_shape`)."""
+    if not shape or shards == 1:
+        return math.prod(shape)
+    return math.prod(rows_shape(shape, shards, 1 if known.stacked else row_dims(shape, shards)))
+
+
+def table_dims(model: Model) -> dict[str, int]:
+    """By name, the parameters of which pipeline ranks may have rows each, and the dim that these are on."""
+    found: dict[str, int] = {}
+    for call in model.calls:
+        if (block := model.block_of(call)).kind == VOCABULARY:
+            dims = vocabulary_dims(block)
+            named = zip(call.parameters, block.parameters, strict=True)
+            found |= {name: dims[node] for name, node in named if node in dims}
+    return found
+
+
+def rank_shape(shape: Sequence[int], dim: int | None, parts: int) -> tuple[int, ...]:
+    """Of what each of ``parts`` ranks has of a tensor whose ``dim`` they split; None: all of it."""
+    return tuple(extent // parts if place == dim else extent for place, extent in enumerate(shape))
 
 
 def _parameters(model: Model, calls: Iterable[int]) -> dict[str, Info]:
@@ -106,10 +138,8 @@ def parameter_state(
     if known.is_buffer or not known.trainable:
         return State(Counter(parameters=elements * meta.dtype.itemsize), Counter())
     options, master = storage.options, known.master or meta.dtype
-    shards, dims = storage.shards(types or {}), 1
-    if not known.stacked:
-        dims = row_dims(meta.shape, shards)
-    own = math.prod(rows_shape(meta.shape, shards, dims)) // parts if meta.shape else elements
+    shards = storage.shards(types or {})
+    own = stored_elements(known, meta.shape, shards) // parts if meta.shape else elements
     moment = getattr(torch, options.state_dtype).itemsize if options.state_dtype else master.itemsize
     away = bool({"optimizer", "parameters"} & set(options.offload))
     state = Counter(parameters=own * master.itemsize, optimizer=MOMENTS * own * moment)

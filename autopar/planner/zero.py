@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,8 +18,11 @@ from autopar.graph import Model, info
 from autopar.mesh import DATA
 from autopar.options import Options
 from autopar.passes.hoist import parameter_sums
+from autopar.passes.recompute import own_modules
 from autopar.planner.block_costs import DataLine, Machine
-from autopar.schedules.weight_moves import LARGE_BYTES, WeightMoves
+from autopar.planner.packing import Weight, gathers, scatters, units_of
+from autopar.planner.rank_memory import rank_shape, stored_elements, table_dims
+from autopar.schedules.weight_moves import WeightMoves
 
 
 def weight_moves(model: Model, options: Options, lines: Iterable[DataLine]) -> WeightMoves:
@@ -58,15 +61,23 @@ class MoveCosts:
     placement: Sequence[int] = ()
 
     def gather_seconds(self, calls: Sequence[int], parts: int = 1) -> float:
-        """One gather of all weights of ``calls``, in the dtype that is computed with: small ones of a call together.
+        """One gather of all weights of ``calls``, in the dtype that is computed with: small ones of a layer together.
 
         ``parts``: over so many ranks beside are the rows of each split.
         """
-        return math.fsum(
-            _seconds("all_gather", gathered // parts, self.shards(line), line.shard)
-            + self._host(gathered // parts, line)
-            for line, gathered, _ in self._calls(calls)
-        )
+        key = tuple(calls), parts
+        if key not in self._gathers:
+            seconds = []
+            for message in gathers(self._weights(calls, parts)):
+                line = message.weights[0].line
+                seconds.append(_seconds("all_gather", message.bytes_, self.shards(line), line.shard))
+                seconds.append(self._host(message.bytes_, line))
+            self._gathers[key] = math.fsum(seconds)
+        return self._gathers[key]
+
+    @cached_property
+    def _gathers(self) -> dict[tuple[tuple[int, ...], int], float]:
+        return {}
 
     def arrivals(self, forward_seconds: Sequence[float]) -> tuple[float, ...]:
         """Of each of ``stages``, what its one GATHER of a step has left to do before its first forward, which takes so
@@ -90,23 +101,34 @@ class MoveCosts:
         """One SCATTER of their gradients."""
         if self.options.zero < 2:
             return 0.0
-        return math.fsum(
-            _seconds("reduce_scatter", sent, self.shards(line), line.shard) for line, _, sent in self._calls(calls)
-        )
+        messages = scatters(list(self._weights(calls)))
+        lines = ((message.bytes_, message.weights[0].line) for message in messages)
+        return math.fsum(_seconds("reduce_scatter", bytes_, self.shards(line), line.shard) for bytes_, line in lines)
 
-    def reduce_seconds(self, calls: Sequence[int]) -> float:
-        """What REDUCE has left to sum, and to copy to the host: of each parameter over all ranks that have terms."""
+    def reduce_seconds(self, calls: Sequence[int], parts: int = 1) -> float:
+        """What REDUCE has left to sum, and to copy to the host: of each parameter over all ranks that have terms.
+
+        ``parts`` as in :meth:`gather_seconds`; of such tables all is summed once, at the end.
+        """
         by_over: dict[int, tuple[_Over, int]] = {}
         for name, node in self.trained(calls):
             over = self._over(name, node)
-            by_over[id(over)] = over, by_over.get(id(over), (over, 0))[1] + self._sent_bytes(name, node)
-        sums = by_over.values()
+            by_over[id(over)] = over, by_over.get(id(over), (over, 0))[1] + self._sent_bytes(name, node, parts)
         once: Counter[DataLine] = Counter()
-        for over, sent in sums:
+        rest: dict[object, tuple[_Over, int]] = {}
+        for over, sent in by_over.values():
+            shards = self.shards(over.line)
             once[over.line] += sent if over.axes else 0
-        rest = math.fsum(self._rest_seconds(sent, over) for over, sent in sums)
-        to_host = math.fsum(self._host(sent, over.line) for over, sent in sums)
-        return rest + to_host + math.fsum(self._once_seconds(sent, line) for line, sent in once.items())
+            ranks = over.axes, over.further, over.holders, shards
+            rest[ranks] = over, rest.get(ranks, (over, 0))[1] + sent // shards
+        to_host = math.fsum(self._host(sent, over.line) for over, sent in by_over.values())
+        return math.fsum(
+            (
+                to_host,
+                *(self._rest_seconds(part, over) for over, part in rest.values()),
+                *(self._once_seconds(sent, line, parts) for line, sent in once.items()),
+            )
+        )
 
     def left_to_reduce(self, calls: Sequence[int], pass_seconds: float) -> float:
         """What REDUCE has left when the stage's last backward, or its weight gradients, end."""
@@ -121,18 +143,18 @@ class MoveCosts:
         over = self._over(name, node)
         return bool(over.further) or len(over.holders) > 1 or (bool(over.axes) and over.line.size > 1)
 
-    def _once_seconds(self, sent: int, line: DataLine) -> float:
-        """The part of the sums within shards."""
-        shards = self.shards(line) if self.options.zero == 1 else 1
+    def _once_seconds(self, sent: int, line: DataLine, parts: int) -> float:
+        """The part of the sums within shards, where it isn't a SCATTER's."""
+        shards = self.shards(line) if self.options.zero == 1 or parts > 1 else 1
         return _seconds("reduce_scatter", sent, shards, line.shard)
 
-    def _rest_seconds(self, sent: int, over: _Over) -> float:
-        """The part across shards: between ranks of the group that have the same part, if there are several."""
+    def _rest_seconds(self, part: int, over: _Over) -> float:
+        """The part across shards: between ranks of the group that have the same ``part``, if there are several."""
         line, shards = over.line, self.shards(over.line)
         rest, link = (line.size, line.whole) if shards == 1 else (line.size // shards, line.replicate)
         if over.is_other:
             rest, link = self._joint(over, shards)
-        return _seconds("all_reduce", sent // shards, rest, link)
+        return _seconds("all_reduce", part, rest, link)
 
     def _over(self, name: str, node: fx.Node) -> _Over:
         """The same object, with the same line, for all that are equal."""
@@ -156,16 +178,18 @@ class MoveCosts:
 
     def _made_over(self, name: str, node: fx.Node) -> _Over:
         """Ranks that compute the same of a weight have no terms of their own. Without a cluster that says what other
-        groups cost, a gradient is a sum over its line."""
+        groups cost, a gradient is a sum over its line. Scalars have no rows to be split."""
         mesh, types, sums = self.machine.mesh, info(node).types(), self._sums[name]
-        line = mesh.data_axes([axis for axis, kind in types.items() if kind.is_shard])
+        line, ranks = mesh.data_axes([axis for axis, kind in types.items() if kind.is_shard]), self.machine.line(types)
+        if not info(node).meta.shape:
+            ranks = replace(ranks, shards=1)
         if self.machine.cluster is None:
-            return _Over(self.machine.line(types), line, (), (0,), is_other=False)
+            return _Over(ranks, line, (), (0,), is_other=False)
         axes = tuple(axis for axis in line if axis in sums)
         further = tuple(axis for axis in sums if axis not in DATA and mesh.size(axis) > 1)
         holders = self._holders.get(name, (0,))
         is_other = bool(further) or len(holders) > 1 or axes != line
-        return _Over(self.machine.line(types), axes, further, holders, is_other)
+        return _Over(ranks, axes, further, holders, is_other)
 
     def _joint(self, over: _Over, shards: int) -> tuple[int, Link]:
         """Size and link of a group along several axes."""
@@ -200,49 +224,65 @@ class MoveCosts:
         """How many ranks share the rows of a parameter along ``line``."""
         return line.shards if self.options.zero else 1
 
+    def shards_of(self, name: str, node: fx.Node) -> int:
+        """The same for one parameter."""
+        return self.shards(self._over(name, node).line)
+
     def _host(self, bytes_: int, line: DataLine) -> float:
         """Of copying this rank's part of so many bytes, where masters lie on the host."""
         rate = self.machine.device.host_bytes_per_second
         on_host = not {"optimizer", "parameters"}.isdisjoint(self.options.offload) and rate
         return bytes_ / self.shards(line) / rate if on_host else 0.0
 
-    def _calls(self, calls: Sequence[int]) -> Sequence[tuple[DataLine, int, int]]:
-        """What :meth:`_moved` finds, found once."""
-        key = tuple(calls)
-        if key not in self._known:
-            self._known[key] = tuple(self._moved(calls))
-        return self._known[key]
+    def _weights(self, calls: Sequence[int], parts: int = 1) -> Iterator[Weight]:
+        """Of a stage, in the order of their first use. Under ZeRO 3 weights that aren't trained are split, too."""
+        units = units_of(self.model, calls, self._own)
+        streamed = self.options.zero == 3 or "parameters" in self.options.offload
+        users = Counter(name for i in calls for name in {*self.model.calls[i].parameters}) if streamed else {}
+        for call, name, node in self._used(calls, frozen=self.options.zero == 3):
+            over, width = self._over(name, node), info(node).meta.dtype.itemsize
+            is_sent = bool(over.axes) and self.model.parameters[name].trainable
+            yield Weight(
+                name,
+                units[call],
+                as_used=info(node).meta.bytes,
+                gathered=self.whole_elements(name, node, parts) * width,
+                sent=self._sent_bytes(name, node) if is_sent else 0,
+                line=over.line,
+                over=over,
+                spanning=users.get(name, 1) > 1,
+                tied=name in self._tied,
+            )
 
     @cached_property
-    def _known(self) -> dict[tuple[int, ...], tuple[tuple[DataLine, int, int], ...]]:
-        return {}
+    def _own(self) -> frozenset[int]:
+        return own_modules(self.model)
 
-    def _moved(self, calls: Sequence[int]) -> Iterator[tuple[DataLine, int, int]]:
-        """Per call and line, bytes of its weights as they are gathered, and of their gradients as they are sent. What
-        several calls share counts to the first; what is large, or several stages share, travels by itself."""
-        found: dict[tuple[int, str], dict[int, tuple[DataLine, int, int]]] = defaultdict(dict)
-        for call, name, node in self._used(calls):
-            over, bytes_ = self._over(name, node), info(node).meta.bytes
-            line = over.line
-            key = (call, name if name in self._tied or bytes_ >= LARGE_BYTES else "")
-            _, gathered, sent = found[key].get(id(line), (line, 0, 0))
-            sent += self._sent_bytes(name, node) if over.axes else 0
-            found[key][id(line)] = line, gathered + bytes_, sent
-        for together in found.values():
-            yield from together.values()
+    def whole_elements(self, name: str, node: fx.Node, parts: int = 1) -> int:
+        """Of a parameter, with the padding that makes the rows of those who share them equally many: what they gather,
+        and send as terms of a gradient. ``parts`` ranks of the pipeline have rows each, of a vocabulary table."""
+        if (node, parts) not in self._wholes:
+            shards = self.shards_of(name, node)
+            shape = rank_shape(info(node).meta.shape, table_dims(self.model)[name] if parts > 1 else None, parts)
+            self._wholes[node, parts] = shards * stored_elements(self.model.parameters[name], shape, shards)
+        return self._wholes[node, parts]
+
+    @cached_property
+    def _wholes(self) -> dict[tuple[fx.Node, int], int]:
+        return {}
 
     def trained(self, calls: Sequence[int]) -> Iterator[tuple[str, fx.Node]]:
         """The trained parameters of calls by name, each once."""
         yield from ((name, node) for _, name, node in self._used(calls))
 
-    def _used(self, calls: Sequence[int]) -> Iterator[tuple[int, str, fx.Node]]:
-        """The trained parameters of calls by name, each once."""
+    def _used(self, calls: Sequence[int], *, frozen: bool = False) -> Iterator[tuple[int, str, fx.Node]]:
+        """The trained parameters of calls by name, each once; maybe those that aren't, too."""
         seen: set[str] = set()
         for index in calls:
             call = self.model.calls[index]
             for name, node in zip(call.parameters, self._parameters[call.block], strict=True):
                 known = self.model.parameters[name]
-                if known.trainable and not known.is_buffer and name not in seen:
+                if (known.trainable or frozen) and not known.is_buffer and name not in seen:
                     seen.add(name)
                     yield index, name, node
 
@@ -251,9 +291,9 @@ class MoveCosts:
         """By block."""
         return [block.parameters for block in self.model.blocks]
 
-    def _sent_bytes(self, name: str, node: fx.Node) -> int:
-        meta = info(node).meta
-        return meta.numel * self._sent_dtype(self.model.parameters[name].master or meta.dtype).itemsize
+    def _sent_bytes(self, name: str, node: fx.Node, parts: int = 1) -> int:
+        dtype = self._sent_dtype(self.model.parameters[name].master or info(node).meta.dtype)
+        return self.whole_elements(name, node, parts) * dtype.itemsize
 
     def _sent_dtype(self, master: torch.dtype) -> torch.dtype:
         return getattr(torch, self.options.reduce_dtype) if self.options.reduce_dtype else master

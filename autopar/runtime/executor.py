@@ -16,7 +16,7 @@ from autopar.runtime import batches
 from autopar.runtime.axes import Axes
 from autopar.runtime.clip import clip_
 from autopar.runtime.collectives import broadcast_, lost_peer, reduce_sum_
-from autopar.runtime.grads import BUCKET_BYTES, Reducer, reduce_groups
+from autopar.runtime.grads import Reducer, reduce_groups
 from autopar.runtime.host import host_memory
 from autopar.runtime.later import Spans
 from autopar.runtime.loads import Load, distinct, to_lists, total_load, update_bias_
@@ -33,7 +33,7 @@ from autopar.runtime.versions import WeightVersions
 from autopar.runtime.vocabulary import VOCABULARY, VocabularyPasses
 from autopar.schedules import Action, Schedule
 from autopar.schedules.flow import VOCABULARY_KINDS
-from autopar.schedules.weight_moves import followers, moves_of
+from autopar.schedules.weight_moves import BUCKET_BYTES, followers, moves_of
 
 Gradients = dict[str, Tensor]
 _BACKWARDS = ("B", "I", "W")

@@ -28,9 +28,8 @@ from autopar.runtime.powersgd import PowerSGD
 from autopar.runtime.program import Parameter, Program, VocabularyProgram
 from autopar.runtime.shards import stored_shape
 from autopar.runtime.units import units
+from autopar.schedules.weight_moves import BUCKET_BYTES, LARGE_BYTES
 
-BUCKET_BYTES = 25 * 2**20
-_SMALL_BYTES = 2**20
 _BUCKETS = 8
 _IN_FLIGHT = 2  # reduce-scatters of one pass: their full gradients can't be freed before they end
 
@@ -246,7 +245,7 @@ class _Buckets:
         self._reducer, self._groups, self._axes = reducer, groups, axes
         self._reduce_dtype, self._scatters, self._limit = reduce_dtype, scatters, bucket_bytes
         self._size = {p.name: math.prod(p.shape) * dtype_of(p.dtype).itemsize for p in reducer.specs.values()}
-        self._small = min(bucket_bytes, max(sum(self._size.values()) // _BUCKETS, _SMALL_BYTES))
+        self._small = min(bucket_bytes, max(sum(self._size.values()) // _BUCKETS, LARGE_BYTES))
 
     def all(self, unit_of: Mapping[str, int]) -> Iterator[Bucket]:
         specs = list(self._reducer.specs.values())
@@ -279,11 +278,12 @@ class _Buckets:
     def _key(self, parameter: Parameter) -> object:
         """What the members of a bucket have in common; None where there is nothing to do."""
         ranks = reduce_ranks(parameter, self._axes, self._reducer.placement)
-        if self._is_own_master(parameter) and len(ranks) == 1:
+        own = self._is_own_master(parameter)
+        if own and len(ranks) == 1:
             return None
         master = self._reducer.masters[parameter.name]
         sums = parameter.reduce
-        kind = ranks, parameter.dtype, parameter.zero, sums, self._per_pass(parameter), master.dtype, master.device
+        kind = ranks, own, parameter.zero, sums, self._per_pass(parameter), master.dtype, master.device
         return *kind, self._is_low_rank(parameter)
 
     def _is_low_rank(self, parameter: Parameter) -> bool:
@@ -297,7 +297,7 @@ class _Buckets:
 
     def _goes_alone(self, parameter: Parameter) -> bool:
         """Large, and sent without a copy if it doesn't share a bucket."""
-        large = self._size[parameter.name] >= _SMALL_BYTES
+        large = self._size[parameter.name] >= LARGE_BYTES
         stored = parameter.zero * math.prod(stored_shape(parameter))
         return large and parameter.zero > 1 and stored == math.prod(parameter.shape)
 

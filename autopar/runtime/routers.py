@@ -5,13 +5,16 @@ A *slot* is one token's use of one expert; a token has k of them. Counts are in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from autopar.runtime.program import Router
+
+Told = Callable[[str, Tensor, int], None]
+"""Gets the layer, the experts of its slots, and how many experts there are."""
 
 
 class Routers:
@@ -23,6 +26,7 @@ class Routers:
         self._places: dict[str, Tensor] = {}
         self._imbalance: dict[str, float] = {}
         self._counting = False
+        self._told: Told | None = None
         self.total: dict[str, Tensor] = {}  # of the step, over all ranks, once that is known
 
     def declare(self, routers: Iterable[Router], device: torch.device) -> None:
@@ -38,19 +42,21 @@ class Routers:
         return self._imbalance.get(layer, 1.0)
 
     @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Within, what :meth:`seen` sees counts: the forward of a microbatch."""
-        before, self._counting = self._counting, True
+    def counting(self, told: Told | None = None, *, counts: bool = True) -> Iterator[None]:
+        """Within, what :meth:`seen` sees counts: the forward of a microbatch. Or (``counts`` False) it doesn't; or
+        ``told`` is told of it instead."""
+        before = self._counting, self._told
+        self._counting, self._told = counts, told
         try:
             yield
         finally:
-            self._counting = before
+            self._counting, self._told = before
 
     def seen(self, layer: str, index: Tensor, experts: int) -> Tensor:
         """``index`` (of any shape, int64: the experts of tokens' slots; outside of ``0 … experts - 1``: none) as the
         places at which these experts are stored. A slot of no expert becomes ``experts`` where places differ."""
         if self._counting:
-            self._count(layer, index, experts)
+            (self._told or self.count)(layer, index, experts)
         places = self._places.get(layer)
         if places is None:
             return index
@@ -61,7 +67,8 @@ class Routers:
         counts, self._counts = self._counts, {}
         return counts
 
-    def _count(self, layer: str, index: Tensor, experts: int) -> None:
+    def count(self, layer: str, index: Tensor, experts: int) -> None:
+        """Add what :meth:`seen` saw."""
         flat = index.flatten()
         if layer not in self._counts:
             self._counts[layer] = torch.zeros(experts, dtype=torch.int64, device=index.device)

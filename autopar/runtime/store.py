@@ -91,7 +91,8 @@ class Copy:
 
 @dataclass
 class _Flight:
-    """Gathers under way: small copies arrive packed together in ``packed [n, elements]``."""
+    """Gathers under way: small copies arrive packed together in ``packed [n, elements]``, as bytes where their dtypes
+    differ."""
 
     works: list[dist.Work | None]
     kept: list[Tensor]
@@ -157,13 +158,14 @@ class Unit:
             torch.cuda.current_stream().wait_stream(self._aside)
         with torch.no_grad():
             for packed, copies in flight.packed:
-                sizes = [copy.whole.numel() // copy.shard.size for copy in copies]
-                for piece, copy in zip(torch.split(packed, sizes, dim=1), copies, strict=True):
-                    copy.whole.view(copy.shard.size, -1).copy_(piece)
+                wholes = [copy.whole.view(packed.dtype).view(copy.shard.size, -1) for copy in copies]
+                pieces = torch.split(packed, [whole.shape[1] for whole in wholes], dim=1)
+                for whole, piece in zip(wholes, pieces, strict=True):
+                    whole.copy_(piece)
 
     def _gather(self) -> _Flight:
         flight = _Flight([], [], [])
-        small: dict[tuple[torch.dtype, tuple[int, ...]], list[Copy]] = {}
+        small: dict[tuple[int, ...], list[Copy]] = {}
         for copy in self.copies:
             if copy.shard.size == 1 and copy.master.device == copy.whole.device:
                 copy.whole.copy_(copy.master.detach().reshape(-1))
@@ -171,13 +173,14 @@ class Unit:
                 flight.kept.append(part := copy.narrow())
                 copy.whole.copy_(part, non_blocking=True)
             elif copy.is_packed:
-                small.setdefault((copy.whole.dtype, copy.shard.ranks), []).append(copy)
+                small.setdefault(copy.shard.ranks, []).append(copy)
             else:
                 flight.kept.append(part := copy.part())
                 flight.works.append(gather_into(copy.whole, part, copy.shard))
         for copies in small.values():
-            axis = copies[0].shard
-            part = torch.cat([copy.part() for copy in copies])
+            axis, dtypes = copies[0].shard, {copy.whole.dtype for copy in copies}
+            travels = dtypes.pop() if len(dtypes) == 1 else torch.uint8  # one message of bytes (as FSDP2)
+            part = torch.cat([copy.part().view(travels) for copy in copies])
             packed = part.new_empty(axis.size * part.numel())
             flight.kept.append(part)
             flight.works.append(gather_into(packed, part, axis))

@@ -37,8 +37,9 @@ class Costs:
     the time and all the bytes. ``vocabulary_seconds`` has, for each vocabulary pass (``S``) and exchange
     (``SUM_X``), the seconds per pipeline rank; absent: none. ``logits_bytes`` are kept on a rank from ``S`` to ``T``.
     ``gather_seconds[s]`` is one gather of all of stage s's weights, ``scatter_seconds[s]`` one SCATTER of its
-    gradients, ``gather_vocabulary_seconds`` a gather of the vocabulary tables; none without them. An OFFLOAD or FETCH
-    of stage s moves ``offload_bytes[s]`` of its ``activation_bytes`` in ``offload_seconds[s]``; none without them.
+    gradients, ``gather_vocabulary_seconds`` a gather of the vocabulary tables, ``reduce_vocabulary_seconds`` the
+    reduction of their gradients; none without them. An OFFLOAD or FETCH of stage s moves ``offload_bytes[s]`` of its
+    ``activation_bytes`` in ``offload_seconds[s]``; none without them.
     """
 
     forward_seconds: tuple[float, ...]
@@ -55,6 +56,7 @@ class Costs:
     gather_seconds: tuple[float, ...] = ()
     scatter_seconds: tuple[float, ...] = ()
     gather_vocabulary_seconds: float = 0.0
+    reduce_vocabulary_seconds: float = 0.0
     offload_seconds: tuple[float, ...] = ()
     offload_bytes: tuple[int, ...] = ()
 
@@ -104,6 +106,8 @@ class Costs:
             return per_rank[rank] if per_rank else 0.0
         if action.kind == "GATHER_V":
             return self.gather_vocabulary_seconds
+        if action.kind == "REDUCE_V":
+            return self.reduce_vocabulary_seconds
         name = _SECONDS.get(action.kind)
         if name is None:
             return 0.0
@@ -134,6 +138,7 @@ class Costs:
             gather_seconds=free,
             scatter_seconds=free,
             gather_vocabulary_seconds=0.0,
+            reduce_vocabulary_seconds=0.0,
             offload_seconds=free,
             vocabulary_seconds=passes,
         )
@@ -155,7 +160,8 @@ _SECONDS: Final[Mapping[str, str]] = {
     "STEP": "step_seconds",
     "UPDATE": "step_seconds",
 }
-_PER_RANK: Final = ("step_seconds", "gather_vocabulary_seconds")
+_OF_TABLES: Final = ("gather_vocabulary_seconds", "reduce_vocabulary_seconds")
+_PER_RANK: Final = ("step_seconds", *_OF_TABLES)
 _OCCUPIES_RANK: Final = (*COMPUTE, "STEP")
 _COUNTS: Final[Mapping[str, int]] = {"F": +1, "B": -1, "W": -1}
 
@@ -302,7 +308,7 @@ def _with_copies_on_their_way(timeline: Timeline) -> Timeline:
 def _check_costs(schedule: Schedule, costs: Costs) -> None:
     named = {item.name: getattr(costs, item.name) for item in fields(costs)}
     del named["logits_bytes"], named["vocabulary_seconds"]
-    named["gather_vocabulary_seconds"] = (costs.gather_vocabulary_seconds,) * schedule.ranks
+    named |= {name: (named[name],) * schedule.ranks for name in _OF_TABLES}
     for name, values in named.items():
         _check_values(schedule, name, values, "rank" if name in _PER_RANK else "stage")
     for kind, values in costs.vocabulary_seconds.items():

@@ -27,6 +27,9 @@ GATHERS: Final = ("GATHER", "GATHER_V", "GATHER_F", "GATHER_B")
 LARGE_BYTES: Final = 2**20
 """A weight of so many bytes travels by itself, without a copy; smaller ones of a layer are packed."""
 
+BUCKET_BYTES: Final = 25 * 2**20
+"""Gradients that travel together are sent once there are so many bytes of them."""
+
 
 @dataclass(frozen=True)
 class WeightMoves:

@@ -20,7 +20,7 @@ from autopar.simulate import diagnosis
 from autopar.simulate.calls import Call, Group, Terms
 from autopar.simulate.operations import REDUCTIONS, Part
 from autopar.simulate.rendezvous import Rendezvous
-from autopar.simulate.sites import caller
+from autopar.simulate.sites import Site, caller
 from autopar.simulate.torch_private import BACKEND, describe
 from autopar.storages import unobserved
 
@@ -195,7 +195,8 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def all_to_all_single(
         self, output: Tensor, input_: Tensor, output_rows: list[int], input_rows: list[int], opts: Any
     ) -> SimulatedWork:
-        parts = [Part(self._split(input_, input_rows), self._split(output, output_rows))]
+        peers = [place for place, rows in enumerate(zip(input_rows, output_rows, strict=False)) if any(rows)]
+        parts = [Part(self._split(input_, input_rows), self._split(output, output_rows), peers)]
         return self._collective("all_to_all", parts, [input_], opts)
 
     alltoall_base = all_to_all_single
@@ -252,7 +253,11 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         peer: int | None = None,
         tag: int = 0,
     ) -> Call:
-        return Call(terms, self._group, self._rank, parts, shown, caller(), is_async, peer, tag)
+        return Call(terms, self._group, self._rank, parts, shown, self._site(), is_async, peer, tag)
+
+    def _site(self) -> Site:
+        """Where the program is, for whoever reads what went wrong."""
+        return caller()
 
     def _launch(self, meet: Callable[[Call], None], call: Call) -> SimulatedWork:
         self._rendezvous.baton.check()

@@ -34,10 +34,12 @@ Slot = tuple[int, Tensor]
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank brings to an operation: one tensor each, or one for every rank of the group."""
+    """What one rank brings to an operation: one tensor each, or one for every rank of the group. ``peers``: places in
+    the group of those that get or give any of it, where these aren't all (of an uneven all-to-all)."""
 
     inputs: Sequence[Tensor] = ()
     outputs: Sequence[Tensor] = ()
+    peers: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

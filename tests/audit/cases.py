@@ -10,7 +10,7 @@ import torch
 
 import autopar
 from tests import vocabulary_models
-from tests.fast_cluster import FAST
+from tests.fast_cluster import FAST, NODES
 from tests.models import Case, gpt2, make, prepared
 from tests.moe_models import family
 
@@ -34,11 +34,13 @@ class Plan:
     options: Mapping[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float64
     batch: int = 8
+    cluster: autopar.Cluster = FAST
 
     def __str__(self) -> str:
         parts = [f"{axis}{size}" for axis, size in self.mesh.items()]
         parts += [f"{name}={value}" for name, value in self.options.items()]
-        return "-".join([self.model, *parts, *([] if self.dtype == torch.float64 else [str(self.dtype)])])
+        parts += [] if self.dtype == torch.float64 else [str(self.dtype)]
+        return "-".join([self.model, *parts, *([] if self.cluster == FAST else ["nodes"])])
 
     @property
     def case(self) -> Case:
@@ -57,9 +59,11 @@ class Plan:
         for axis, size in self.mesh.items():
             gpus *= 1 if axis == "ep" else size
         count = 2 * self.mesh["pp"] if self.mesh.get("pp", 1) > 1 else 1
-        given = {**PINNED, "microbatches": count, "cluster": FAST, **self.options, **changes}
+        given = {**PINNED, "microbatches": count, "cluster": self.cluster, **self.options, **changes}
         return autopar.compile(case.model, gpus, sample=case.batch, loss=case.loss, mesh=self.mesh, **given)
 
+
+BF16: Final[Mapping[str, Any]] = {"precision": "bf16"}
 
 FAST_PLANS: Final = (
     Plan("llama", {"pp": 2, "dp": 2, "tp": 2}, {"microbatches": 2}),  # messages, changes between calls, tables
@@ -72,6 +76,8 @@ FAST_PLANS: Final = (
     Plan("gpt2", {"pp": 2, "tp": 2}, {"vocabulary": "vocab-1", "microbatches": 2}),  # statistics of all ranks
     Plan("head_smoothed", {"pp": 2}, {"vocabulary": "vocab-2"}),  # a table stored the other way, classes padded
     Plan("moe_mixtral", {"dp": 2, "ep": 2}),
+    Plan("mlp", {"dp": 3}, {"zero": 3, **BF16}, torch.float32, batch=12),  # rows are padded
+    Plan("moe_qwen2_moe", {"dp": 8, "ep": 8}, {"expert_imbalance": 1.25}, batch=16, cluster=NODES),  # in two hops
 )
 
 SLOW_PLANS: Final = (
@@ -97,4 +103,12 @@ SLOW_PLANS: Final = (
     Plan("llama", {"pp": 2, "dp": 2}, {"schedule": "v-half", "zero": 2}),
     Plan("moe_deepseek_v3", {"dp": 2, "ep": 2, "tp": 2}),
     Plan("moe_qwen2_moe", {"dp": 4, "ep": 4}, {"zero": 1}),
+    Plan("gpt2", {"dp": 4}, {"zero": 3, **BF16}, torch.float32),  # a table of both ends, small weights of two dtypes
+    Plan("gpt2", {"pp": 2, "dp": 3}, {"zero": 2, **BF16}, torch.float32, batch=12),
+    Plan("gpt2", {"pp": 2, "dp": 2}, {"vocabulary": "vocab-2", "zero": 3, **BF16}, torch.float32, cluster=NODES),
+    Plan("head_smoothed", {"pp": 2, "dp": 2}, {"vocabulary": "vocab-2", "zero": 1}, cluster=NODES),
+    Plan("llama_tied", {"pp": 2, "dp": 2}, {"zero": 3}, cluster=NODES),
+    Plan("moe_deepseek_v3", {"dp": 4, "ep": 2, "tp": 2}, cluster=NODES),  # sums of several weights on the same ranks
+    Plan("moe_deepseek_v3", {"dp": 2, "ep": 4, "tp": 2}, {"zero": 1}, batch=16, cluster=NODES),  # rows over two axes
+    Plan("moe_mixtral", {"dp": 4, "ep": 4}, {"recompute": "full"}, cluster=NODES),
 )

@@ -178,6 +178,7 @@ def test_the_longest_path_is_the_timeline(name: str, chunks: int | None, head: s
         gather_seconds=tuple(1.5 + 0.2 * k for k in range(stages)),
         scatter_seconds=tuple(0.6 + 0.1 * k for k in range(stages)),
         gather_vocabulary_seconds=0.9,
+        reduce_vocabulary_seconds=1.1,
         vocabulary_seconds=dict.fromkeys(("S", "T", "E", "G", "SUM_X", "CAST_X", "STATS", "SUM_E"), (0.3,) * ranks),
     )
     lowered = lower(schedule, costs.seconds, moves) if moves != WeightMoves() else lower(schedule, costs.seconds)

@@ -154,6 +154,55 @@ def test_a_part_of_the_bytes_takes_at_least_that_part_of_the_time(
     assert whole * (1 - 1e-9) / parts <= part <= whole * (1 + 1e-9)
 
 
+NEAR, FAR = Link("near", 0.1, 1000.0), Link("far", 1.0, 100.0)
+NODES = replace(Cluster.load("a100"), devices_per_node=2, intra_node=NEAR, inter_node=FAR)
+
+
+def test_a_small_all_reduce_over_nodes_goes_up_a_tree_and_down_again() -> None:
+    """Two GPUs in each of eight nodes: one message in the node, three between nodes, each way."""
+    link = NODES.link(16, 1)
+    assert collective.seconds("all_reduce", 0, 16, link) == pytest.approx(2 * (0.1 + 3))
+    assert collective.seconds("all_reduce", 92, 16, link) == pytest.approx(6.2 + 2 * 92 / (0.92 * 200))
+    large = 10**9
+    assert collective.seconds("all_reduce", large, 16, link) == pytest.approx(30 * 0.55 + 30 / 16 * large / 200)
+    assert collective.seconds("all_gather", 0, 16, link) == pytest.approx(15 * 0.55), "rings only"
+    assert collective.seconds("all_reduce", 0, 2, NODES.link(2, 1)) == 0.2, "in a node"
+
+
+@pytest.mark.parametrize("nodes", [2, 4, 8, 64])
+def test_a_tree_has_as_many_levels_as_counted(nodes: int) -> None:
+    """A root with one child, below it a binary tree (NCCL's): nodes that are equally far from it are one level."""
+
+    def parent(node: int) -> int:
+        bit = node & -node
+        above = (node ^ bit) | (bit << 1)
+        return above if above < nodes else node ^ bit
+
+    def level(node: int) -> int:
+        return 1 + level(parent(node)) if node else 0
+
+    messages = 2 * max(map(level, range(nodes)))
+    assert collective.seconds("all_reduce", 0, nodes, NODES.link(nodes, 2)) == pytest.approx(messages)
+
+
+@given(st.floats(0, 1e12), st.integers(1, 12), st.sampled_from([1, 2, 4, 8, 3]))
+def test_an_all_reduce_over_nodes_is_no_slower_than_a_ring(tensor_bytes: float, blocks: int, stride: int) -> None:
+    size = 8 * blocks
+    link = Cluster.load("h100").link(size, stride, size * stride)
+    names = ("latency_seconds", "bytes_per_second", "achievable_fraction", "call_seconds")
+    ring = Link("ring", **{name: getattr(link, name) for name in names})
+    slowest = collective.seconds("all_reduce", tensor_bytes, size, ring)
+    assert collective.seconds("all_reduce", tensor_bytes, size, link) <= slowest * (1 + 1e-12)
+
+
+def test_what_bytes_add_to_a_long_message() -> None:
+    for kind in collective.KINDS:
+        link = replace(LINK, call_seconds=0.5)
+        both = [collective.seconds(kind, n, 4, link) for n in (400, 0)]
+        assert collective.marginal_seconds(kind, 400, 4, link) == pytest.approx(both[0] - both[1])
+        assert collective.marginal_seconds(kind, 400, 1, link) == 0
+
+
 def test_what_a_collective_takes_beyond_its_messages() -> None:
     slow = replace(LINK, call_seconds=0.5)
     for kind in collective.KINDS:

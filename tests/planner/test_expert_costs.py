@@ -24,6 +24,14 @@ from autopar.planner.expert_places import place
 from autopar.planner.pipeline import Wanted
 from autopar.planner.saved import BlockSaved, saved_tensors
 
+H100 = Cluster.load("h100")
+PROPORTIONAL = replace(
+    H100,
+    device=replace(H100.device, launch_seconds=0.0, ramp_seconds=0.0, ramp_seconds_by_dtype={}, multiprocessors=0),
+    intra_node=replace(H100.intra_node, latency_seconds=0.0, call_seconds=0.0),
+)
+"""Twice as much work takes twice as long."""
+
 LAYERS = ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")
 
 
@@ -52,7 +60,7 @@ def planned(imbalance: float = 1.0, load: dict[str, Sequence[float]] | None = No
 def costs(built: Built) -> tuple[BlockCost, BlockSaved, list[fx.Node]]:
     """Of a layer, as its graph says it now: costs, what it keeps, and the ops about rows of experts."""
     block = next(block for block in built.model.blocks if block.kind == "layer")
-    cost = block_cost(block, Machine.of(Cluster.load("h100"), built.plan.mesh))
+    cost = block_cost(block, Machine.of(PROPORTIONAL, built.plan.mesh))
     routed = [
         n for n in block.ops if any(k.is_ragged for c in info(n).choices.values() for k in (*c.operands, c.result))
     ]
@@ -66,14 +74,18 @@ def built() -> Built:
 
 
 def test_what_is_done_for_experts_costs_as_on_the_fullest_rank(built: Built) -> None:
-    """Ops about rows of experts take so many times longer, and their results so many times more memory."""
+    """Twice as many rows of experts take twice the time and memory; tokens that come and go stay as they are."""
     assert {row.ranks for row in built.plan.experts} == {4}
     even, kept, routed = costs(built)
     reckon(built.model, built.plan.mesh, Reckoning(2.0))
     uneven, more, _ = costs(built)
     assert {"dispatch", "grouped_linear", "combine"} <= {op_name(node) for node in routed}
     for node, seconds in even.op_seconds.items():
-        assert uneven.op_seconds[node] == pytest.approx(seconds * (2 if node in routed else 1)), node
+        longer, is_at_end = uneven.op_seconds[node], op_name(node) in ("dispatch", "combine")
+        if node in routed and is_at_end:
+            assert 1.5 * seconds < longer < 2 * seconds, node
+        else:
+            assert longer == pytest.approx(seconds * (2 if node in routed else 1)), node
     assert uneven.backward_seconds > even.backward_seconds
     for node, bytes_ in kept.owned_bytes.items():
         rows = node in routed and op_name(node) != "combine"

@@ -380,3 +380,40 @@ def test_a_forward_needs_weights_that_were_gathered() -> None:
     store = load(Axes.alone(Mesh(dp=2), 0, "cpu"), program_of(Mesh(dp=2), 2))
     with pytest.raises(ScheduleError, match="GATHER"), store.arriving():
         pass
+
+
+def test_small_weights_of_two_dtypes_are_one_message_each_way() -> None:
+    """Gathered as bytes; their gradients travel in the masters' dtype."""
+    mesh, dtypes = Mesh(dp=2), {"wide": "float32", "narrow": "bfloat16"}
+    specs = [
+        Parameter(name, (WIDTH,), (WIDTH,), dtype, reduce=("dp",), master="float32", zero=2)
+        for name, dtype in dtypes.items()
+    ]
+    program = Program(0, 1, mesh.to_json(), 1, (), (), (), (), tuple(specs))
+    values = {name: torch.arange(1.0, WIDTH + 1) / (3 if name == "wide" else 2) for name in dtypes}
+
+    def step(rank: int) -> list[Tensor]:
+        axes, module = Axes.build(mesh, rank, "cpu"), nn.Module()
+        for name, dtype in dtypes.items():
+            declare(module, name, (WIDTH,), dtype_of(dtype))
+        store = Store.load(module, program, axes, StateSource(values))
+        store.gather()
+        store.ready()
+        for name, dtype in dtypes.items():
+            assert torch.equal(module.get_parameter(name), values[name].to(dtype_of(dtype)))
+        groups = reduce_groups([program], axes, (0,))
+        reducer = Reducer(module, program, groups, axes, (0,), masters=store.masters, scatters=True)
+        reducer.expect(last=True)
+        ((rank + 1) * (module.wide.sum() + module.narrow.float().sum())).backward()
+        reducer.scatter()
+        reducer.launch()
+        reducer.wait()
+        return list(reducer.gradients().values())
+
+    found = simulate.run(step, 2)
+    for rank, gradients in enumerate(found.results):
+        real = WIDTH - 3 * rank  # 3 rows and 2, and one of padding
+        assert [g.tolist() for g in gradients] == [[3.0] * min(3, real) + [0.0] * (3 - min(3, real))] * 2
+    for traffic in found.traffic:
+        calls = {sent.operation: sent.calls for sent in traffic if sent.group == "dp"}
+        assert calls == {"all_gather": 1, "reduce_scatter": 1}

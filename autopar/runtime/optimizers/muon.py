@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Muon
 
-from autopar.runtime.grads import BUCKET_BYTES
 from autopar.runtime.optimizers.layout import Layout, gather
+from autopar.schedules.weight_moves import BUCKET_BYTES
 
 COMPUTE_DTYPE: Final = torch.bfloat16
 """Of the iteration, and so of what is gathered."""
@@ -27,7 +27,8 @@ class ShardedMuon(Muon):
     """:class:`torch.optim.Muon` for parameters that are split over ranks.
 
     ``groups`` are parameter groups of one; ``layouts`` say how each parameter that can have a gradient is stored. All
-    ranks must step together. About :data:`autopar.runtime.grads.BUCKET_BYTES` of whole matrices exist at a time.
+    ranks must step together. About :data:`autopar.schedules.weight_moves.BUCKET_BYTES` of whole matrices exist at a
+    time.
     """
 
     def __init__(self, groups: list[dict[str, Any]], layouts: Mapping[nn.Parameter, Layout]) -> None:
