@@ -20,7 +20,7 @@ from autopar.search.infeasible import no_degrees, refusal
 from autopar.search.loop import Found, Search
 from autopar.search.pins import Pins
 from autopar.search.profiles import Models, Profiler
-from autopar.search.space import Point, Region, Sizes, expert_share, regions
+from autopar.search.space import Point, Region, Sizes, regions
 from autopar.search.watching import Watcher
 
 _ROUNDS = 3
@@ -95,7 +95,7 @@ def searching(
     units = sum(model.block_of(call).kind not in STAGELESS for call in model.calls)
     sizes = Sizes.of(model, units)
     profiler = Profiler(models, cluster, pins.options, expert_load)
-    costing = Costing(cluster, pins.options, expert_share=expert_share(model))
+    costing = Costing(cluster, pins.options)
     return Search(pins, sizes, profiler, costing, _heads(model), watch)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -27,8 +26,9 @@ from autopar.schedules.registry import SCHEDULES
 from autopar.search.bounds import Held, folded, looped, recomputed, scaled, shared_out, straight
 from autopar.search.gradients import Sums
 from autopar.search.keeping import Keeping
+from autopar.search.layers import layer_block
 from autopar.search.profiles import Profile, Unit, Weights
-from autopar.search.space import Family, Point, Region
+from autopar.search.space import Family, Point
 
 
 @dataclass(frozen=True)
@@ -55,16 +55,11 @@ class Costing:
     options: Options
     spared_bytes: int = 0
     root: Profile | None = None
-    expert_share: float = 0.0  # of all parameters, those of experts
     _passes: dict[tuple[object, ...], float] = field(default_factory=dict)
     _machines: dict[tuple[Mesh, int], Machine] = field(default_factory=dict)
     _updates: dict[tuple[object, ...], tuple[float, float, float, float]] = field(default_factory=dict)
-    _keeping: Keeping = field(default_factory=Keeping)
-    _regions: dict[tuple[float, int, int], float] = field(default_factory=dict)
+    keeping: Keeping = field(default_factory=Keeping)
     _loads: dict[tuple[object, ...], list[Unit]] = field(default_factory=dict)
-    _leanest: Held | None = None
-    _likely: Held | None = None
-    _stateless: dict[object, Held | None] = field(default_factory=dict)
     _holdings: dict[tuple[object, ...], Held | None] = field(default_factory=dict)
 
     @property
@@ -78,7 +73,7 @@ class Costing:
 
     def under(self, options: Options) -> Costing:
         """Of the same search under other ``options``."""
-        return Costing(self.cluster, options, self.spared_bytes, expert_share=self.expert_share)
+        return Costing(self.cluster, options, self.spared_bytes)
 
     def options_of(self, point: Point) -> Options:
         searched = {name: getattr(point, name) for name in ("zero", "zero_ranks", "offload", "head_chunks")}
@@ -101,30 +96,6 @@ class Costing:
             raise BudgetError(f"a rank would hold {held} bytes of {budget}", held)
         seconds = pipeline.timeline.makespan_seconds
         return Outcome(point, seconds, max(r.peak_bytes for r in ranks), recomputes, parts_of(pipeline, costs, model))
-
-    def family_bound(self, family: Family, profile: Profile, enough: float = math.inf) -> float:
-        """No step of any point of ``family`` is below: by its passes alone, as if no rank held state; inf where even
-        so nothing fits. A bound that is ``enough`` isn't made any better."""
-        region, row, units = family.region, SCHEDULES.get(family.schedule), profile.units
-        mesh, microbatches = region.mesh, region.microbatches
-        found = microbatches * math.fsum(unit.seconds for unit in units) / mesh.pp
-        if row is None:
-            return found
-        if mesh.pp > 1:
-            found = max(found, self._pipeline_seconds(units, family))
-        if found >= enough or self.options.recompute not in ("auto", "none"):
-            return found
-        if profile.key not in self._stateless:
-            self._stateless[profile.key] = self._unstored(profile)
-        held = self._stateless[profile.key]
-        if held is None:
-            return found
-        return max(found, self._filled(held, family, away=True))
-
-    def _unstored(self, profile: Profile) -> Held | None:
-        """Of all points of a placement: without state, and with a head in chunks."""
-        held = held_by(profile, None, self.options.recompute, self.root or profile)
-        return None if held is None else held.in_chunks()
 
     def bound(self, point: Point, profile: Profile) -> float:
         """No step of ``point`` is below, by its passes. The head may be another than the profile's."""
@@ -212,7 +183,7 @@ class Costing:
         head = MODES[family.vocabulary].head
         asked = (family.schedule, pp, microbatches, family.chunks, head)
         rate = self.cluster.device.host_bytes_per_second
-        kept = self._keeping.away(*asked, rate) if away and rate else self._keeping.here(*asked)
+        kept = self.keeping.away(*asked, rate) if away and rate else self.keeping.here(*asked)
         if pp == 1 or (row.chunks or family.chunks) == 1:
             return beside + recomputed(held, kept, microbatches, self.budget_bytes, split=split)
         last = 0 if row.placement == "v" else pp - 1
@@ -228,73 +199,17 @@ class Costing:
             self._holdings[key] = held_by(profile, storage, self.options.recompute, self.root or profile)
         return self._holdings[key]
 
-    def region_bound(self, region: Region, share: float) -> float:
-        """No step of any point of ``region``, whose ranks have ``share`` of the root's work of a microbatch, is below,
-        by what has to be recomputed or copied to the host; inf where nothing fits."""
-        if self.root is None or self.options.recompute not in ("auto", "none"):
-            return 0.0
-        if self._leanest is None:
-            self._leanest = self._unstored(self.root)
-        if self._leanest is None:
-            return 0.0
-        key = (share, region.mesh.pp, region.microbatches)
-        if key not in self._regions:
-            inflight = self._keeping.least(region.mesh.pp, region.microbatches)
-            held = self._leanest.scaled(share)
-            self._regions[key] = shared_out(held, inflight, region.microbatches, self.budget_bytes, split=True)
-        return self._regions[key]
-
-    def estimate(self, region: Region, share: float, *, away: bool = False) -> float:
-        """Seconds of a likely step of ``region``: 1F1B, with the best ZeRO stage; inf where none leaves room for
-        activations. ``away``: masters and the optimizer are on the host."""
-        assert self.root is not None
-        if self._likely is None:
-            self._likely = held_by(self.root, None, self.options.recompute, self.root)
-        mesh = region.mesh
-        if self._likely is None:
-            return 0.0
-        total = Weights(0, 0, 0)
-        for weights in self.root.weights.values():
-            total += weights
-        parts = mesh.pp * mesh.tp
-        spread = (1 - self.expert_share + self.expert_share / mesh.experts) / parts
-        shards = mesh.zero_shards(0)
-        found = math.inf
-        for zero in (1, 2, 3) if shards > 1 else (0,):
-            # Masters of experts are on fewer copies' ranks, but split over ep: as many parts in all.
-            state = 0.0 if away else self._trained_bytes(total) / shards / parts
-            state += total.masters * spread / (shards if zero >= 2 else 1)
-            state += total.copies * spread if zero < 3 else 0.0
-            key = ("estimate", share, mesh.pp, region.microbatches, round(state / self.budget_bytes, 2))
-            if key not in self._passes:
-                kept = self._keeping.here("1f1b", mesh.pp, region.microbatches)
-                held, room = self._likely.scaled(share), self.budget_bytes - state
-                self._passes[key] = recomputed(held, kept, region.microbatches, room, split=False)
-            moved = {2: region.microbatches * total.masters, 3: 2 * region.microbatches * total.copies}.get(zero, 0)
-            found = min(found, max(self._passes[key], self._moved_estimate(region, moved * spread)))
-        return found
-
-    def _trained_bytes(self, weights: Weights) -> int:
+    def trained_bytes(self, weights: Weights) -> int:
         """Of masters and the optimizer's state."""
         dtype = self.options.state_dtype
         return weights.masters + MOMENTS * (
             weights.elements * getattr(torch, dtype).itemsize if dtype else weights.masters
         )
 
-    def _moved_estimate(self, region: Region, bytes_: float) -> float:
-        """Of gathers or scatters of so much over the ranks that share parameters."""
-        mesh = region.mesh
-        link = self._machine_of(mesh, 0).lines[mesh.data_axes()].shard
-        return seconds_of("all_gather", int(bytes_), mesh.zero_shards(0), link)
-
-    def least_streamed(self, region: Region) -> float:
-        """Seconds of gathers, where not even the copies of parameters that are computed with fit on a rank."""
-        assert self.root is not None
-        mesh = region.mesh
-        copies = sum(weights.copies for weights in self.root.weights.values()) / (mesh.pp * mesh.tp * mesh.experts)
-        if copies <= self.budget_bytes or mesh.zero_shards(0) == 1:
-            return 0.0
-        return self._moved_estimate(region, 2 * region.microbatches * copies)
+    def sent_bytes(self, weights: Weights) -> int:
+        """Of their gradients, as they travel."""
+        dtype = self.options.reduce_dtype
+        return weights.elements * getattr(torch, dtype).itemsize if dtype else weights.masters
 
     def may_fit(self, point: Point, profile: Profile) -> bool:
         """Whether parameters, gradients and moments would fit if ranks shared them evenly, and kept nothing else."""
@@ -304,10 +219,18 @@ class Costing:
             line = mesh.data_axes(axes)
             shards = mesh.zero_shards(point.zero_ranks, line) if point.zero and line else 1
             twice = shards > 1 or weights.copies != weights.masters or away
-            total += 0 if away else self._trained_bytes(weights) / shards
+            total += 0 if away else self.trained_bytes(weights) / shards
             total += weights.masters / (shards if point.zero >= 2 else 1)
             total += weights.copies if twice and not self._streams(point) else 0
         return total / mesh.pp <= self.budget_bytes
+
+    def beside_seconds(self, point: Point, profile: Profile) -> float:
+        """What a step of ``point`` likely takes beside its passes: of scatters after each of them, and of all that
+        comes after the last."""
+        _, scattered, *_ = self._moves(point, profile)
+        backward = math.fsum(unit.backward for unit in self._loaded(point, profile)) / point.region.mesh.pp
+        left = max(0.0, scattered - backward) if point.zero >= 2 else 0.0
+        return point.region.microbatches * left + self._update_seconds(point, profile)
 
     def _update_seconds(self, point: Point, profile: Profile) -> float:
         """Of the optimizer, and of what is summed after the last pass, if ranks shared all of it evenly. What is
@@ -323,11 +246,13 @@ class Costing:
         return scattered + summed + updated
 
     def _streamed_seconds(self, point: Point, profile: Profile) -> float:
-        """Of what runs beside the passes: of each microbatch two gathers, a scatter of all but the last."""
+        """Of what runs beside the passes: of each microbatch two gathers, and of all but the last what a scatter has
+        left to do after its backward."""
         gathered, scattered, *_ = self._moves(point, profile)
         count = point.region.microbatches
         gathers = 2 * count * gathered if self._streams(point) else 0.0
-        return max(gathers, (count - 1) * scattered if point.zero >= 2 else 0.0)
+        backward = math.fsum(unit.backward for unit in self._loaded(point, profile)) / point.region.mesh.pp
+        return max(gathers, (count - 1) * (scattered - backward) if point.zero >= 2 else 0.0)
 
     def _streams(self, point: Point) -> bool:
         return point.zero == 3 or "parameters" in point.offload
@@ -335,7 +260,7 @@ class Costing:
     def _moves(self, point: Point, profile: Profile) -> tuple[float, float, float, float]:
         """Seconds of one gather, one scatter and the rest of the sums of a rank's parameters, and of their update, if
         each was one message."""
-        mesh, options = point.region.mesh, self.options_of(point)
+        mesh = point.region.mesh
         key = (profile.key, mesh, point.zero, point.zero_ranks, point.offload)
         if key not in self._updates:
             totals = np.zeros(4)
@@ -343,7 +268,7 @@ class Costing:
                 line = mesh.data_axes(axes)
                 shards = mesh.zero_shards(point.zero_ranks, line) if point.zero and line else 1
                 summed = profile.summed.get(axes, Weights(0, 0, 0))
-                totals += self._line_seconds(line, shards, weights, summed, profile.layers[axes], point, options)
+                totals += self._line_seconds(line, shards, weights, summed, profile.layers[axes], point)
             gathered, scattered, rest, updated = (float(each) / mesh.pp for each in totals)
             self._updates[key] = gathered, scattered, rest, updated
         return self._updates[key]
@@ -356,16 +281,13 @@ class Costing:
         summed: Weights,
         layers: int,
         point: Point,
-        options: Options,
     ) -> list[float]:
         machine = self._machine(point)
         line = machine.lines.get(axes)
         updated = step.optimizer_seconds(weights.elements // shards, machine.device)
         if line is None or line.size == 1:
             return [0.0, 0.0, 0.0, updated]
-        sent = (
-            summed.elements * getattr(torch, options.reduce_dtype).itemsize if options.reduce_dtype else summed.masters
-        )
+        sent = self.sent_bytes(summed)
         moved = [("all_gather", weights.copies, shards, line.shard), ("reduce_scatter", sent, shards, line.shard)]
         gathered, scattered = (seconds_of(*each) if each[2] > 1 else 0.0 for each in moved)
         if self._streams(point) and shards > 1:  # each layer by itself
@@ -378,9 +300,9 @@ class Costing:
         return [gathered, 0.0, rest + (scattered if point.zero else 0.0), updated]
 
     def _machine(self, point: Point) -> Machine:
-        return self._machine_of(point.region.mesh, point.zero_ranks)
+        return self.machine_of(point.region.mesh, point.zero_ranks)
 
-    def _machine_of(self, mesh: Mesh, zero_ranks: int) -> Machine:
+    def machine_of(self, mesh: Mesh, zero_ranks: int) -> Machine:
         key = mesh, zero_ranks
         if key not in self._machines:
             self._machines[key] = Machine.of(self.cluster, *key)
@@ -430,16 +352,14 @@ def parts_of(pipeline: Pipeline, costs: Sequence[BlockCost], model: Model) -> di
     return {name: seconds for name, seconds in found.items() if seconds}
 
 
-def held_by(profile: Profile, storage: Storage | None, recompute: str, root: Profile) -> Held | None:
+def held_by(profile: Profile, storage: Storage, recompute: str, root: Profile) -> Held | None:
     """What units take and hold, their layers as little as those of ``root`` do by scaling; None where no block is
-    called twice. Without ``storage``, no state."""
-    counts = Counter(unit.block for unit in profile.units)
-    block = max(counts, key=lambda b: (counts[b], b))
-    share = scaled(root.key, profile.key) or 0.0
-    if counts[block] < 2 or root.model.blocks[block].name != profile.model.blocks[block].name:
+    called twice."""
+    block, share = layer_block(profile), scaled(root.key, profile.key) or 0.0
+    if block is None or root.model.blocks[block].name != profile.model.blocks[block].name:
         return None
-    first = {b: _first_call(profile, b) for b in counts}
-    states = {b: rank_state(profile.model, [i], storage).device_bytes if storage else 0 for b, i in first.items()}
+    first = {unit.block: _first_call(profile, unit.block) for unit in profile.units}
+    states = {b: rank_state(profile.model, [i], storage).device_bytes for b, i in first.items()}
     leanest = {b: share * _least_bytes(root, i, recompute) for b, i in first.items() if b != block}
     saved, extra = root.hull(block, first[block], recompute)
     blocks = [unit.block for unit in profile.units]

@@ -11,7 +11,9 @@ import heapq
 import itertools
 import math
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from autopar.errors import AutoparError
@@ -20,59 +22,89 @@ from autopar.search.space import savers as saving
 
 if TYPE_CHECKING:
     from autopar.search.loop import Search
-    from autopar.search.profiles import Profile
 
 _TRIES = 4  # points of one region
-_ALIKE = 2  # of them with one ZeRO stage
+_ALIKE = 2  # of them with one schedule and ZeRO stage
+_FAILURES = 2  # points with the same pp, tp and schedule that may turn out not to fit
 _AWAY = ("optimizer",)  # what is on the host first
-_REGIONS = 6  # that fit
-_FAILURES = 3  # regions with the same pp and tp that may turn out not to fit
-_POLISHED = 12  # points like the best
+_ACTIVATIONS = ("activations",)
+_POLISHED = 4  # points like the best
 _REGIONS_POLISHED = 2
-_SEARCHES = 1.5  # times the work of a whole search, if it takes that to find something good
+_SEARCHES = 0.6  # of the work of a whole search
 _WORK = 1e5  # of a point: about two seconds
-_LOOKS = 5000  # at regions
+_LOOKS = 5000  # at regions and points
 
 
 def dive(search: Search, regions: list[Region]) -> None:
-    """Lay out points of the most promising regions, of other pp and tp each, plain ones first; then what differs from
-    the best in a few choices."""
+    """Lay out the most promising points, plain ones first; then what differs from the best in a few choices."""
     node = search.costing.cluster.devices_per_node
     plain = [r for r in regions if r.mesh.tp <= node and r.mesh.cp == 1 and not r.mesh.borrowed]
     for some, savers in ((plain, False), (regions, False), (plain, True)):
         if not search.outcomes:
-            _dive(search, some, savers=savers)
+            _Dive(search, savers).run(some)
     if search.outcomes:
         _polish(search)
 
 
-def _dive(search: Search, regions: list[Region], *, savers: bool) -> None:
-    waiting = [(_first_estimate(search, region), number) for number, region in enumerate(regions)]
-    heapq.heapify(waiting)
-    estimated: set[int] = set()
-    tried: Counter[tuple[int, int]] = Counter()
-    found = 0
-    for _ in range(_LOOKS):
-        if not waiting or waiting[0][0] >= search.best_seconds or found == _REGIONS:
-            return
-        if search.outcomes and search.work > _SEARCHES * search.most_work:
-            return
-        estimate, number = heapq.heappop(waiting)
-        region = regions[number]
-        degrees = region.mesh.pp, region.mesh.tp
-        if tried[degrees] > _FAILURES:
-            continue
+@dataclass
+class _Dive:
+    """What waits, the best estimate first; with state on the host alone, if these are ``savers``."""
+
+    search: Search
+    savers: bool
+    waiting: list[tuple[float, int, Region | Point]] = field(default_factory=list)
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+    estimated: set[Region] = field(default_factory=set)
+    tried: Counter[object] = field(default_factory=Counter)
+    failed: Counter[object] = field(default_factory=Counter)
+
+    def run(self, regions: list[Region]) -> None:
+        search = self.search
+        for region in regions:
+            self._wait(_first_estimate(search, region), region)
+        for _ in range(_LOOKS):
+            if not self.waiting or self.waiting[0][0] >= search.best_seconds:
+                return
+            if search.outcomes and search.work > _SEARCHES * search.most_work:
+                return
+            _, _, item = heapq.heappop(self.waiting)
+            if isinstance(item, Point):
+                self._try(item)
+            else:
+                self._look_at(item)
+
+    def _wait(self, estimate: float, item: Region | Point) -> None:
+        if estimate < self.search.best_seconds:
+            heapq.heappush(self.waiting, (estimate, next(self.numbers), item))
+
+    def _look_at(self, region: Region) -> None:
+        """Estimate it better, or its points."""
+        search = self.search
         if search.place_reference(region):
-            heapq.heappush(waiting, (_first_estimate(search, region), number))
-        elif number not in estimated:
-            estimated.add(number)
-            better = search.costing.estimate(region, search.share(region), away=savers)
-            if not math.isinf(better):
-                heapq.heappush(waiting, (max(estimate, better), number))
-        else:
-            laid_out = _lay_out(search, region, savers=savers)
-            tried[degrees] += 1 + _FAILURES * bool(laid_out)
-            found += bool(laid_out)
+            self._wait(_first_estimate(search, region), region)
+        elif region not in self.estimated:
+            self.estimated.add(region)
+            self._wait(max(_first_estimate(search, region), search.likely(region, away=self.savers)), region)
+        elif (profile := search.place(region)) is not None:
+            for family in search.families_of(region):
+                points = _points(search, family, savers=self.savers)
+                for point, estimate in zip(points, search.estimates(points, profile), strict=True):
+                    self._wait(estimate * promise(point), point)
+
+    def _try(self, point: Point) -> None:
+        """Lay it out, unless points like it were tried often enough."""
+        region, search = point.region, self.search
+        alike, degrees = (region, point.schedule, point.zero), (region.mesh.pp, region.mesh.tp, point.schedule)
+        if self.tried[region] == _TRIES or self.tried[alike] == _ALIKE or self.failed[degrees] == _FAILURES:
+            return
+        profile = search.profile(region)
+        assert profile is not None
+        if max(search.costing.bound(point, profile), search.costing.memory_bound(point, profile)) < search.best_seconds:
+            self.tried.update((region, alike))
+            try:
+                search.lay_out(point)
+            except AutoparError:
+                self.failed[degrees] += 1
 
 
 def _first_estimate(search: Search, region: Region) -> float:
@@ -83,65 +115,44 @@ def _first_estimate(search: Search, region: Region) -> float:
     return search.by_scaling(region) + wait
 
 
-def _lay_out(search: Search, region: Region, *, savers: bool) -> int:
-    """Some of its points, by their bounds; how many fit."""
-    profile, before = search.place(region), len(search.outcomes)
-    if profile is None:
-        return 0
-    waiting: list[tuple[float, int, Family | Point]] = []
-    numbers = itertools.count()
-
-    def wait(bound: float, item: Family | Point) -> None:
-        heapq.heappush(waiting, (bound * promise(item), next(numbers), item))
-
-    for family in search.families_of(region):
-        wait(search.costing.family_bound(family, profile, search.best_seconds), family)
-    tries: Counter[int] = Counter()
-    while waiting and tries.total() < _TRIES:
-        bound, _, item = heapq.heappop(waiting)
-        if bound >= search.best_seconds or math.isinf(bound):
-            break
-        if isinstance(item, Family):
-            for point in _points(search, item, profile, savers=savers):
-                wait(max(search.costing.bound(point, profile), search.costing.memory_bound(point, profile)), point)
-        elif tries[item.zero] < _ALIKE:
-            tries[item.zero] += 1
-            with suppress(AutoparError):
-                search.lay_out(item)
-    return len(search.outcomes) - before
-
-
-def _points(search: Search, family: Family, profile: Profile, *, savers: bool) -> list[Point]:
-    """Those that may fit; where they may with state on the host alone, these."""
+def _points(search: Search, family: Family, *, savers: bool) -> list[Point]:
+    """Its points; with state on the host alone, if these are ``savers``."""
     points = [point for point in search.stored(family) if work_of(point) <= _WORK]
     if savers:
         ways = [offload for offload, _ in saving(family.region, search.costing.cluster, search.pins)]
         points = [point._replace(offload=_AWAY) for point in points if _AWAY in ways]
-    return [point for point in points if search.costing.may_fit(point, profile)]
+    return points
 
 
 def _polish(search: Search) -> None:
-    """Lay out what is done otherwise on the regions of the best: by another schedule, then stored otherwise."""
+    """Lay out what is done otherwise on the regions of the best: with activations on the host where some of it is
+    recomputed, then in other ways without."""
+    ranked = {outcome.point.region: outcome for outcome in reversed(search.ranked())}
+    regions = list(reversed(ranked))[:_REGIONS_POLISHED]
     limit = max(search.most_work, search.work + search.most_work / 3)
-    ranked = {outcome.point.region: outcome.point for outcome in reversed(search.ranked())}
-    for region in list(reversed(ranked))[:_REGIONS_POLISHED]:
-        profile = search.profile(region)
-        assert profile is not None
-        for change in (_schedules, _storages):
-            best = next(outcome.point for outcome in search.ranked() if outcome.point.region == region)
-            others = [point for point in change(search, best) if work_of(point) <= _WORK]
-            bounds = [max(search.costing.bound(p, profile), search.costing.memory_bound(p, profile)) for p in others]
-            ranked_others = sorted(zip(bounds, range(len(others)), others, strict=True))[:_POLISHED]
-            for bound, _, point in ranked_others:
-                if bound < search.best_seconds and search.work < limit:
-                    with suppress(AutoparError):
-                        search.lay_out(point)
+    for region in regions:
+        bests = [outcome.point for outcome in search.ranked() if outcome.point.region == region and outcome.recomputes]
+        ways = [offload for offload, _ in saving(region, search.costing.cluster, search.pins)]
+        if bests and _ACTIVATIONS in ways:
+            away = [[point._replace(offload=_ACTIVATIONS)] for point in bests[:_ALIKE]]
+            _try_likely(search, region, away, limit)
+
+    for region in regions:
+        _try_likely(search, region, [list(search.stored(f)) for f in search.families_of(region)], limit)
 
 
-def _schedules(search: Search, best: Point) -> list[Point]:
-    families = (family for family in search.families_of(best.region) if family != best.family)
-    return [best._replace(schedule=f.schedule, chunks=f.chunks, vocabulary=f.vocabulary) for f in families]
-
-
-def _storages(search: Search, best: Point) -> list[Point]:
-    return [point for point in search.stored(best.family) if point != best]
+def _try_likely(search: Search, region: Region, families: Iterable[list[Point]], limit: float) -> None:
+    """Lay out what is likely to be better than the best, of points of some families of ``region``."""
+    profile = search.profile(region)
+    assert profile is not None
+    waiting = [
+        (estimate * promise(point), number, point)
+        for number, points in enumerate(families)
+        for point, estimate in zip(points, search.estimates(points, profile), strict=True)
+        if work_of(point) <= _WORK
+    ]
+    tried = {outcome.point for outcome in search.outcomes} | set(search.refusals)
+    for estimate, _, point in [item for item in sorted(waiting) if item[-1] not in tried][:_POLISHED]:
+        if estimate < search.best_seconds and search.work < limit:
+            with suppress(AutoparError):
+                search.lay_out(point)

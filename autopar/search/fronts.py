@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _RUNNERS_UP = 5
 _SAME_DEGREES = 2  # of them
-_FURTHER = 4  # points that are laid out for them at most
+_FURTHER = 6  # points that are laid out for them at most
 _LOOKS = 500  # of those that are looked at
 _WORK = 2e4  # of one: about half a second
 _GPUS = (Fraction(1, 4), Fraction(1, 2), Fraction(3, 4), Fraction(3, 2), Fraction(2), Fraction(4))

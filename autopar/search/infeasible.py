@@ -207,7 +207,7 @@ def _under_more(search: Search, mesh: Mapping[str, int], numbers: Iterable[int])
         except ArgumentError:  # these degrees don't divide so many
             continue
         found = regions(search.sizes, pins)
-        if not all(math.isinf(search.costing.region_bound(region, search.share(region))) for region in found):
+        if not all(math.isinf(search.region_bound(region)) for region in found):
             yield _searched(search, pins)
 
 

@@ -1,4 +1,4 @@
-"""What pipeline ranks keep under a schedule: read off its lists for equal passes, once for all placements.
+"""What pipeline ranks keep and wait under a schedule: read off its lists for equal passes, once for all placements.
 
 Lists that depend on what passes take may keep other amounts: of those, bounds by memory are estimates.
 """
@@ -10,16 +10,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from autopar.schedules import Action, generate
+import numpy as np
+
+from autopar.schedules import Action, Costs, Schedule, generate, lower, simulate_timeline
 from autopar.schedules.offloads import LEAST_BETWEEN, with_offloads
 from autopar.schedules.registry import SCHEDULES
 from autopar.search.bounds import Kept, Spill
+from autopar.search.hulls import Array
 
 _KEEPS: Final = {"F": 1, "FETCH": 1, "B": -1, "I": -1, "OFFLOAD": -1, "W": 0}
 """What an action does to the number of microbatches that wait for a backward."""
-
-_LEAN: Final = ("1f1b", "v-min", "v-half")
-"""Schedules of which one or another keeps the least on any rank."""
 
 _PASSES: Final = 4096  # of a schedule that is generated; of fewer, no more are kept
 _STEADY: Final = 2  # times the ranks: with more microbatches, no more are in flight
@@ -53,6 +53,7 @@ class Keeping:
     """What ranks keep, by schedule, ranks, microbatches, chunks and the split of the head; each found once."""
 
     _known: dict[tuple[str, int, int, int | None, str], tuple[_Rank, ...]] = field(default_factory=dict)
+    _waits: dict[tuple[str, int, int, int | None, str], float] = field(default_factory=dict)
 
     def here(
         self, name: str, ranks: int, microbatches: int, chunks: int | None = None, head: str = ""
@@ -70,21 +71,72 @@ class Keeping:
             for rank in self._ranks(name, ranks, microbatches, chunks, head)
         )
 
-    def least(self, ranks: int, microbatches: int) -> tuple[Kept, ...]:
-        """By rank, of all schedules, as if copies to the host took no time."""
-        each = [self._ranks(name, ranks, microbatches, None, "") for name in _LEAN]
-        return tuple(Kept(((min(rank.away[0][0] for rank in some), 0.0),)) for some in zip(*each, strict=True))
+    def most(self, name: str, ranks: int, microbatches: int, chunks: int | None, head: str) -> Array:
+        """By rank, the most that waits for a backward, with all on the device."""
+        if not head and name == "1f1b":
+            return straight_kept(ranks, microbatches)
+        if not head and name == "interleaved" and _is_whole(ranks, microbatches):
+            return looped_kept(ranks, microbatches, chunks or 2)
+        return np.array([rank.here[0][0] for rank in self._ranks(name, ranks, microbatches, chunks, head)])
+
+    def waits(self, name: str, ranks: int, microbatches: int, chunks: int | None, head: str) -> float:
+        """How long ranks wait in a step, in passes of a microbatch through one rank."""
+        if ranks == 1 or (not head and name == "1f1b"):
+            return ranks - 1.0
+        if not head and name == "interleaved" and microbatches % ranks == 0:
+            return (ranks - 1) / (chunks or 2)
+        key = _key(name, ranks, microbatches, chunks, head)
+        if key not in self._waits:
+            self._waits[key] = _waited(generate(*key[:3], chunks=chunks, head=head))
+        return self._waits[key]
 
     def _ranks(self, name: str, ranks: int, microbatches: int, chunks: int | None, head: str) -> tuple[_Rank, ...]:
         if ranks == 1:
             return (_Rank(((1.0, 0.0),), ((1.0, 0.0),), ()),)
-        most = _PASSES // (ranks * (chunks or SCHEDULES[name].chunks or 2))
-        count = min(microbatches, _STEADY * ranks, max(ranks, most))
-        key = (name, ranks, count, chunks, head)
+        key = _key(name, ranks, microbatches, chunks, head)
         if key not in self._known:
-            schedule = generate(name, ranks, count, chunks=chunks, head=head)
+            schedule = generate(*key[:3], chunks=chunks, head=head)
             self._known[key] = tuple(_rank(actions, schedule.chunks) for actions in schedule.lists)
         return self._known[key]
+
+
+def _is_whole(ranks: int, microbatches: int) -> bool:
+    """Whether each round of microbatches of an interleaved schedule has as many as there are ranks, or all of them."""
+    return microbatches <= ranks or microbatches % ranks == 0
+
+
+def straight_kept(ranks: int, microbatches: int) -> Array:
+    """Of 1F1B: no schedule with one stage on each rank that fills it keeps less."""
+    return np.minimum(float(microbatches), ranks - np.arange(ranks))
+
+
+def looped_kept(ranks: int, microbatches: int, chunks: int) -> Array:
+    """Of interleaved 1F1B (arXiv 2104.04473, section 2.2), if the last round of microbatches has as many as there are
+    ranks; else it may keep more."""
+    ahead = 2 * (ranks - 1 - np.arange(ranks)) + (chunks - 1) * min(ranks, microbatches) + 1
+    return np.minimum(float(microbatches), ahead / chunks)
+
+
+def folded_kept(ranks: int, microbatches: int) -> Array:
+    """Of V-Min, a third of 1F1B's first rank (arXiv 2405.15362, section 4.2), with fewer microbatches half of these at
+    least: no schedule with this placement keeps less."""
+    return np.full(ranks, min((microbatches + 1) / 2, float((ranks + 4) // 3)))
+
+
+def _key(
+    name: str, ranks: int, microbatches: int, chunks: int | None, head: str
+) -> tuple[str, int, int, int | None, str]:
+    """Of as few microbatches as keep as much."""
+    most = _PASSES // (ranks * (chunks or SCHEDULES[name].chunks or 2))
+    return name, ranks, min(microbatches, _STEADY * ranks, max(ranks, most)), chunks, head
+
+
+def _waited(schedule: Schedule) -> float:
+    """Of equal passes, a backward two."""
+    costs = Costs.uniform(schedule, forward_seconds=1.0, backward_seconds=2.0, weight_seconds=1.0)
+    timeline = simulate_timeline(lower(schedule, costs.seconds), costs, trusted=True)
+    each = 3.0 * schedule.chunks
+    return timeline.makespan_seconds / each - schedule.microbatches
 
 
 def _spill(level: _Level, microbatches: int, seconds: float) -> Spill:

@@ -11,7 +11,7 @@ import heapq
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -25,6 +25,7 @@ from autopar.planner.rank_memory import MOMENTS
 from autopar.search.bounds import scaled
 from autopar.search.costing import Costing, Outcome
 from autopar.search.dive import dive
+from autopar.search.outlook import Outlook, Way
 from autopar.search.pins import Pins
 from autopar.search.profiles import Key, Profile, Profiler
 from autopar.search.space import (
@@ -49,7 +50,7 @@ WORK = 3e5
 """Units of some 20 microseconds (:func:`autopar.search.space.work_of`) that a search may take; what is left then counts
 with its bound. Counted, not measured: searches are deterministic."""
 
-_OPS, _FAMILY = 100, 100  # units of work of placing one op, and of a family's bound
+_OPS, _FAMILY = 100, 60  # units of work of placing one op, and of bounds of a family
 _CALLS, _BLOCKS = 32, 150  # calls of a model, and ops of its blocks: with fewer, laying out takes less
 _SHARED = 4  # regions that a profile made for its bound alone has to serve
 
@@ -72,7 +73,7 @@ class _Item(NamedTuple):
 
     order: float
     number: int
-    what: Region | Family | Point
+    what: Region | Point
     bound: float
 
 
@@ -102,6 +103,7 @@ class Search:
     _before: int = field(default=0, init=False)  # profiles that others made
     _unplaced: Counter[tuple[str, int]] = field(default_factory=Counter, init=False)
     _rows: Counter[int] = field(default_factory=Counter, init=False)
+    _outlook: Outlook | None = field(default=None, init=False)  # None: there are no layers
 
     @property
     def best_seconds(self) -> float:
@@ -156,6 +158,7 @@ class Search:
         self.costing.root = self._root()
         if self.costing.root is None:
             raise next(iter(self.profiler.refused.values()))
+        self._outlook = Outlook.of(self.costing, self.costing.root)
         found = sorted(regions(self.sizes, self.pins), key=_simplicity)
         self._unplaced.update((axis, getattr(region.key, axis)) for region in found for axis in region.key.axes())
         self._rows.update(region.rows for region in found)
@@ -168,15 +171,13 @@ class Search:
         dive(self, found)
         for region in found:
             self.points += self.count(region)
-            self._push(self.by_scaling(region), region)
+            self._push(self.region_bound(region), region)
         while self._waiting and self._goes_on():
             item = heapq.heappop(self._waiting)
             if self._is_beaten(item.bound):
                 self._passed.append(item)
             elif isinstance(item.what, Region):
                 self._open(item.bound, item.what)
-            elif isinstance(item.what, Family):
-                self._open_family(item.bound, item.what)
             else:
                 self._try(item.bound, item.what)
         proven = min(self.bound_seconds, self.best_seconds)
@@ -197,9 +198,7 @@ class Search:
 
     def again(self, spared_bytes: int) -> Search:
         """The same search from the start, with ``spared_bytes`` of a rank's memory left for what no solver counts."""
-        costing = Costing(
-            self.costing.cluster, self.costing.options, spared_bytes, expert_share=self.costing.expert_share
-        )
+        costing = Costing(self.costing.cluster, self.costing.options, spared_bytes)
         return replace(self, costing=costing, outcomes=[], refusals={}, built=0)
 
     def ranked(self) -> list[Outcome]:
@@ -216,16 +215,16 @@ class Search:
             if isinstance(item, Point):
                 yield bound, item
                 continue
-            profile = self.profile(item if isinstance(item, Region) else item.region)
+            profile = self.profile(item)
             assert profile is not None
-            for point in self.points_of(item) if isinstance(item, Region) else self.stored(item):
+            for point in self.points_of(item):
                 if self._is_placed(point) and self.costing.may_fit(point, profile):
                     heapq.heappush(heap, (max(bound, self.costing.bound(point, profile)), next(numbers), point))
 
-    def _is_placed(self, item: Region | Family | Point) -> bool:
+    def _is_placed(self, item: Region | Point) -> bool:
         if isinstance(item, Point):
             return self.key_of(item) in self.profiler.known
-        return self.profile(item if isinstance(item, Region) else item.region) is not None
+        return self.profile(item) is not None
 
     def _goes_on(self) -> bool:
         if self.quick and self.outcomes:
@@ -238,7 +237,7 @@ class Search:
         """The whole batch on one rank, which bounds everything."""
         return self.profiler.of(Key(self.sizes.batch, 1, 1, 1), Mesh(), 1)
 
-    def _push(self, bound: float, what: Region | Family | Point) -> None:
+    def _push(self, bound: float, what: Region | Point) -> None:
         if math.isinf(bound):
             return
         if self._is_beaten(bound):
@@ -247,7 +246,7 @@ class Search:
             self._numbers += 1
             heapq.heappush(self._waiting, _Item(bound * promise(what), self._numbers, what, bound))
 
-    def _pass(self, bound: float, what: Region | Family | Point) -> None:
+    def _pass(self, bound: float, what: Region | Point) -> None:
         """Leave it out; what is proven counts with its bound."""
         self._numbers += 1
         self._passed.append(_Item(bound, self._numbers, what, bound))
@@ -261,22 +260,75 @@ class Search:
     def _open(self, bound: float, region: Region) -> None:
         """Place it, if its bound is still the best by then; then its points wait instead of it."""
         profile = self.profile(region)
-        if profile is None:
-            better = max(self.by_scaling(region), self.costing.region_bound(region, self.share(region)))
-            if better > bound:
-                self._push(better, region)
-            elif self.place_reference(region) or self.place(region) is not None:
+        better = self.region_bound(region)
+        if better > bound:
+            self._push(better, region)
+        elif profile is None:
+            if self.place_reference(region) or self.place(region) is not None:
                 self._push(bound, region)
-            return
-        for family in self.families_of(region):
-            self._work += _FAMILY * self._length
-            self._push(max(bound, self.costing.family_bound(family, profile, self._good)), family)
+        else:
+            for family in self.families_of(region):
+                self._work += _FAMILY
+                self._open_family(bound, family, profile)
 
-    def _open_family(self, bound: float, family: Family) -> None:
-        profile = self.profile(family.region)
-        assert profile is not None
-        for point in self.stored(family):
-            self._offer(bound, point, profile)
+    def _open_family(self, bound: float, family: Family, profile: Profile) -> None:
+        """Let its points wait, and where memory is what makes them slow, what saves it in other ways."""
+        points = list(self.stored(family))
+        passes, kept = (self.bounds(points, profile, memory=memory) for memory in (False, True))
+        saved = []
+        for point, fastest, least in zip(points, passes, kept, strict=True):
+            self._push(max(bound, least), point)
+            if least > fastest and not self._is_beaten(max(bound, fastest)):  # what only saves memory is no faster
+                saved.append(point)
+        self._save(bound, saved, profile)
+
+    def bounds(self, points: Sequence[Point], profile: Profile, *, memory: bool = True) -> list[float]:
+        """What each of ``points`` of one family is not below, found for all at once; inf where they can't fit."""
+        if self._outlook is None or not points:
+            found = [self.costing.bound(point, profile) for point in points]
+        else:
+            found = [float(bound) for bound in self._outlook.bounds(points, profile, memory=memory)]
+        if not memory:
+            return found
+        fits = [self.costing.may_fit(point, profile) for point in points]
+        return [bound if fit else math.inf for bound, fit in zip(found, fits, strict=True)]
+
+    def region_bound(self, region: Region) -> float:
+        """What no point of ``region`` is below, by the profiles that are known; inf where none fits."""
+        found = self.by_scaling(region)
+        if self._outlook is None or self._is_beaten(found):
+            return found
+        return self._outlook.region_bound(region, *self._choices(region), self._references(), found, self._good)
+
+    def likely(self, region: Region, *, away: bool = False) -> float:
+        """Seconds of a likely step of ``region``; inf where none leaves room for activations. ``away``: masters and the
+        optimizer are on the host."""
+        if self._outlook is None:
+            return 0.0
+        ways = self._ways(region, saving=False)
+        if away:
+            ways = [(zero, zero_ranks, ("optimizer",)) for zero, zero_ranks, _ in ways]
+        return self._outlook.likely(region, ways, self._references())
+
+    def estimates(self, points: Sequence[Point], profile: Profile) -> list[float]:
+        """Seconds of likely steps of ``points`` of one family; inf where they can't fit."""
+        if self._outlook is None or not points:
+            return [self.costing.bound(point, profile) for point in points]
+        found, costing = self._outlook.estimates(points, profile), self.costing
+        return [
+            float(passes) + costing.beside_seconds(point, profile) if costing.may_fit(point, profile) else math.inf
+            for point, passes in zip(points, found, strict=True)
+        ]
+
+    def _choices(self, region: Region) -> tuple[list[Family], list[Way]]:
+        return list(self.families_of(region)), self._ways(region, saving=True)
+
+    def _ways(self, region: Region, *, saving: bool) -> list[Way]:
+        """To store weights, those that only save memory too if it is about ``saving``."""
+        cluster = self.costing.cluster
+        offloads = dict.fromkeys(offload for offload, _ in savers(region, cluster, self.pins))
+        kinds = list(offloads) if saving else [next(iter(offloads))]
+        return [(*storage, offload) for storage in storages(region, cluster, self.pins) for offload in kinds]
 
     def place_reference(self, region: Region) -> bool:
         """Make one of the profiles that bound ``region`` and others, if there is one to make."""
@@ -312,21 +364,6 @@ class Search:
         """Of the profile that ``point`` is laid out on."""
         return self._keys.get(point.region, point.region.key)._replace(head=point.head, chunks=point.head_chunks)
 
-    def _offer(self, bound: float, point: Point, profile: Profile) -> None:
-        """Let a point wait, if what stays from step to step may fit and what it keeps; where that takes time, and where
-        it doesn't fit, what saves memory in other ways waits as well."""
-        if not self.costing.may_fit(point, profile):
-            self._save(bound, point, profile)
-            return
-        passes = max(bound, self.costing.bound(point, profile))
-        if self._is_beaten(passes):
-            self._pass(passes, point)  # what only saves memory is no faster
-            return
-        kept = self.costing.memory_bound(point, profile)
-        if kept > passes:
-            self._save(bound, point, profile)
-        self._push(max(passes, kept), point)
-
     def share(self, region: Region) -> float:
         """Which part of the root's work a rank of ``region`` does of a microbatch."""
         return scaled(self.root.key, region.key) or 0.0
@@ -339,8 +376,7 @@ class Search:
 
     def by_scaling(self, region: Region) -> float:
         """What the profiles say that are known, if pipeline ranks shared it evenly."""
-        streamed = self.costing.least_streamed(region)
-        return max(streamed, region.microbatches * self._microbatch_seconds(region.key) / region.mesh.pp)
+        return region.microbatches * self._microbatch_seconds(region.key) / region.mesh.pp
 
     def _microbatch_seconds(self, key: Key) -> float:
         """Of one rank that holds all stages, by each profile that is known; what axes send comes to those without.
@@ -403,18 +439,26 @@ class Search:
         return kinds * ways * sum(1 for _ in savers(region, self.costing.cluster, self.pins))
 
     def _try(self, bound: float, point: Point) -> None:
+        """Lay it out, if what is known of it by itself leaves it the best."""
         known = self.profile(point.region)
         assert known is not None
+        passes = max(bound, self.costing.bound(point, known))
+        kept = passes if self._is_beaten(passes) else self.costing.memory_bound(point, known)
+        if kept > passes:
+            self._save(bound, [point], known)
+        if max(passes, kept) > bound:
+            self._push(max(passes, kept), point)
+            return
         try:
             outcome = self.lay_out(point)
         except AutoparError as error:
             if isinstance(error, BudgetError):
-                self._save(bound, point, known)
+                self._save(bound, [point], known)
                 if error.needed_bytes <= self.costing.whole_budget_bytes + max(known.activations.working_bytes):
                     self._pass(bound, point)  # what its largest op needs was an estimate: that proves nothing
             return
         if outcome.recomputes:
-            self._save(bound, point, known)
+            self._save(bound, [point], known)
 
     def lay_out(self, point: Point) -> Outcome:
         """What a point takes, known once it was laid out. Raises AutoparError where it can't run or doesn't fit."""
@@ -437,18 +481,25 @@ class Search:
         self.outcomes.append(outcome)
         return outcome
 
-    def _save(self, bound: float, point: Point, profile: Profile) -> None:
-        """What saves memory in other ways, which only helps where something was recomputed, or didn't fit."""
-        ways = list(savers(point.region, self.costing.cluster, self.pins))
-        if (point.offload, point.head_chunks) != ways[0] or point in self._saved:
+    def _save(self, bound: float, points: Iterable[Point], profile: Profile) -> None:
+        """What saves memory in other ways than ``points`` of one family, which only helps where something was
+        recomputed, or didn't fit."""
+        new = [point for point in points if point not in self._saved]
+        if not new:
             return
-        self._saved.add(point)
-        for offload, chunks in ways[1:]:
-            other = point._replace(offload=offload, head_chunks=chunks)
-            if self.costing.may_fit(other, profile):
-                passes = max(bound, self.costing.bound(other, profile))
-                beaten = self._is_beaten(passes)
-                self._push(passes if beaten else max(passes, self.costing.memory_bound(other, profile)), other)
+        plain, *ways = savers(new[0].region, self.costing.cluster, self.pins)
+        new = [point for point in new if (point.offload, point.head_chunks) == plain]
+        self._saved.update(new)
+        for away in (False, True):
+            others = [
+                point._replace(offload=offload, head_chunks=chunks)
+                for offload, chunks in ways
+                if ("activations" in offload) == away
+                for point in new
+            ]
+            if others:
+                for other, least in zip(others, self.bounds(others, profile), strict=True):
+                    self._push(max(bound, least), other)
 
 
 def _simplicity(region: Region) -> tuple[int, ...]:

@@ -118,12 +118,17 @@ class Profile:
     @cached_property
     def fixed_seconds(self) -> float:
         """Of one microbatch, whatever its size: a launch for each op, forward and backward."""
+        return math.fsum(sum(self.launches[unit.block]) for unit in self.units)
+
+    @cached_property
+    def launches(self) -> list[tuple[float, float]]:
+        """By block, seconds of a launch for each op, forward and backward."""
         launch = self.placed.request.cluster.device.launch_seconds
-        launches = [
-            sum(1 + info(node).meta.needs_grad for node, seconds in cost.op_seconds.items() if seconds >= launch > 0)
-            for cost in self.costs
-        ]
-        return launch * sum(launches[unit.block] for unit in self.units)
+        found = []
+        for cost in self.costs:
+            ops = [node for node, seconds in cost.op_seconds.items() if seconds >= launch > 0]
+            found.append((launch * len(ops), launch * sum(info(node).meta.needs_grad for node in ops)))
+        return found
 
     @cached_property
     def unit_parameters(self) -> list[Counter[Kind]]:
@@ -182,6 +187,10 @@ class Weights:
 
     def __add__(self, other: Weights) -> Weights:
         return Weights(self.elements + other.elements, self.copies + other.copies, self.masters + other.masters)
+
+    def times(self, share: float) -> Weights:
+        """That part of each."""
+        return Weights(*(round(share * each) for each in (self.elements, self.copies, self.masters)))
 
 
 def _parameters(model: Model) -> dict[str, Info]:

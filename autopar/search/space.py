@@ -48,7 +48,7 @@ _OFFLOADS: Final = (
 _SPLIT_HEADS: Final = ("vocab-1", "vocab-2")
 _HEAD_CHUNKS: Final = (1, 8)
 _LAYING, _ACTION = 5500, 20  # units of work of a point, and of each of its passes
-_AWAY = 2  # times that: activations on the host are tried for several stages
+_AWAY = 4  # times that: activations on the host are tried for several stages
 _MOST_CHUNKS: Final = 8
 """Stages per rank that are tried: each halves the bubble that is left, and doubles the messages."""
 
@@ -117,12 +117,10 @@ def _stored(node: fx.Node) -> fx.Node:
     return node
 
 
-def expert_share(model: Model) -> float:
-    """Of all elements of parameters, those of experts."""
-    counts = model.counts()
-    blocks = list(zip(model.blocks, counts, strict=True))
-    experts = sum(count * info(node).meta.numel for block, count in blocks for node in _of_experts(block))
-    total = sum(count * info(node).meta.numel for block, count in blocks for node in block.placeholders("parameter"))
+def expert_share(block: Block) -> float:
+    """Of all elements of its parameters, those of experts."""
+    experts = sum(info(node).meta.numel for node in _of_experts(block))
+    total = sum(info(node).meta.numel for node in block.placeholders("parameter"))
     return experts / total if total else 0.0
 
 
@@ -342,7 +340,7 @@ def work_of(point: Point) -> float:
     return away * (_LAYING + _ACTION * stages * region.microbatches)
 
 
-def promise(what: Region | Family | Point) -> float:
+def promise(what: Region | Point) -> float:
     """How many times its bound a step is likely to take: what is done in more complicated ways is bounded worse."""
     if isinstance(what, Region):
         return 1.0 + 0.01 * (what.mesh.cp > 1) + 0.005 * (what.mesh.tp > 1)
@@ -351,8 +349,8 @@ def promise(what: Region | Family | Point) -> float:
         (0.02, bool(MODES[what.vocabulary].head)),
         (0.01, (what.chunks or (row.chunks if row else 0) or 1) > 1),
         (0.01, row is not None and row.cost_aware),
-        (0.03, isinstance(what, Point) and bool(what.offload)),
-        (0.02, isinstance(what, Point) and what.head_chunks > 1),
+        (0.03, bool(what.offload)),
+        (0.02, what.head_chunks > 1),
         (0.01, what.region.mesh.cp > 1),
     ]
     return 1.0 + sum(share for share, holds in doubts if holds)

@@ -50,12 +50,13 @@ class Tried:
 
     outcome: Outcome
     by_region: float
+    by_family: float
     by_passes: float
     by_memory: float
 
     @property
-    def bounds(self) -> tuple[float, float, float]:
-        return self.by_region, self.by_passes, self.by_memory
+    def bounds(self) -> tuple[float, ...]:
+        return self.by_region, self.by_family, self.by_passes, self.by_memory
 
 
 def brute_force(search: Search, every: int) -> tuple[Found, list[Tried]]:
@@ -69,9 +70,9 @@ def brute_force(search: Search, every: int) -> tuple[Found, list[Tried]]:
         except AutoparError:
             continue
         assert profile is not None
-        region = max(
-            search.by_scaling(point.region), search.costing.region_bound(point.region, search.share(point.region))
-        )
+        region, (family,) = search.region_bound(point.region), search.bounds([point], profile)
         costing = search.costing
-        tried.append(Tried(outcome, region, costing.bound(point, profile), costing.memory_bound(point, profile)))
+        tried.append(
+            Tried(outcome, region, family, costing.bound(point, profile), costing.memory_bound(point, profile))
+        )
     return found, tried

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from autopar.schedules import Costs, Schedule, generate, lower, simulate_timeline
 from autopar.schedules.pass_times import PassTimes
 from autopar.search.bounds import Held, Kept, Spill, folded, looped, recomputed, scaled, shared_out, straight
-from autopar.search.hulls import Array
+from autopar.search.hulls import Array, hull
 from autopar.search.profiles import Key, Unit
 
 times = st.lists(st.tuples(*[st.floats(0.01, 3.0)] * 3), min_size=4, max_size=7)
@@ -97,6 +98,44 @@ def test_bounds_are_met() -> None:
     assert shortest(units, "1f1b", 4, None, 8) == pytest.approx((8 + 3) * 3)
 
 
+def test_waits_are_counted_where_ranks_hold_several_stages() -> None:
+    """The second rank waits for one unit before its first pass, and after its last one; or only before."""
+    units = units_of([(1.0, 1.0, 1.0)] * 4)
+    assert folded(units, 2, 8, split=False) == pytest.approx(8 * 6 + 3 / 2)
+    assert folded(units, 2, 8, split=True) == pytest.approx(8 * 6 + 1 / 2)
+    held = held_of(np.full(4, 3.0), np.zeros(4), np.array([1.0]), np.array([0.0]))
+    kept = [Kept(((1.0, 0.0),))] * 2
+    assert shared_out(held, kept, 1, 100.0, split=False) == pytest.approx(3 + 2 * 3), "two layers each"
+
+
+def test_the_rank_of_the_last_unit_has_fewer_layers() -> None:
+    """Four layers of 3 seconds and a head of 6: that rank waits, and has no time for a layer."""
+    held = held_of(np.array([3.0, 3.0, 3.0, 3.0, 6.0]), np.zeros(5), np.array([1.0]), np.array([0.0]))
+    held = replace(held, layers=np.array([1.0, 1.0, 1.0, 1.0, 0.0]))
+    assert shared_out(held, [Kept(((1.0, 0.0),))] * 2, 1, 100.0, split=False) == pytest.approx(12)
+
+
+@pytest.mark.parametrize("taken", ["state", "working"])
+def test_what_else_a_rank_holds_leaves_less_to_keep(taken: str) -> None:
+    """Of 18 bytes 8 are taken, by all layers' state or while one works: each keeps 2.5 instead of 4."""
+    saved, extra = np.array([4.0, 1.0]), np.array([0.0, 1.0])
+    held = held_of(np.full(4, 3.0), np.zeros(4), saved, extra)
+    assert recomputed(held, [Kept(((1.0, 0.0),))], 1, 18.0, split=False) == pytest.approx(12)
+    held = replace(held, **{taken: np.full(4, 2.0 if taken == "state" else 8.0)})
+    assert recomputed(held, [Kept(((1.0, 0.0),))], 1, 18.0, split=False) == pytest.approx(12 + 4 / 2)
+    assert math.isinf(recomputed(held, [Kept(((1.0, 0.0),))], 1, 11.0, split=False))
+
+
+def test_hulls_leave_out_what_lies_above_a_line() -> None:
+    points = [(4.0, 0.0), (2.0, 3.0), (1.0, 1.0), (1.0, 2.0), (3.0, 5.0)]
+    saved, extra = hull(points)
+    assert saved.tolist() == [4, 1]
+    assert extra.tolist() == [0, 1]
+    saved, extra = hull([(5.0, 2.0), (4.0, 0.0), (2.0, 1.0), (1.0, 4.0)])
+    assert saved.tolist() == [4, 2, 1], "what is larger and takes longer is left out, too"
+    assert extra.tolist() == [0, 1, 4]
+
+
 saves = st.lists(st.tuples(st.floats(0.1, 2.0), st.floats(0.0, 4.0)), min_size=3, max_size=5)
 
 
@@ -145,13 +184,14 @@ def test_copies_to_the_host_take_time() -> None:
     seconds, none = np.full(4, 3.0), np.zeros(4)
     held = held_of(seconds, none, np.array([4.0, 1.0]), np.array([0.0, 10.0]))
 
-    def bound(seconds_per_byte: float) -> float:
-        spill = Spill(1.0, forwards=1.0, backwards=0.0, times=1.0, seconds=seconds_per_byte, microbatches=1)
+    def bound(seconds_per_byte: float, times: float = 1.0) -> float:
+        spill = Spill(1.0, forwards=1.0, backwards=0.0, times=times, seconds=seconds_per_byte, microbatches=1)
         return recomputed(held, [Kept(((0.0, 0.0),), (spill,))], 1, 10.0, split=True)
 
     assert bound(0.1) == pytest.approx(12), "beside the forwards"
     assert 12 + 1 < bound(1.0) <= 12 + 2, "6 seconds instead of the forwards' 4"
     assert bound(1e9) > 12 + 15, "10 seconds for 3 bytes of a layer"
+    assert 13 < bound(0.5, times=5.0) <= 15, "3 seconds five times over, which takes longer than the passes"
 
 
 def _least_extra(count: int, kept: float, room: float) -> float:

@@ -42,6 +42,14 @@ def test_less_is_on_the_device_where_copies_may_go_to_the_host(name: str) -> Non
         assert most.seconds == 1e-9 / 16
 
 
+def test_one_runs_while_another_is_on_its_way() -> None:
+    """Of 1F1B: one that computes, and one that comes back. Its first rank begins five of eight microbatches while four
+    wait for a backward, and each of them is away while two do."""
+    away = Keeping().away("1f1b", 4, 16, None, "", 1e9)
+    assert [rank.moments[0][0] for rank in away] == [2, 2, 2, 1]
+    assert away[0].spills[-1].times == pytest.approx(16 * 5 / 8 / 2)
+
+
 def test_a_microbatch_whose_backward_follows_stays() -> None:
     """The last rank of 1F1B: what is too much there can't be copied in any time."""
     last = Keeping().away("1f1b", 4, 16, None, "", 1e9)[-1]

@@ -1,0 +1,147 @@
+"""Profiles as rows of equal layers (:class:`autopar.search.wholesale.Layers`), and those of others by scaling."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from autopar.search.bounds import scaled
+from autopar.search.gradients import Kind
+from autopar.search.hulls import Array
+from autopar.search.profiles import Key, Profile, Unit
+from autopar.search.wholesale import Layers
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Of a profile, five figures each: seconds of a layer's forward, of the part of its backward that the next one
+    waits for, of its weights' gradients; of all other calls' forward and backward. ``launches`` is the part that
+    doesn't get shorter with the work, ``sent`` what these wait for messages by axis."""
+
+    key: Key
+    seconds: Array
+    launches: Array
+    sent: Mapping[str, Array]
+
+    @classmethod
+    def of(cls, profile: Profile, block: int) -> LayerTimes:
+        launches, sent = np.zeros(5), {axis: np.zeros(5) for axis in profile.key.axes()}
+        for number in (block, *(unit.block for unit in profile.units if unit.block != block)):
+            place = [0, 1] if number == block else [3, 4]  # what is put off sends nothing
+            launches[place] += profile.launches[number]
+            for (axis, _), both in profile.costs[number].wires.items():
+                if axis in sent:
+                    sent[axis][place] += both
+        return cls(profile.key, figures(profile.units, block), launches, sent)
+
+
+def figures(units: Sequence[Unit], block: int) -> Array:
+    """The five figures of ``units``, whose layers are calls of ``block``: of these, the least."""
+    mine = [unit for unit in units if unit.block == block]
+    others = [unit for unit in units if unit.block != block]
+    layer = [
+        min(unit.forward for unit in mine),
+        min(unit.backward - unit.weights for unit in mine),
+        min(unit.weights for unit in mine),
+    ]
+    return np.array([*layer, math.fsum(u.forward for u in others), math.fsum(u.backward for u in others)])
+
+
+def layer_block(profile: Profile) -> int | None:
+    """The block that is called most; None where none is called twice."""
+    counts = Counter(unit.block for unit in profile.units)
+    block = max(counts, key=lambda b: (counts[b], b))
+    return block if counts[block] > 1 else None
+
+
+def layer_weights(profile: Profile, block: int) -> Counter[Kind]:
+    """Elements of the trained parameters that each layer has at least."""
+    pairs = zip(profile.units, profile.unit_parameters, strict=True)
+    every = [kinds for unit, kinds in pairs if unit.block == block]
+    least = every[0]
+    for kinds in every[1:]:
+        least = least & kinds
+    return least
+
+
+@dataclass
+class Scaler:
+    """Layers of any placement, by what those take that are known: a rank with 1/k of the work takes 1/k of the time at
+    least, launches aside. ``root`` is the profile of the whole batch on one rank."""
+
+    root: Profile
+    block: int
+    layers: Layers
+    _times: dict[Key, LayerTimes] = field(default_factory=dict)
+    _known: dict[Key, tuple[int, Layers]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, root: Profile, recompute: str) -> Scaler | None:
+        """None where the model has no layers to speak of."""
+        block = layer_block(root)
+        if block is None:
+            return None
+        units = [unit.block == block for unit in root.units]
+        first = next(i for i, call in enumerate(root.model.calls) if call.block == block)
+        saved, extra = root.hull(block, first, recompute)
+        times = figures(root.units, block)
+        layers = Layers(
+            count=sum(units),
+            ahead=units.index(True),
+            forward=float(times[0]),
+            inputs=float(times[1]),
+            weights=float(times[2]),
+            beside=(float(times[3]), float(times[4])),
+            saved=saved,
+            extra=extra,
+            working=float(root.activations.working_bytes[block]),
+        )
+        return cls(root, block, layers)
+
+    def scaled(self, key: Key, references: Sequence[Profile]) -> Layers:
+        """Of a placement that isn't made yet; ``references`` are those that bound others."""
+        if key not in self._known or self._known[key][0] != len(references):
+            self._known[key] = len(references), self._scaled(key, references)
+        return self._known[key][1]
+
+    def with_units(self, key: Key, units: Sequence[Unit]) -> Layers:
+        """Of a placement with these ``units``, whose layers may keep as little as the root's do by scaling."""
+        return _timed(self._kept(key), figures(units, self.block))
+
+    def _scaled(self, key: Key, references: Iterable[Profile]) -> Layers:
+        every = [self._times_of(profile) for profile in references]
+        sent = np.zeros(5)
+        for times in every:
+            for axis in self._alone_on(times.key, key):
+                sent = sent + times.sent[axis] * (scaled(times.key, key) or 0.0)
+        found = np.zeros(5)
+        for times in every:
+            if share := scaled(times.key, key):
+                beside = 0.0 if times.key.axes() else sent
+                found = np.maximum(found, share * (times.seconds - times.launches) + times.launches + beside)
+        return _timed(self._kept(key), found)
+
+    def _alone_on(self, known: Key, key: Key) -> list[str]:
+        """The axis of ``key`` that ``known`` has the whole batch on, if it is all that it has."""
+        axes, whole = known.axes(), known.rows * known.ep == self.root.key.rows
+        plain = whole and not (known.several or known.copies) and len(axes) == 1
+        return [axis for axis in axes if plain and getattr(key, axis) == getattr(known, axis)]
+
+    def _times_of(self, profile: Profile) -> LayerTimes:
+        if profile.key not in self._times:
+            self._times[profile.key] = LayerTimes.of(profile, self.block)
+        return self._times[profile.key]
+
+    def _kept(self, key: Key) -> Layers:
+        share = scaled(self.root.key, key) or 0.0
+        layers = self.layers
+        return replace(layers, saved=share * layers.saved, extra=share * layers.extra, working=share * layers.working)
+
+
+def _timed(layers: Layers, times: Array) -> Layers:
+    forward, inputs, weights, *beside = (float(each) for each in times)
+    return replace(layers, forward=forward, inputs=inputs, weights=weights, beside=(beside[0], beside[1]))

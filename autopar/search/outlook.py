@@ -1,0 +1,264 @@
+"""Regions and families from afar: what none of their points is below, found for all ways to store weights at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import numpy as np
+
+from autopar.mesh import Mesh
+from autopar.planner.modes import MODES
+from autopar.schedules.registry import SCHEDULES
+from autopar.search.costing import Costing, seconds_of, splits_head
+from autopar.search.hulls import Array
+from autopar.search.keeping import folded_kept, looped_kept, straight_kept
+from autopar.search.layers import Scaler, layer_weights
+from autopar.search.profiles import Key, Profile, Weights
+from autopar.search.space import Family, Point, Region, expert_share
+from autopar.search.wholesale import (
+    Host,
+    Layers,
+    Ranks,
+    Stored,
+    folded,
+    least_seconds,
+    looped,
+    straight,
+    without_memory,
+)
+
+Way = tuple[int, int, tuple[str, ...]]
+"""``zero``, ``zero_ranks`` and ``offload`` of a point."""
+
+_STAGES: Final = 8  # of a rank at most, where several are likely
+_STEADY: Final = 2  # times the ranks: of fewer microbatches, none are taken to wait as those of a steady state do
+_BOUNDLESS: Final = 1e30
+
+
+@dataclass
+class Outlook:
+    """Of one search: :class:`autopar.search.layers.Scaler` knows what layers take, ``costing`` the rest."""
+
+    costing: Costing
+    scaler: Scaler
+    expert_share: float  # of a layer's parameters
+    _ways: dict[tuple[object, ...], Stored] = field(default_factory=dict)
+    _shares: dict[Key, dict[tuple[str, ...], Weights]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, costing: Costing, root: Profile) -> Outlook | None:
+        """None where the model has no layers, or it is said what they recompute."""
+        scaler = Scaler.of(root, costing.options.recompute) if costing.options.recompute in ("auto", "none") else None
+        return None if scaler is None else cls(costing, scaler, expert_share(root.model.blocks[scaler.block]))
+
+    def region_bound(
+        self,
+        region: Region,
+        families: Iterable[Family],
+        ways: Iterable[Way],
+        references: Sequence[Profile],
+        known: float = 0.0,
+        enough: float = math.inf,
+    ) -> float:
+        """No step of any point of ``region`` is below, whose ``families`` store weights in these ``ways``; another
+        bound is ``known``. One that is ``enough`` isn't made any better."""
+        layers = self.scaler.scaled(region.key, references)
+        stored = _undominated(self._of_region(region, way) for way in ways)
+        away = any("activations" in offload for _, _, offload in ways)
+        free, found = without_memory(layers), math.inf
+        for ranks in _kinds(region, layers, list(families)):
+            seconds = least_seconds(free, stored, ranks, region.microbatches, _BOUNDLESS)
+            if (fastest := float(seconds.min())) < min(found, enough):
+                host = self._host(ranks, region, away=away)
+                seconds = least_seconds(layers, stored, ranks, region.microbatches, self.costing.budget_bytes, host)
+            found = min(found, max(fastest, float(seconds.min())))
+            if found <= known:
+                break
+        return max(known, found)
+
+    def likely(self, region: Region, ways: Iterable[Way], references: Sequence[Profile]) -> float:
+        """Seconds of a likely step of ``region``, all on the device: with one stage on each rank, or with many."""
+        layers = self.scaler.scaled(region.key, references)
+        stored = _undominated(self._of_region(region, way) for way in ways)
+        pp, count = region.mesh.pp, region.microbatches
+        chunks = max(1, min(_STAGES, layers.count // pp))
+        kinds = [_even(layers, straight_kept(pp, count), pp - 1)]
+        if chunks > 1 < pp:
+            kinds.append(_even(layers, looped_kept(pp, count, chunks), (pp - 1) / chunks))
+            kinds.append(_even(layers, 1.5 * folded_kept(pp, count), (pp - 1) / 2))
+        every = [least_seconds(layers, stored, ranks, count, self.costing.budget_bytes) for ranks in kinds]
+        return float(np.min(every))
+
+    def estimates(self, points: Sequence[Point], profile: Profile) -> Array:
+        """Seconds of likely steps of ``points`` of one family, as if all ranks had as many layers."""
+        family = points[0].family
+        layers = self.scaler.with_units(profile.key, profile.units)
+        stored = [self._of_point(point, profile) for point in points]
+        region, count = family.region, family.region.microbatches
+        asked = (family.schedule, region.mesh.pp, count, family.chunks, MODES[family.vocabulary].head)
+        kept = self.costing.keeping.most(*asked)
+        ranks = _even(layers, kept, self.costing.keeping.waits(*asked))
+        host = self._copies(points[0])
+        return least_seconds(layers, stored, ranks, count, self.costing.budget_bytes, host)
+
+    def bounds(self, points: Sequence[Point], profile: Profile, *, memory: bool = True) -> Array:
+        """The same of each of ``points`` of one family, all or none of which may have activations on the host; without
+        ``memory``, by their passes alone."""
+        family = points[0].family
+        layers = self.scaler.with_units(profile.key, profile.units)
+        stored = [self._of_point(point, profile) for point in points]
+        row, region = SCHEDULES.get(family.schedule), family.region
+        if row is None:
+            return np.zeros(len(points))
+        head = MODES[family.vocabulary].head
+        asked = (family.schedule, region.mesh.pp, region.microbatches, family.chunks, head)
+        ranks = _ranks(family, layers, self.costing.keeping.most(*asked))
+        if not memory:
+            return least_seconds(without_memory(layers), stored, ranks, region.microbatches, _BOUNDLESS)
+        host = self._copies(points[0])
+        return least_seconds(layers, stored, ranks, region.microbatches, self.costing.budget_bytes, host)
+
+    def _copies(self, point: Point) -> Host | None:
+        """What copies to the host and back have to keep up with; None where there are none."""
+        rate, region = self.costing.cluster.device.host_bytes_per_second, point.region
+        if not rate or "activations" not in point.offload or region.mesh.pp == 1:
+            return None
+        asked = (point.schedule, region.mesh.pp, region.microbatches, point.chunks, MODES[point.vocabulary].head)
+        away = self.costing.keeping.away(*asked, rate)
+        most = [rank.spills[-1] for rank in away]
+        return Host(
+            rate,
+            times=np.array([spill.times for spill in most]),
+            ahead=(np.array([spill.forwards for spill in most]), np.array([spill.backwards for spill in most])),
+            stay=np.array([rank.moments[0][0] for rank in away]),
+        )
+
+    def _host(self, ranks: Ranks, region: Region, *, away: bool) -> Host | None:
+        rate = self.costing.cluster.device.host_bytes_per_second
+        if not away or not rate or region.mesh.pp == 1:
+            return None
+        count, none = region.microbatches, np.zeros(ranks.count)
+        steady = max(0, count - _STEADY * region.mesh.pp)
+        half = none + count / 2  # where a rank may keep the most at any time
+        ahead = (half, half) if ranks.goes_on else (ranks.kept, none)
+        return Host(rate, steady / np.maximum(1.0, ranks.kept), ahead, none)
+
+    def _of_region(self, region: Region, way: Way) -> Stored:
+        mesh = region.mesh
+        key = (mesh.dp, mesh.ep, mesh.cp, mesh.tp, mesh.borrowed, way)
+        if key not in self._ways:
+            self._ways[key] = self._stored(mesh, self._spread(mesh), way, ())
+        return self._ways[key]
+
+    def _of_point(self, point: Point, profile: Profile) -> Stored:
+        mesh, way = point.region.mesh, (point.zero, point.zero_ranks, point.offload)
+        key = (profile.key, mesh.dp, way)
+        if key not in self._ways:
+            if profile.key not in self._shares:
+                self._shares[profile.key] = _by_split(profile, self.scaler.block)
+            lines = {mesh.data_axes(split): weights for split, weights in self._shares[profile.key].items()}
+            summed = {mesh.data_axes(s) for s, each in profile.weights.items() if profile.summed.get(s) == each}
+            self._ways[key] = self._stored(mesh, lines, way, summed)
+        return self._ways[key]
+
+    def _spread(self, mesh: Mesh) -> dict[tuple[str, ...], Weights]:
+        """A layer's weights on one rank, if they were split as far as axes go."""
+        block, root = self.scaler.block, self.scaler.root
+        if root.key not in self._shares:
+            self._shares[root.key] = _by_split(root, block)
+        (whole,) = self._shares[root.key].values()
+        experts = self.expert_share if mesh.experts > 1 else 0.0
+        parts = {mesh.data_axes(): (1 - experts) / mesh.tp}
+        if experts:
+            line = mesh.data_axes(mesh.expert_axes)
+            inner = 1 if "tp" in mesh.borrowed else mesh.tp
+            parts[line] = parts.get(line, 0.0) + experts / mesh.experts / inner
+        return {line: whole.times(share) for line, share in parts.items()}
+
+    def _stored(
+        self, mesh: Mesh, lines: Mapping[tuple[str, ...], Weights], way: Way, summed: Iterable[tuple[str, ...]]
+    ) -> Stored:
+        """``summed`` are the lines over which all gradients are."""
+        zero, zero_ranks, offload = way
+        host = self.costing.cluster.device.host_bytes_per_second
+        away = not {"optimizer", "parameters"}.isdisjoint(offload)
+        streams = zero == 3 or "parameters" in offload
+        machine = self.costing.machine_of(mesh, zero_ranks)
+        state = gathered = scattered = 0.0
+        for axes, weights in lines.items():
+            shards = mesh.zero_shards(zero_ranks, axes) if zero and axes else 1
+            link = machine.lines[axes].shard if shards > 1 else None
+            state += 0.0 if away else self.costing.trained_bytes(weights) / shards
+            state += weights.masters / (shards if zero >= 2 else 1)
+            twice = shards > 1 or weights.copies != weights.masters or away
+            if not streams:
+                state += weights.copies if twice else 0.0
+            else:
+                gathered += seconds_of("all_gather", int(weights.copies), shards, link) if link else 0.0
+                gathered += weights.copies / shards / host if away and host else 0.0
+            if zero >= 2 and axes in summed and link:
+                scattered += seconds_of("reduce_scatter", int(self.costing.sent_bytes(weights)), shards, link)
+        return Stored(state, gathered, scattered)
+
+
+def _by_split(profile: Profile, block: int) -> dict[tuple[str, ...], Weights]:
+    """What each layer has at least, by the axes that it is split on."""
+    found: dict[tuple[str, ...], Weights] = {}
+    for kind, elements in layer_weights(profile, block).items():
+        here = Weights(elements, elements * kind.dtype.itemsize, elements * kind.master.itemsize)
+        found[kind.split] = found.get(kind.split, Weights(0, 0, 0)) + here
+    return found
+
+
+def _undominated(ways: Iterable[Stored]) -> list[Stored]:
+    """Those that no other one is as good as in everything."""
+    found: list[Stored] = []
+    for way in sorted(set(ways)):
+        if not any(known.gathered <= way.gathered and known.scattered <= way.scattered for known in found):
+            found.append(way)
+    return found
+
+
+def _kinds(region: Region, layers: Layers, families: Sequence[Family]) -> list[Ranks]:
+    """How ranks work: of all schedules that are placed alike one that waits and keeps as little as any."""
+    pp, count = region.mesh.pp, region.microbatches
+    if pp == 1:
+        return [straight(layers, 1, count, np.ones(1), ends=False)]
+    heads = any(splits_head(family) for family in families)
+    chunks = {family.chunks or 2 for family in families if SCHEDULES[family.schedule].placement == "looped"}
+    placements = {SCHEDULES[family.schedule].placement for family in families}
+    found = []
+    if "v" in placements:
+        found.append(folded(layers, pp, folded_kept(pp, count), ends=False))
+    if "straight" in placements:
+        naive = any(family.schedule == "naive" for family in families)
+        kept = np.ones(pp) if naive else straight_kept(pp, count)
+        found.append(straight(layers, pp, count, kept, ends=False))
+    if chunks:
+        least = np.min([looped_kept(pp, count, each) for each in sorted(chunks)], axis=0)
+        found.append(looped(layers, pp, max(chunks), count, least, ends=False))
+    return [replace(ranks, spreads_head=heads) for ranks in found]
+
+
+def _ranks(family: Family, layers: Layers, kept: Array) -> Ranks:
+    row, pp, count = SCHEDULES[family.schedule], family.region.mesh.pp, family.region.microbatches
+    heads = splits_head(family)
+    ends = pp > 1 and not (row.splits_backward or heads)
+    if pp == 1 or row.placement == "straight":
+        found = straight(layers, pp, count, kept, ends=ends)
+    elif row.placement == "looped":
+        found = looped(layers, pp, row.chunks or family.chunks or 2, count, kept, ends=ends)
+    else:
+        found = folded(layers, pp, kept, ends=ends)
+    return replace(found, puts_off=row.splits_backward, spreads_head=heads)
+
+
+def _even(layers: Layers, kept: Array, waits: float) -> Ranks:
+    """Ranks that all wait for so many passes of a microbatch through one of them."""
+    count, none = len(kept), np.zeros(len(kept))
+    idle = waits * layers.count / count
+    share = np.full(count, 1 / count)
+    return Ranks(share, (none, none), (idle, idle), none, True, False, kept, spreads_head=True)

@@ -1,0 +1,245 @@
+"""What many points take at least, at once: a row of equal layers on pipeline ranks, stored in several ways.
+
+A rank r that holds n layers takes ``rows[r, n]`` seconds of a step: its passes, with what it has to recompute, gather
+or copy to the host for n layers to fit. Beside that it waits for layers of other ranks. A weighted mean over the ranks
+of what each takes and waits for is below the step; in it, each layer counts by what the next one of its rank takes
+more, and by how much others wait for it. So no cut is below the sum of the least of these, one for each layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from autopar.search.hulls import Array
+
+_VALUES: Final = 8  # of what layers keep that are told apart where the rest is copied
+_ROUNDED: Final = 1 + 1e-9
+_WIDE: Final = 3  # times its even share of the layers that a rank is looked at with first
+
+
+@dataclass(frozen=True)
+class Layers:
+    """``count`` equal layers, ``ahead`` other calls before the first. Of a microbatch: seconds of a layer's
+    ``forward``, of the part of its backward that the next one waits for (``inputs``), and of its ``weights``'
+    gradients; seconds of all other calls (``beside``: forward, backward). A layer may keep ``saved`` bytes (falling)
+    for ``extra`` seconds more (rising, convex), and works in ``working`` bytes."""
+
+    count: int
+    ahead: int
+    forward: float
+    inputs: float
+    weights: float
+    beside: tuple[float, float]
+    saved: Array
+    extra: Array
+    working: float
+
+
+class Stored(NamedTuple):
+    """A way to store weights: bytes of a layer that stay from step to step, seconds of gathering its weights for each
+    pass (0: they are there), and of a SCATTER of its gradients for each microbatch."""
+
+    state: float
+    gathered: float
+    scattered: float
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """How pipeline ranks work, by rank. In the mean, each counts with ``share`` (they sum to 1), and a layer of it is
+    waited for so many forwards and backwards (``waits``); ``idle`` layers are waited for wherever they are. ``ahead``
+    layers at least come before a rank's first forward; if they do after its last backward, too, these ``ends`` count.
+    ``puts_off``: weights' gradients are a pass of their own. ``kept`` microbatches wait for a backward at most, after
+    as many forwards, or when some backwards ran as well (``goes_on``)."""
+
+    share: Array
+    waits: tuple[Array, Array]
+    idle: tuple[float, float]
+    ahead: Array
+    ends: bool
+    puts_off: bool
+    kept: Array
+    goes_on: bool = False
+    spreads_head: bool = False
+
+    @property
+    def count(self) -> int:
+        return len(self.share)
+
+
+class Host(NamedTuple):
+    """Where activations may go: bytes per second; by rank, how often in a step what it can't keep is copied, beside how
+    many forwards and backwards (``ahead``) that is for the first time, and the microbatches of which it keeps all."""
+
+    rate: float
+    times: Array
+    ahead: tuple[Array, Array]
+    stay: Array
+
+
+def straight(layers: Layers, ranks: int, microbatches: int, kept: Array, *, ends: bool) -> Ranks:
+    """One stage per rank: each waits for all layers of those ahead, to begin with, and if that ``ends`` so at the end.
+
+    Shares are those for which the mean is largest where a layer takes as long wherever it is: the dual of filling
+    stages in order.
+    """
+    waited = layers.forward + ends * (layers.inputs + layers.weights)
+    whole = microbatches * (layers.forward + layers.inputs + layers.weights)
+    share = (1 - min(1.0, waited / whole if whole else 0.0)) ** np.arange(ranks)[::-1]
+    share = share / share.sum()
+    later = np.cumsum(share[::-1])[::-1] - share
+    none = np.zeros(ranks)
+    waits = later, later if ends else none
+    return Ranks(share, waits, (0.0, 0.0), _ahead(layers, ranks), ends, False, kept)
+
+
+def folded(layers: Layers, ranks: int, kept: Array, *, ends: bool) -> Ranks:
+    """Several stages per rank, wherever they are: rank r waits for a layer of each of those ahead at least."""
+    ahead, none = _ahead(layers, ranks), np.zeros(ranks)
+    idle = float(ahead.mean())
+    share = np.full(ranks, 1 / ranks)
+    return Ranks(share, (none, none), (idle, ends * idle), ahead, ends, False, kept, goes_on=True)
+
+
+def looped(layers: Layers, ranks: int, chunks: int, microbatches: int, kept: Array, *, ends: bool) -> Ranks:
+    """Stages that go round the ranks: :func:`autopar.search.bounds.looped` says what they wait for."""
+    place = np.arange(ranks)
+    period = (1 + ends) * chunks * microbatches / 2 - (chunks - 1) / 2
+    share = (1 + (place - (ranks - 1) / 2) / period) / ranks
+    if share.min() < 0:
+        return folded(layers, ranks, kept, ends=ends)
+    later = np.cumsum(share[::-1])[::-1] - share
+    rounds = np.arange(chunks)[:, None]
+    waits = (((chunks - 1 - rounds) * (1 - ranks * share) + later) / chunks).min(axis=0)
+    none = np.zeros(ranks)
+    return Ranks(share, (waits, waits if ends else none), (0.0, 0.0), _ahead(layers, ranks), ends, False, kept)
+
+
+def _ahead(layers: Layers, ranks: int) -> Array:
+    found: Array = np.maximum(0.0, np.arange(ranks) - float(layers.ahead))
+    return found
+
+
+def least_seconds(
+    layers: Layers, ways: Sequence[Stored], ranks: Ranks, microbatches: int, budget: float, host: Host | None = None
+) -> Array:
+    """By way, seconds that no step of these ``ranks`` is below; inf where layers don't fit in ``budget`` bytes.
+
+    With a ``host``, what isn't kept may be there instead of being recomputed.
+    """
+    stored = np.array(ways, dtype=np.float64)
+    forward, inputs, weights = _passes(layers, ranks, stored[:, 1])
+    most = layers.count if ranks.count <= _WIDE else min(layers.count, _WIDE * math.ceil(layers.count / ranks.count))
+    while True:
+        found, reached = _least(layers, stored, ranks, microbatches, budget, host, most)
+        if not reached or most == layers.count:
+            break
+        most = layers.count
+    beside = _beside(layers, ranks, microbatches)
+    waited = ranks.idle[0] * forward + ranks.idle[1] * (inputs + weights)
+    latency = layers.count * (forward + inputs + (weights if ranks.ends else 0.0)) + layers.beside[0]
+    result: Array = np.maximum(found + beside + waited, latency)
+    return result
+
+
+def _passes(layers: Layers, ranks: Ranks, gathered: Array) -> tuple[Array, Array, Array]:
+    """By way, seconds of a layer's passes, which last as long as its weights are gathered for them: of a forward, of
+    what the backward before waits for, and of the rest of a backward."""
+    forward = np.maximum(layers.forward, gathered)
+    if ranks.puts_off:
+        return forward, np.maximum(layers.inputs, gathered), np.full_like(gathered, layers.weights)
+    inputs = np.maximum(layers.inputs, gathered)
+    return forward, inputs, np.maximum(layers.inputs + layers.weights, gathered) - inputs
+
+
+def _beside(layers: Layers, ranks: Ranks, microbatches: int) -> float:
+    """What calls that are no layers add, wherever they are."""
+    if ranks.spreads_head:
+        return microbatches * sum(layers.beside) / ranks.count
+    counts = (microbatches * ranks.share + waits for waits in ranks.waits)
+    return math.fsum(float(count.min()) * seconds for count, seconds in zip(counts, layers.beside, strict=True))
+
+
+def _least(
+    layers: Layers, stored: Array, ranks: Ranks, microbatches: int, budget: float, host: Host | None, most: int
+) -> tuple[Array, bool]:
+    """Of ranks with up to ``most`` layers; and whether any has as many."""
+    forward, inputs, weights = _passes(layers, ranks, stored[:, 1])
+    count = np.arange(1.0, most + 1)
+    room = (budget - layers.working - stored[:, :1] * count)[:, None, :]  # [way, 1, n]
+    rows = _rows(layers, stored, ranks, microbatches, room, count, host)
+    with np.errstate(invalid="ignore"):
+        more = np.diff(rows, axis=2, prepend=0.0) * ranks.share[:, None]
+    more = np.where(np.isfinite(rows), more, np.inf)
+    waited = np.multiply.outer(forward, ranks.waits[0]) + np.multiply.outer(inputs + weights, ranks.waits[1])
+    more += waited[:, :, None]
+    ahead = forward + (inputs + weights if ranks.ends else 0.0)
+    starts = rows + (ahead[:, None] * ranks.ahead)[:, :, None]
+    (chosen, slowest), last = (_lowest(values, layers.count) for values in (more, starts)), layers.count - 1
+    pairs = ((chosen, more), (slowest, starts))
+    reached = any((low[:, last, None] > all_[:, :, -1] * _ROUNDED).any() for low, all_ in pairs)
+    result: Array = np.maximum(chosen.sum(axis=1), slowest[:, last])
+    return result, reached
+
+
+def _lowest(values: Array, count: int) -> Array:
+    """By way, the ``count`` lowest, the largest of them last."""
+    found: Array = np.partition(values.reshape(len(values), -1), count - 1, axis=1)[:, :count]
+    return found
+
+
+def _rows(
+    layers: Layers, stored: Array, ranks: Ranks, microbatches: int, room: Array, count: Array, host: Host | None
+) -> Array:
+    """``[way, rank, n]``: seconds of the passes of a rank with n layers, for which it has ``room``."""
+    kept = (ranks.kept if host is None else host.stay)[:, None] * count  # [rank, n]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        each = np.where(kept > 0, room / kept, np.where(room < 0, -np.inf, np.inf))
+    extra = np.interp(-each, -layers.saved, layers.extra)
+    rows = microbatches * count * _layer_seconds(layers, stored, ranks, extra)
+    if host is not None:
+        rows = np.maximum(rows, _copied(layers, stored, ranks, microbatches, room, count, host))
+    result: Array = np.where(each < layers.saved[-1] * (1 - 1e-9), np.inf, rows)
+    return result
+
+
+def _layer_seconds(layers: Layers, stored: Array, ranks: Ranks, extra: Array) -> Array:
+    """Of one microbatch, with ``extra`` seconds in the backward, ``[…, way, rank, n]``."""
+    gathered, scattered = stored[:, 1, None, None], stored[:, 2, None, None]
+    forward = np.maximum(layers.forward, gathered)
+    if ranks.puts_off:
+        backward = np.maximum(layers.inputs + extra, gathered) + layers.weights
+        completing = np.array(layers.weights)
+    else:
+        backward = completing = np.maximum(layers.inputs + layers.weights + extra, gathered)
+    result: Array = np.maximum(forward + backward, scattered - completing)
+    return result
+
+
+def _copied(
+    layers: Layers, stored: Array, ranks: Ranks, microbatches: int, room: Array, count: Array, host: Host
+) -> Array:
+    """The passes and the copies beside them, for the best of what layers may keep: between two values of that, no less
+    is recomputed than with the larger one, and no less copied than with the smaller one. What is copied ahead of the
+    first time that a rank keeps the most is copied back after it."""
+    saved = np.linspace(layers.saved[-1], layers.saved[0], _VALUES + 1)
+    extra = np.interp(-saved, -layers.saved, layers.extra)[1:, None, None, None]  # [value, way, rank, n]
+    forwards, backwards = ((each / microbatches)[:, None] for each in host.ahead)
+    forward = microbatches * count * np.maximum(layers.forward, stored[:, 1])[:, None, None]
+    passes = microbatches * count * _layer_seconds(layers, stored, ranks, extra)
+    kept = ranks.kept[:, None] * count
+    copy = np.maximum(0.0, kept * saved[:-1, None, None, None] - room) / host.rate
+    ahead = forwards * forward + backwards * (passes - forward)
+    taken = np.maximum(ahead, copy) + np.maximum(passes - ahead, copy)
+    best: Array = np.maximum(taken, host.times[:, None] * copy).min(axis=0)
+    return best
+
+
+def without_memory(layers: Layers) -> Layers:
+    """As if they kept nothing: what their passes alone take."""
+    return replace(layers, saved=np.zeros(1), extra=np.zeros(1), working=0.0)
