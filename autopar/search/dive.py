@@ -10,10 +10,11 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from autopar.errors import AutoparError
@@ -21,7 +22,9 @@ from autopar.search.space import Family, Point, Region, promise, work_of
 from autopar.search.space import savers as saving
 
 if TYPE_CHECKING:
+    from autopar.search.costing import Outcome
     from autopar.search.loop import Search
+    from autopar.search.profiles import Profile
 
 _TRIES = 4  # points of one region
 _ALIKE = 2  # of them with one schedule and ZeRO stage
@@ -30,7 +33,12 @@ _AWAY = ("optimizer",)  # what is on the host first
 _ACTIVATIONS = ("activations",)
 _POLISHED = 4  # points like the best
 _REGIONS_POLISHED = 2
+_AWAY_TRIED = 3  # points with activations on the host
+_NEXT = 4  # regions next to the best
+_FACTOR = 3
 _SEARCHES = 0.6  # of the work of a whole search
+_LONGER = 4  # times that, if what waits may still be better by much
+_NEAR = 1.4  # times the least estimate that waits: less is good enough
 _WORK = 1e5  # of a point: about two seconds
 _LOOKS = 5000  # at regions and points
 
@@ -43,6 +51,7 @@ def dive(search: Search, regions: list[Region]) -> None:
         if not search.outcomes:
             _Dive(search, savers).run(some)
     if search.outcomes:
+        _climb(search, regions)
         _polish(search)
 
 
@@ -54,7 +63,7 @@ class _Dive:
     savers: bool
     waiting: list[tuple[float, int, Region | Point]] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=itertools.count)
-    estimated: set[Region] = field(default_factory=set)
+    full: defaultdict[object, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
     tried: Counter[object] = field(default_factory=Counter)
     failed: Counter[object] = field(default_factory=Counter)
 
@@ -65,31 +74,47 @@ class _Dive:
         for _ in range(_LOOKS):
             if not self.waiting or self.waiting[0][0] >= search.best_seconds:
                 return
-            if search.outcomes and search.work > _SEARCHES * search.most_work:
+            limit = _SEARCHES * search.most_work * (1 if search.best_seconds < _NEAR * self.waiting[0][0] else _LONGER)
+            if search.outcomes and search.work > limit:
                 return
-            _, _, item = heapq.heappop(self.waiting)
+            estimate, _, item = heapq.heappop(self.waiting)
             if isinstance(item, Point):
                 self._try(item)
             else:
-                self._look_at(item)
+                self._look_at(estimate, item)
 
     def _wait(self, estimate: float, item: Region | Point) -> None:
         if estimate < self.search.best_seconds:
             heapq.heappush(self.waiting, (estimate, next(self.numbers), item))
 
-    def _look_at(self, region: Region) -> None:
-        """Estimate it better, or its points."""
-        search = self.search
-        if search.place_reference(region):
-            self._wait(_first_estimate(search, region), region)
-        elif region not in self.estimated:
-            self.estimated.add(region)
-            self._wait(max(_first_estimate(search, region), search.likely(region, away=self.savers)), region)
+    def _look_at(self, estimate: float, region: Region) -> None:
+        """Estimate it better, by its memory, then by profiles of others; then its points. Where none of these fits,
+        neither do as many rows on as few stages."""
+        search, mesh = self.search, region.mesh
+        full = self.full[mesh.ep, mesh.cp, mesh.tp, mesh.borrowed]
+        if any(mesh.pp <= pp and region.rows >= rows for pp, rows in full):
+            return
+        better = max(_first_estimate(search, region), search.likely(region, away=self.savers))
+        if better > estimate:
+            self._wait(better, region)
+        elif search.place_reference(region):
+            self._wait(estimate, region)
         elif (profile := search.place(region)) is not None:
-            for family in search.families_of(region):
-                points = _points(search, family, savers=self.savers)
-                for point, estimate in zip(points, search.estimates(points, profile), strict=True):
-                    self._wait(estimate * promise(point), point)
+            found = list(self._points(region, profile))
+            for item in found:
+                self._wait(*item)
+            if not found:
+                full.append((mesh.pp, region.rows))
+            elif not search.outcomes and min(found, key=itemgetter(0))[0] < _NEAR * self.waiting[0][0]:
+                self._try(min(found, key=itemgetter(0))[1])
+
+    def _points(self, region: Region, profile: Profile) -> Iterator[tuple[float, Point]]:
+        """Its points that may fit, with what they are likely to take."""
+        for family in self.search.families_of(region):
+            points = _points(self.search, family, savers=self.savers)
+            for point, estimate in zip(points, self.search.estimates(points, profile), strict=True):
+                if not math.isinf(estimate):
+                    yield estimate * promise(point), point
 
     def _try(self, point: Point) -> None:
         """Lay it out, unless points like it were tried often enough."""
@@ -124,24 +149,57 @@ def _points(search: Search, family: Family, *, savers: bool) -> list[Point]:
     return points
 
 
+def _climb(search: Search, regions: list[Region]) -> None:
+    """Lay out the likely best of regions that differ from the best in one degree or the rows, while that finds any."""
+    seen: set[Region] = set()
+    limit = search.work + search.most_work
+    while (best := search.ranked()[0].point.region) not in seen:
+        seen.add(best)
+        near = [(search.likely(r), n, r) for n, r in enumerate(regions) if _is_next(r, best) and r not in seen]
+        for estimate, _, region in sorted(near)[:_NEXT]:
+            if estimate < search.best_seconds and search.work < limit and search.place(region) is not None:
+                families = [list(search.stored(family)) for family in search.families_of(region)]
+                _try_likely(search, region, families, limit, tries=1)
+
+
+def _is_next(one: Region, other: Region) -> bool:
+    """Whether they differ in one of the degrees (dp aside) or in rows, by a factor of 3 at most."""
+    sizes = [(r.mesh.pp, r.mesh.cp, r.mesh.tp, r.mesh.experts, r.rows) for r in (one, other)]
+    if one.mesh.borrowed != other.mesh.borrowed:
+        return False
+    ratios = [max(a, b) / min(a, b) for a, b in zip(*sizes, strict=True) if a != b]
+    return len(ratios) == 1 and ratios[0] <= _FACTOR
+
+
 def _polish(search: Search) -> None:
-    """Lay out what is done otherwise on the regions of the best: with activations on the host where some of it is
-    recomputed, then in other ways without."""
-    ranked = {outcome.point.region: outcome for outcome in reversed(search.ranked())}
-    regions = list(reversed(ranked))[:_REGIONS_POLISHED]
+    """Lay out what is done otherwise on the regions of the best: in other ways on the device; then, of all regions
+    where some of it is recomputed, with activations on the host."""
     limit = max(search.most_work, search.work + search.most_work / 3)
-    for region in regions:
-        bests = [outcome.point for outcome in search.ranked() if outcome.point.region == region and outcome.recomputes]
-        ways = [offload for offload, _ in saving(region, search.costing.cluster, search.pins)]
-        if bests and _ACTIVATIONS in ways:
-            away = [[point._replace(offload=_ACTIVATIONS)] for point in bests[:_ALIKE]]
-            _try_likely(search, region, away, limit)
-
-    for region in regions:
+    for region in list(_by_region(search))[:_REGIONS_POLISHED]:
         _try_likely(search, region, [list(search.stored(f)) for f in search.families_of(region)], limit)
+    away: list[tuple[float, int, Region, Point]] = []
+    for number, (region, outcome) in enumerate(_by_region(search).items()):
+        ways = [offload for offload, _ in saving(region, search.costing.cluster, search.pins)]
+        profile = search.profile(region)
+        if outcome.recomputes and _ACTIVATIONS in ways and profile is not None:
+            point = outcome.point._replace(offload=_ACTIVATIONS)
+            (estimate,) = search.estimates([point], profile)
+            away.append((estimate, number, region, point))
+    for _, _, region, point in sorted(away)[:_AWAY_TRIED]:
+        _try_likely(search, region, [[point]], limit + search.most_work)
 
 
-def _try_likely(search: Search, region: Region, families: Iterable[list[Point]], limit: float) -> None:
+def _by_region(search: Search) -> dict[Region, Outcome]:
+    """The best outcome of each, the best first."""
+    found: dict[Region, Outcome] = {}
+    for outcome in search.ranked():
+        found.setdefault(outcome.point.region, outcome)
+    return found
+
+
+def _try_likely(
+    search: Search, region: Region, families: Iterable[list[Point]], limit: float, tries: int = _POLISHED
+) -> None:
     """Lay out what is likely to be better than the best, of points of some families of ``region``."""
     profile = search.profile(region)
     assert profile is not None
@@ -149,10 +207,10 @@ def _try_likely(search: Search, region: Region, families: Iterable[list[Point]],
         (estimate * promise(point), number, point)
         for number, points in enumerate(families)
         for point, estimate in zip(points, search.estimates(points, profile), strict=True)
-        if work_of(point) <= _WORK
+        if work_of(point._replace(offload=())) <= _WORK
     ]
     tried = {outcome.point for outcome in search.outcomes} | set(search.refusals)
-    for estimate, _, point in [item for item in sorted(waiting) if item[-1] not in tried][:_POLISHED]:
+    for estimate, _, point in [item for item in sorted(waiting) if item[-1] not in tried][:tries]:
         if estimate < search.best_seconds and search.work < limit:
             with suppress(AutoparError):
                 search.lay_out(point)

@@ -21,7 +21,7 @@ from autopar.search.hulls import Array
 _KEEPS: Final = {"F": 1, "FETCH": 1, "B": -1, "I": -1, "OFFLOAD": -1, "W": 0}
 """What an action does to the number of microbatches that wait for a backward."""
 
-_PASSES: Final = 4096  # of a schedule that is generated; of fewer, no more are kept
+_PASSES: Final = 2048  # of a schedule that is generated; of fewer, no more are kept
 _STEADY: Final = 2  # times the ranks: with more microbatches, no more are in flight
 _NEVER: Final = 1e-9  # times that a microbatch is away
 
@@ -78,6 +78,12 @@ class Keeping:
         if not head and name == "interleaved" and _is_whole(ranks, microbatches):
             return looped_kept(ranks, microbatches, chunks or 2)
         return np.array([rank.here[0][0] for rank in self._ranks(name, ranks, microbatches, chunks, head)])
+
+    def later(self, name: str, ranks: int, microbatches: int, chunks: int | None, head: str) -> float:
+        """The most microbatches that wait for weights' gradients on any rank."""
+        if ranks == 1 or not SCHEDULES[name].splits_backward:
+            return 0.0
+        return max(rank.here[-1][1] for rank in self._ranks(name, ranks, microbatches, chunks, head))
 
     def waits(self, name: str, ranks: int, microbatches: int, chunks: int | None, head: str) -> float:
         """How long ranks wait in a step, in passes of a microbatch through one rank."""

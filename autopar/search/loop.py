@@ -50,7 +50,8 @@ WORK = 3e5
 """Units of some 20 microseconds (:func:`autopar.search.space.work_of`) that a search may take; what is left then counts
 with its bound. Counted, not measured: searches are deterministic."""
 
-_OPS, _FAMILY = 100, 60  # units of work of placing one op, and of bounds of a family
+_OPS, _FAMILY, _REGION = 100, 60, 60  # units of work of placing one op, and of bounds of a family and a region
+_PROOF = 0.3  # of the work, for bounds at least
 _CALLS, _BLOCKS = 32, 150  # calls of a model, and ops of its blocks: with fewer, laying out takes less
 _SHARED = 4  # regions that a profile made for its bound alone has to serve
 
@@ -96,6 +97,7 @@ class Search:
     points: int = field(default=0, init=False)
     _waiting: list[_Item] = field(default_factory=list, init=False)
     _work: float = field(default=0.0, init=False)
+    _limit: float = field(default=0.0, init=False)  # that it may take
     _keys: dict[Region, Key] = field(default_factory=dict, init=False)  # of regions that are placed in a tight budget
     _saved: set[Point] = field(default_factory=set, init=False)  # what saves memory in other ways waits, too
     _numbers: int = field(default=0, init=False)
@@ -103,6 +105,8 @@ class Search:
     _before: int = field(default=0, init=False)  # profiles that others made
     _unplaced: Counter[tuple[str, int]] = field(default_factory=Counter, init=False)
     _rows: Counter[int] = field(default_factory=Counter, init=False)
+    _scaled: dict[Key, float] = field(default_factory=dict, init=False)
+    _scaled_of: int = field(default=0, init=False)  # so many profiles
     _outlook: Outlook | None = field(default=None, init=False)  # None: there are no layers
 
     @property
@@ -169,9 +173,10 @@ class Search:
         if self.pins.gpus < self.least_gpus:
             return Found([], math.inf, sum(map(self.count, found)), self.placed, 0, {})
         dive(self, found)
+        self._limit = max(self.most_work, self._work + _PROOF * self.most_work)
         for region in found:
             self.points += self.count(region)
-            self._push(self.region_bound(region), region)
+            self._push(self.by_scaling(region), region)
         while self._waiting and self._goes_on():
             item = heapq.heappop(self._waiting)
             if self._is_beaten(item.bound):
@@ -229,7 +234,7 @@ class Search:
     def _goes_on(self) -> bool:
         if self.quick and self.outcomes:
             return False
-        if self._work >= self.most_work:
+        if self._work >= self._limit:
             return not (self.outcomes or self.quick)
         return True
 
@@ -260,6 +265,7 @@ class Search:
     def _open(self, bound: float, region: Region) -> None:
         """Place it, if its bound is still the best by then; then its points wait instead of it."""
         profile = self.profile(region)
+        self._work += _REGION
         better = self.region_bound(region)
         if better > bound:
             self._push(better, region)
@@ -308,7 +314,13 @@ class Search:
         ways = self._ways(region, saving=False)
         if away:
             ways = [(zero, zero_ranks, ("optimizer",)) for zero, zero_ranks, _ in ways]
-        return self._outlook.likely(region, ways, self._references())
+        return self._outlook.likely(region, ways, self._references(), self._like(region.key))
+
+    def _like(self, key: Key) -> Profile | None:
+        """A profile with the axes of ``key``, of as many rows as any."""
+        axes = key.ep, key.cp, key.tp, key.borrowed
+        known = (p for k, p in self.profiler.known.items() if (k.ep, k.cp, k.tp, k.borrowed) == axes and k.copies)
+        return max(known, key=lambda profile: profile.key.rows, default=None)
 
     def estimates(self, points: Sequence[Point], profile: Profile) -> list[float]:
         """Seconds of likely steps of ``points`` of one family; inf where they can't fit."""
@@ -379,8 +391,16 @@ class Search:
         return region.microbatches * self._microbatch_seconds(region.key) / region.mesh.pp
 
     def _microbatch_seconds(self, key: Key) -> float:
-        """Of one rank that holds all stages, by each profile that is known; what axes send comes to those without.
-        Launches don't get shorter with what they do."""
+        """Of one rank that holds all stages, by each profile that is known."""
+        if self._scaled_of != len(self.profiler.known):
+            self._scaled_of = len(self.profiler.known)
+            self._scaled.clear()
+        if key not in self._scaled:
+            self._scaled[key] = self._scaled_seconds(key)
+        return self._scaled[key]
+
+    def _scaled_seconds(self, key: Key) -> float:
+        """What axes send comes to profiles without; launches don't get shorter with what they do."""
         whole = [(axis, self.profiler.known.get(self._alone(axis, key))) for axis in key.axes()]
         sent = math.fsum(p.sent_seconds[axis] * (scaled(p.key, key) or 0.0) for axis, p in whole if p is not None)
         found = 0.0

@@ -79,10 +79,17 @@ class Outlook:
                 break
         return max(known, found)
 
-    def likely(self, region: Region, ways: Iterable[Way], references: Sequence[Profile]) -> float:
-        """Seconds of a likely step of ``region``, all on the device: with one stage on each rank, or with many."""
+    def likely(self, region: Region, ways: Iterable[Way], references: Sequence[Profile], like: Profile | None) -> float:
+        """Seconds of a likely step of ``region``, all on the device: with one stage on each rank, or with many.
+
+        ``like`` is a profile with as many ranks on each axis: other rows take as long, and weights are split as there.
+        """
         layers = self.scaler.scaled(region.key, references)
-        stored = _undominated(self._of_region(region, way) for way in ways)
+        if like is None:
+            stored = _undominated(self._of_region(region, way) for way in ways)
+        else:
+            layers = layers.slower(self.scaler.with_units(like.key, like.units), region.rows / like.key.rows)
+            stored = _undominated(self._of_profile(region.mesh, like, way) for way in ways)
         pp, count = region.mesh.pp, region.microbatches
         chunks = max(1, min(_STAGES, layers.count // pp))
         kinds = [_even(layers, straight_kept(pp, count), pp - 1)]
@@ -100,9 +107,12 @@ class Outlook:
         region, count = family.region, family.region.microbatches
         asked = (family.schedule, region.mesh.pp, count, family.chunks, MODES[family.vocabulary].head)
         kept = self.costing.keeping.most(*asked)
-        ranks = _even(layers, kept, self.costing.keeping.waits(*asked))
+        whole = "" in SCHEDULES[family.schedule].heads  # then its passes wait about as long with a split head
+        ranks = _even(layers, kept, self.costing.keeping.waits(*asked[:-1], "" if whole else asked[-1]))
         host = self._copies(points[0])
-        return least_seconds(layers, stored, ranks, count, self.costing.budget_bytes, host)
+        later = self.costing.keeping.later(*asked) * profile.costs[self.scaler.block].later_bytes
+        room = self.costing.budget_bytes - later * math.ceil(layers.count / region.mesh.pp)
+        return least_seconds(layers, stored, ranks, count, room, host)
 
     def bounds(self, points: Sequence[Point], profile: Profile, *, memory: bool = True) -> Array:
         """The same of each of ``points`` of one family, all or none of which may have activations on the host; without
@@ -154,7 +164,9 @@ class Outlook:
         return self._ways[key]
 
     def _of_point(self, point: Point, profile: Profile) -> Stored:
-        mesh, way = point.region.mesh, (point.zero, point.zero_ranks, point.offload)
+        return self._of_profile(point.region.mesh, profile, (point.zero, point.zero_ranks, point.offload))
+
+    def _of_profile(self, mesh: Mesh, profile: Profile, way: Way) -> Stored:
         key = (profile.key, mesh.dp, way)
         if key not in self._ways:
             if profile.key not in self._shares:

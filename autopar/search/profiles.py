@@ -92,7 +92,7 @@ class Profile:
         machine = Machine.of(request.cluster, request.mesh, request.options.zero_ranks)
         return activations_of(self.model, self.costs, machine, request.options)
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         """Of all calls, forward and backward of one microbatch."""
         return math.fsum(unit.seconds for unit in self.units)

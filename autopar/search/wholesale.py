@@ -39,6 +39,16 @@ class Layers:
     extra: Array
     working: float
 
+    def slower(self, other: Layers, share: float) -> Layers:
+        """With passes that take as long as that part of those of ``other``, if they don't already."""
+        return replace(
+            self,
+            forward=max(self.forward, share * other.forward),
+            inputs=max(self.inputs, share * other.inputs),
+            weights=max(self.weights, share * other.weights),
+            beside=(max(self.beside[0], share * other.beside[0]), max(self.beside[1], share * other.beside[1])),
+        )
+
 
 class Stored(NamedTuple):
     """A way to store weights: bytes of a layer that stay from step to step, seconds of gathering its weights for each
