@@ -60,7 +60,6 @@ class Verification:
     gradient_errors: dict[str, float]
     parameter_errors: dict[str, float]
     losses: list[float] = field(default_factory=list)
-    reference_losses: list[float] = field(default_factory=list)
     divergence: str = ""
 
     def table(self, rows: int = 12) -> Table:
@@ -124,7 +123,7 @@ def verify_job(job: Compiled, batch: Any, steps: int) -> Verification:
         exact = len(microbatches) == 1
         reason = first_divergence(job, batch, tolerance) if exact else _ESTIMATED
         divergence = reason if computed > tolerance else _AMPLIFIED
-    return Verification(ok, tolerance, loss_error, gradients, parameters, found.losses, expected.losses, divergence)
+    return Verification(ok, tolerance, loss_error, gradients, parameters, found.losses, divergence)
 
 
 @dataclass(frozen=True)

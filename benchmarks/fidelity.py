@@ -1,10 +1,13 @@
 """How far predictions lie from published measurements.
 
     python benchmarks/fidelity.py [--measurements DIR] [--part tables|layers|profile|better|moe] [--case TEXT] [--rows]
+                                  [--table TEXT] [--audit]
 
 tables   every published run whose configuration is known (:mod:`published_tables`), each captured from its sizes and
          planned as it ran: one line per table with the mean absolute errors of step time and peak memory, and the rank
-         correlation of step times; rows that are left out, and why. --rows shows each run. Takes minutes.
+         correlation of step times; rows that are left out, and why. --rows shows each run, --table those whose title
+         has this text. Takes minutes. --audit reads costs off the programs, too (:mod:`autopar.audit`), and says by
+         how much those of the plans differ at most; also in part moe. Takes as long again, and longer.
 layers   forward and backward of single layers against profiles (:mod:`published_layers`), and what a layer keeps
          against formulas of activation memory.
 
@@ -89,6 +92,8 @@ def main(
     part: Annotated[list[str] | None, typer.Option(help=f"Any of {', '.join(PARTS)}; all if not given.")] = None,
     case: Annotated[list[str] | None, typer.Option(help="Cells of part better whose name has this; '' is all.")] = None,
     rows: Annotated[bool, typer.Option("--rows", help="Show each run of part tables.")] = False,
+    table: Annotated[list[str] | None, typer.Option(help="Tables of part tables whose title has this.")] = None,
+    audit: Annotated[bool, typer.Option("--audit", help="Compare costs with those of the programs, too.")] = False,
 ) -> None:
     """Compare predictions with published measurements."""
     console = Console(width=None if sys.stdout.isatty() else 160)
@@ -96,7 +101,8 @@ def main(
     if unknown := set(wanted) - set(PARTS):
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: parts are {', '.join(PARTS)}")
     if "tables" in wanted:
-        show_tables(console, tables(measurements), rows=rows)
+        found = [one for one in tables(measurements) if not table or any(text in one.title for text in table)]
+        show_tables(console, found, rows=rows, audit=audit)
     if "layers" in wanted:
         show_layers(console, measurements)
     if "profile" in wanted:
@@ -107,7 +113,7 @@ def main(
         shown = [cell for cell in cells if any(text in str(cell) for text in case or CASES)]
         show_better(console, shown, machine)
     if "moe" in wanted:
-        show_moe(console, [row for file in moe_zoo.FILES for row in read(measurements / file)])
+        show_moe(console, [row for file in moe_zoo.FILES for row in read(measurements / file)], audit=audit)
 
 
 def machine_of(measurements: Path) -> Machine:
@@ -300,20 +306,27 @@ def predict(cell: Cell, method: str, machine: Machine) -> Predicted:
 # Every published run, planned as it ran.
 
 
-def show_tables(console: Console, published: Sequence[Published], *, rows: bool) -> None:
-    columns = ("table", "rows", "left out", "step error", "memory error", "rank correlation")
+def show_tables(console: Console, published: Sequence[Published], *, rows: bool, audit: bool) -> None:
+    columns = ("table", "rows", "left out", "step error", "memory error", "rank correlation", "audit")
     summary = Table(*columns, title="Published runs, planned as they ran")
     for table in published:
-        found = list(predictions(table.runs))
+        found = list(predictions(table.runs, audit=audit))
         if rows:
             show_runs(console, table.title, found)
-        summary.add_row(table.title, str(len(found)), str(sum(table.left_out.values())), *summarized(found))
+        counts = str(len(found)), str(sum(table.left_out.values()))
+        summary.add_row(table.title, *counts, *summarized(found), audited(found))
     console.print(summary)
     for table in published:
         for reason, count in table.left_out.items():
             console.print(f"{table.title}: {count} left out: {reason}")
         if table.note:
             console.print(f"{table.title}: {table.note}")
+
+
+def audited(found: Sequence[Planned | moe_zoo.Predicted]) -> str:
+    """The largest difference of costs from those of the programs; "" where these weren't read."""
+    differences = [one.difference for one in found if one.difference is not None]
+    return f"{max(differences):.1e}" if differences else ""
 
 
 def summarized(found: Sequence[Planned]) -> tuple[str, str, str]:
@@ -325,12 +338,13 @@ def summarized(found: Sequence[Planned]) -> tuple[str, str, str]:
 
 
 def show_runs(console: Console, title: str, found: Sequence[Planned]) -> None:
-    table = Table("run", "published s", "predicted s", "error", "published GiB", "predicted GiB", "error", title=title)
+    columns = ("run", "published s", "predicted s", "error", "published GiB", "predicted GiB", "error", "audit")
+    table = Table(*columns, title=title)
     for one in found:
         published = f"{one.run.peak_bytes / GIB:.1f}" if one.run.peak_bytes else "-"
         off = f"{one.memory_error:+.1%}" if one.memory_error is not None else ""
         seconds = f"{one.run.seconds:.3f}", f"{one.seconds:.3f}", f"{one.error:+.1%}"
-        table.add_row(one.run.name, *seconds, published, f"{one.peak_bytes / GIB:.1f}", off)
+        table.add_row(one.run.name, *seconds, published, f"{one.peak_bytes / GIB:.1f}", off, audited([one]))
     console.print(table)
 
 
@@ -482,14 +496,14 @@ def show_better(console: Console, cells: Sequence[Cell], machine: Machine) -> No
 # Mixtures of experts, planned as they ran.
 
 
-def show_moe(console: Console, rows: Sequence[Row]) -> None:
+def show_moe(console: Console, rows: Sequence[Row], *, audit: bool) -> None:
     columns = ("line", "run", "recompute", "published s", "predicted s", "error", "TFLOP/s", "predicted", "peak GiB")
-    table = Table(*columns, title="Qwen3-235B-A22B as Megatron ran it")
+    table = Table(*columns, "audit", title="Qwen3-235B-A22B as Megatron ran it")
     found = []
-    for one in moe_zoo.predictions(moe_zoo.runs(rows)):
+    for one in moe_zoo.predictions(moe_zoo.runs(rows), audit=audit):
         run, peak = one.run, max(one.plan.peak_bytes) / GIB
         seconds = f"{run.seconds:.2f}", f"{one.seconds:.2f}", f"{one.error:+.1%}"
-        rates = f"{run.tflops:.0f}", f"{one.tflops:.0f}", f"{peak:.0f}"
+        rates = f"{run.tflops:.0f}", f"{one.tflops:.0f}", f"{peak:.0f}", audited([one])
         table.add_row(str(run.line), f"{run} {run.notes}".strip(), run.recompute, *seconds, *rates)
         found.append(one)
     console.print(table)

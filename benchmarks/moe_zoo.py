@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
+from audited import largest_difference
 from models import llama_batch, mixtral_8x22b, qwen3_235b
 from processes import in_fork
-from published_runs import recomputing
+from published_runs import layer_ops, recomputing
 from torch import nn
 
 from autopar.api import prepare
@@ -29,7 +30,6 @@ from autopar.cluster import Cluster
 from autopar.graph import Block, Model, op_name
 from autopar.mesh import Mesh
 from autopar.options import Options, Recompute
-from autopar.passes.recompute import groups
 from autopar.plan import Plan
 from autopar.planner.build import Request, build
 from autopar.planner.pipeline import Wanted
@@ -231,6 +231,8 @@ class Predicted:
     run: Run
     plan: Plan
     seconds: float
+    difference: float | None = None
+    """Of the plan's costs from those of its programs, the largest, where that was asked for."""
 
     @property
     def tflops(self) -> float:
@@ -242,9 +244,9 @@ class Predicted:
         return self.seconds / self.run.seconds - 1
 
 
-def predictions(found: Iterable[Run], layers: int | None = None) -> Iterator[Predicted]:
+def predictions(found: Iterable[Run], layers: int | None = None, *, audit: bool = False) -> Iterator[Predicted]:
     """The plan of each run's configuration, captured once for runs in a row of one model and batch. ``layers`` other
-    than the model's are for tests."""
+    than the model's are for tests. ``audit``: costs are read off the programs, too."""
     for (model, batch, sequence, splits), same in itertools.groupby(found, _captured_alike):
         sizes = MODELS[model]
         captured = prepare(
@@ -254,23 +256,25 @@ def predictions(found: Iterable[Run], layers: int | None = None) -> Iterator[Pre
             precision="bf16",
             splits_sequences=splits,
         )[0]
-        yield from (Predicted(run, *in_fork(partial(_plan, captured, run))) for run in same)
+        yield from (Predicted(run, *in_fork(partial(_plan, captured, run, audit))) for run in same)
 
 
 def _captured_alike(run: Run) -> tuple[str, int, int, bool]:
     return run.model, run.batch, run.sequence, run.degrees["cp"] > 1
 
 
-def _plan(captured: Model, run: Run) -> tuple[Plan, float]:
+def _plan(captured: Model, run: Run, audit: bool) -> tuple[Plan, float, float | None]:
     built = build(captured, run.request)
-    if run.recompute != LAYERS_OF_EXPERTS:
-        return built.plan, built.plan.cost.step_seconds
-    return built.plan, recomputing(built, run.request, _expert_regions).timeline.makespan_seconds
+    pipeline = built.pipeline
+    if run.recompute == LAYERS_OF_EXPERTS:
+        pipeline = recomputing(built, run.request, _expert_regions)
+    difference = largest_difference(built, pipeline) if audit else None
+    return built.plan, pipeline.timeline.makespan_seconds, difference
 
 
 def _expert_regions(block: Block, _: int) -> list[tuple[str, str]]:
     """First and last op of the norm before attention, and of all from the norm before the experts to their results."""
-    order = [group[0] for group in groups(block)]
+    order = layer_ops(block)
     ops = [op_name(node) for node in order]
     if COMBINE not in ops:
         return []

@@ -1,4 +1,4 @@
-"""What benchmarks of a runtime pin, so that no search chooses for them."""
+"""What benchmarks of a runtime pin, and tests, so that no search chooses for them."""
 
 from __future__ import annotations
 

@@ -13,22 +13,25 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
+from audited import largest_difference
 from processes import in_fork
 from published_gpt import GptSizes, gpt_tokens, published_gpt
 from published_llama import LlamaSizes, published_llama
+from torch import fx
 
 from autopar.api import prepare
 from autopar.cluster import Cluster
 from autopar.errors import BudgetError
-from autopar.graph import Block, Call, Meta, Model, Value
+from autopar.graph import Block, Call, Meta, Model, ParameterInfo, Value, op_name, operands
 from autopar.mesh import Mesh
 from autopar.options import Options
+from autopar.passes.recompute import groups
 from autopar.plan import Plan
 from autopar.planner import build as planner_build
-from autopar.planner.block_costs import Machine, block_cost
+from autopar.planner.block_costs import Machine, block_cost, is_parameter
 from autopar.planner.build import Built, Request, build
 from autopar.planner.pipeline import Pipeline, Wanted, lay_out
 from autopar.planner.plan_recompute import pins_of
@@ -96,25 +99,31 @@ def captured(sizes: Sizes, batch: int) -> Model:
 
 
 def deepened(model: Model, more: int) -> Model:
-    """With the middle one of three equal layers ``more`` times again."""
+    """With the middle one of three equal layers ``more`` times again; layers are numbered as in a model so deep."""
     kinds = [call.block for call in model.calls]
     middle = next(i for i in range(1, len(kinds) - 1) if kinds[i - 1] == kinds[i] == kinds[i + 1])
     original = model.calls[middle]
-    calls = list(model.calls[: middle + 1])
-    parameters = dict(model.parameters)
-    for number in range(more):
-        names = tuple(_again(name, original.path, number) for name in original.parameters)
-        for name, old in zip(names, original.parameters, strict=True):
-            parameters[name] = replace(model.parameters[old], name=name)
-        operands = tuple(_moved(value, middle - 1, number + 1) for value in original.operands)
-        calls.append(Call(original.block, f"{original.path}+{number}", names, operands))
-    for call in model.calls[middle + 1 :]:
+    calls, parameters = list(model.calls[: middle + 1]), dict(model.parameters)
+    later = [_numbered(model, call, more, parameters) for call in model.calls[middle + 1 :]]
+    for number in range(1, more + 1):
+        again = _numbered(model, original, number, parameters)
+        operands = tuple(_moved(value, middle - 1, number) for value in original.operands)
+        calls.append(replace(again, operands=operands))
+    for call in later:
         calls.append(replace(call, operands=tuple(_moved(value, middle, more) for value in call.operands)))
     return replace(model, calls=calls, parameters=parameters, loss=_moved(model.loss, middle, more))
 
 
-def _again(name: str, path: str, number: int) -> str:
-    return name.replace(path, f"{path}+{number}", 1) if name.startswith(path) else name
+def _numbered(model: Model, call: Call, more: int, parameters: dict[str, ParameterInfo]) -> Call:
+    """The call of a layer with a number so much higher, its weights among ``parameters``; others as they are."""
+    container, _, number = call.path.rpartition(".")
+    if not number.isdecimal():
+        return call
+    path = f"{container}.{int(number) + more}"
+    names = {name: name.replace(call.path, path, 1) for name in call.parameters if name.startswith(f"{call.path}.")}
+    for old, name in names.items():
+        parameters[name] = replace(model.parameters[old], name=name)
+    return replace(call, path=path, parameters=tuple(names.get(name, name) for name in call.parameters))
 
 
 def _moved(value: Value, at: int, by: int) -> Value:
@@ -128,6 +137,8 @@ class Predicted:
     run: Run
     plan: Plan
     seconds: float
+    difference: float | None = None
+    """Of the plan's costs from those of its programs, the largest, where that was asked for."""
 
     @property
     def peak_bytes(self) -> int:
@@ -144,27 +155,42 @@ class Predicted:
         return self.peak_bytes / self.run.peak_bytes - 1 if self.run.peak_bytes else None
 
 
-def predictions(runs: Iterable[Run]) -> Iterator[Predicted]:
-    """One after another; runs of one model and batch are captured once, wherever they stand."""
-    groups: dict[tuple[Sizes, int], list[Run]] = {}
+def predictions(runs: Iterable[Run], *, audit: bool = False) -> Iterator[Predicted]:
+    """One after another; runs of one model and batch are captured once, wherever they stand. ``audit``: costs are read
+    off the programs, too, which takes longer than planning."""
+    alike: dict[tuple[Sizes, int], list[Run]] = {}
     for run in runs:
-        groups.setdefault((run.sizes, run.batch), []).append(run)
-    for (sizes, batch), same in groups.items():
+        alike.setdefault((run.sizes, run.batch), []).append(run)
+    for (sizes, batch), same in alike.items():
         model = captured(sizes, batch)
         for run in same:
-            yield Predicted(run, *in_fork(partial(_plan, model, run)))
+            yield Predicted(run, *in_fork(partial(_plan, model, run, audit)))
 
 
-def _plan(model: Model, run: Run) -> tuple[Plan, float]:
+class _Planned(NamedTuple):
+    """What was built for a run; the pipeline whose regions are recomputed as it did; seconds of its step."""
+
+    built: Built
+    pipeline: Pipeline
+    seconds: float
+
+
+def _plan(model: Model, run: Run, audit: bool) -> tuple[Plan, float, float | None]:
+    found = _best(model, run)
+    difference = largest_difference(found.built, found.pipeline) if audit else None
+    return found.built.plan, found.seconds, difference
+
+
+def _best(model: Model, run: Run) -> _Planned:
     found = [_planned(model.copy(), tried) for tried in _tried(run)]
     if not run.others:
         return found[0]
     room = Cluster.load(run.cluster).device.memory_bytes
-    fitting = [one for one in found if max(one[0].peak_bytes) <= room]
-    return min(fitting or _fitted(model, run, room), key=lambda one: one[1])
+    fitting = [one for one in found if max(one.built.plan.peak_bytes) <= room]
+    return min(fitting or _fitted(model, run, room), key=lambda one: one.seconds)
 
 
-def _fitted(model: Model, run: Run, room: int) -> Iterator[tuple[Plan, float]]:
+def _fitted(model: Model, run: Run, room: int) -> Iterator[_Planned]:
     """With what has to be recomputed."""
     options = {**run.options, "recompute": "auto", "budget_bytes": room}
     for tried in _tried(run):
@@ -172,15 +198,21 @@ def _fitted(model: Model, run: Run, room: int) -> Iterator[tuple[Plan, float]]:
             yield _planned(model.copy(), replace(tried, options=options))
 
 
-def _planned(model: Model, run: Run) -> tuple[Plan, float]:
+def _planned(model: Model, run: Run) -> _Planned:
     prices = _WholeTokens if run.whole_tokens else RankPrices
     with patch.object(planner_build, "RankPrices", prices):
         built = build(model, run.request)
-    seconds = built.plan.cost.step_seconds
+    pipeline = built.pipeline
     if run.recomputed is not None:
-        seconds += recomputing(built, run.request, run.recomputed).timeline.makespan_seconds
-        seconds -= built.pipeline.timeline.makespan_seconds
-    return built.plan, seconds + (_late_seconds(built, run.request) if run.late_sums else 0.0)
+        pipeline = recomputing(built, run.request, run.recomputed)
+    late = _late_seconds(built, run.request) if run.late_sums else 0.0
+    return _Planned(built, pipeline, pipeline.timeline.makespan_seconds + late)
+
+
+def layer_ops(block: Block) -> list[fx.Node]:
+    """What may stand at the ends of what is recomputed: each op of a block but casts of its weights."""
+    first = [group[0] for group in groups(block)]
+    return [node for node in first if op_name(node) != "convert" or not is_parameter(operands(node)[0])]
 
 
 def recomputing(built: Built, request: Request, regions: Callable[[Block, int], Sequence[Pair]]) -> Pipeline:

@@ -15,10 +15,9 @@ from typing import Any, Final
 
 from published_gpt import GptSizes
 from published_llama import LlamaSizes
-from published_runs import Pair, Run
+from published_runs import Pair, Run, layer_ops
 
 from autopar.graph import Block, op_name
-from autopar.passes.recompute import groups
 
 Row = Mapping[str, str]
 GIB = 2**30
@@ -212,13 +211,13 @@ _LLAMAS: Final = {
 
 def _other_layers(block: Block, call: int) -> list[Pair]:
     """All of every other layer."""
-    order = [group[0].name for group in groups(block)]
-    return [(order[0], order[-1])] if block.kind == "layer" and call % 2 else []
+    order = layer_ops(block)
+    return [(order[0].name, order[-1].name)] if block.kind == "layer" and call % 2 else []
 
 
 def _other_products(block: Block, _: int) -> list[Pair]:
     """Of a layer, all but attention and every other product, the first of them kept."""
-    order = [group[0] for group in groups(block)] if block.kind == "layer" else []
+    order = layer_ops(block) if block.kind == "layer" else []
     products = [place for place, node in enumerate(order) if op_name(node) == "aten.linear.default"]
     kept = {*products[::2], *(place for place, node in enumerate(order) if "attention" in op_name(node))}
     between = itertools.groupby(range(len(order)), key=lambda place: place in kept)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
 from typing import Final
 
 import sympy
@@ -73,41 +72,3 @@ FORMULAS: Final = (
     *(ZERO_1_BYTES, ZERO_2_BYTES, ZERO_3_BYTES),
     *(ACTIVATION_BYTES, PEAK_BYTES),
 )
-
-
-@dataclass(frozen=True)
-class Memory:
-    """One rank's bytes at its peak, by what they are for."""
-
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    activation_bytes: int
-    working_bytes: int
-
-    @property
-    def peak_bytes(self) -> int:
-        return sum(astuple(self))
-
-
-def training_memory(
-    parameters: int,
-    saved_bytes: int,
-    in_flight: int,
-    *,
-    working_bytes: int = 0,
-    parameter_itemsize: int = 4,
-    gradient_itemsize: int = 4,
-    moment_itemsize: int = 4,
-) -> Memory:
-    """What a rank holds while it trains ``parameters`` elements with AdamW.
-
-    A microbatch keeps ``saved_bytes`` from its forward to its backward; ``in_flight`` of them do at once.
-    """
-    return Memory(
-        round(PARAMETER_BYTES(parameters=parameters, parameter_itemsize=parameter_itemsize)),
-        round(GRADIENT_BYTES(parameters=parameters, gradient_itemsize=gradient_itemsize)),
-        round(ADAMW_BYTES(parameters=parameters, moment_itemsize=moment_itemsize)),
-        round(ACTIVATION_BYTES(saved_bytes=saved_bytes, in_flight=in_flight)),
-        working_bytes,
-    )

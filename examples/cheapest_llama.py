@@ -107,7 +107,8 @@ def answer(found: Sequence[Offer], limit_seconds: float, batch_tokens: int) -> s
 
 
 def table(found: Sequence[Offer], limit_seconds: float, batch_tokens: int) -> Table:
-    shown = Table("GPUs", "step", "MFU", "GPU s a step", "GPU h / 10⁹ tokens", "$ / 10⁹ tokens", "memory")
+    money = ["$ / 10⁹ tokens"] if any(one.dollars_per_hour for one in found) else []
+    shown = Table("GPUs", "step", "MFU", "GPU s a step", "GPU h / 10⁹ tokens", *money, "memory")
     for one in sorted(found, key=lambda one: one.cost):
         plan, hours = one.plan, one.gpu_hours(1e9, batch_tokens)
         shown.add_row(
@@ -116,7 +117,7 @@ def table(found: Sequence[Offer], limit_seconds: float, batch_tokens: int) -> Ta
             percent_text(plan.mfu),
             f"{one.gpu_seconds:.0f}",
             f"{hours:.1f}",
-            f"{hours * one.dollars_per_hour:,.0f}" if one.dollars_per_hour else "-",
+            *[f"{hours * one.dollars_per_hour:,.0f}" if one.dollars_per_hour else "-" for _ in money],
             bytes_text(max(plan.peak_bytes)),
             style="" if plan.step_seconds <= limit_seconds else "dim",
         )

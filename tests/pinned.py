@@ -9,15 +9,9 @@ from torch import nn
 
 import autopar
 from autopar.batch import flatten
+from benchmarks.plain import PLAIN
 
-PINNED: Final = {
-    "schedule": "1f1b",
-    "vocabulary": "redistributed",
-    "zero": 0,
-    "zero_ranks": 0,
-    "offload": (),
-    "head_chunks": 1,
-}
+PINNED: Final = PLAIN
 
 
 def compile_pinned(model: nn.Module, gpus: int, **given: Any) -> autopar.ParallelModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 from unittest.mock import Mock
 
@@ -93,3 +94,19 @@ def test_an_autocast_around_the_capture() -> None:
     case = make("mlp", 8)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(ArgumentError, match="an autocast to torch"):
         autopar.capture(case.model, sample=case.batch, loss=case.loss)
+
+
+def test_what_is_there_is_left_alone_while_planning() -> None:
+    """And not after it, whatever happens; what somebody else left alone stays so."""
+    with preparation.settled():
+        assert gc.get_freeze_count() > 0
+    with pytest.raises(RuntimeError), preparation.settled():
+        raise RuntimeError
+    assert gc.get_freeze_count() == 0
+    gc.freeze()
+    try:
+        with preparation.settled():
+            pass
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()

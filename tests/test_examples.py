@@ -57,6 +57,9 @@ def test_the_cheapest_of_those_that_are_fast_enough(llama: nn.Module) -> None:
     assert cheapest.answer(found, 1.5 * fastest, 512).startswith("2 x h100")
     assert "None of these is that fast" in cheapest.answer(found, fastest / 2, 512)
     assert cheapest.table(found, 1.0, 512).row_count == 2
+    for offer, money in ((one, True), (cheapest.Offer(one.plan), False)):
+        headers = [str(column.header) for column in cheapest.table([offer], 1.0, 512).columns]
+        assert any("$" in header for header in headers) == money, "where there are prices"
 
 
 def test_prices() -> None:

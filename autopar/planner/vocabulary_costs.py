@@ -28,7 +28,6 @@ from autopar.passes.vocabulary import (
 )
 from autopar.planner.between import changes_sent, tables_seconds
 from autopar.planner.block_costs import BlockCost, Both, Machine, sent_by
-from autopar.planner.prices import STATE_COPIES
 from autopar.planner.vocabulary_passes import HeadPasses, op_seconds
 from autopar.schedules.flow import VOCABULARY_KINDS
 
@@ -40,13 +39,12 @@ _CHUNK_COPIES = 2  # of a chunk's logits at once: as made, and in float32
 
 @dataclass(frozen=True)
 class VocabularyCost:
-    """``seconds`` per pass and exchange, one value per pipeline rank. ``parameters`` and ``parameter_bytes`` are a
-    rank's; ``logits_bytes`` are kept from ``S`` to ``T``, ``chunk_bytes`` only while a pass runs."""
+    """``seconds`` per pass and exchange, one value per pipeline rank. ``parameter_bytes`` are a rank's;
+    ``logits_bytes`` are kept from ``S`` to ``T``, ``chunk_bytes`` only while a pass runs."""
 
     seconds: Mapping[str, tuple[float, ...]]
     logits_bytes: int
     chunk_bytes: int
-    parameters: int
     parameter_bytes: int
     has_embedding: bool
 
@@ -59,11 +57,6 @@ class VocabularyCost:
     def transient_bytes(self) -> int:
         """What a pass holds beside what is kept: as many logits anew, or those of a chunk."""
         return self.chunk_bytes or self.logits_bytes
-
-    @property
-    def held_bytes(self) -> int:
-        """State of a rank's rows, and the logits of one microbatch."""
-        return STATE_COPIES * self.parameter_bytes + self.logits_bytes + self.chunk_bytes
 
 
 def vocabulary_cost(
@@ -89,7 +82,6 @@ def vocabulary_cost(
         seconds={kind: (value,) * ranks for kind, value in seconds.items()},
         logits_bytes=logits_bytes if chunks == 1 else _kept_of_chunks(found, head),
         chunk_bytes=0 if chunks == 1 else _CHUNK_COPIES * logits_bytes // chunks,
-        parameters=sum(meta.numel for meta in tables.values()) // ranks,
         parameter_bytes=sum(meta.bytes for meta in tables.values()) // ranks,
         has_embedding=calls.embedding is not None,
     )

@@ -9,19 +9,12 @@ from typing import Any, Final
 import torch
 
 import autopar
-from tests import vocabulary_models
+from tests import pinned, vocabulary_models
 from tests.fast_cluster import FAST, NODES
 from tests.models import Case, gpt2, make, prepared
 from tests.moe_models import family
 
-PINNED: Final[Mapping[str, Any]] = {
-    "schedule": "1f1b",
-    "vocabulary": "redistributed",
-    "zero": 0,
-    "recompute": "none",
-    "offload": (),
-    "head_chunks": 1,
-}
+PINNED: Final[Mapping[str, Any]] = {**pinned.PINNED, "recompute": "none"}
 
 
 @dataclass(frozen=True)
@@ -64,6 +57,9 @@ class Plan:
 
 
 BF16: Final[Mapping[str, Any]] = {"precision": "bf16"}
+
+TIGHT: Final[Mapping[str, Any]] = {"zero": 1, "recompute": "auto"}
+"""With a budget, parts of layers are recomputed."""
 
 FAST_PLANS: Final = (
     Plan("llama", {"pp": 2, "dp": 2, "tp": 2}, {"microbatches": 2}),  # messages, changes between calls, tables
@@ -111,4 +107,6 @@ SLOW_PLANS: Final = (
     Plan("moe_deepseek_v3", {"dp": 4, "ep": 2, "tp": 2}, cluster=NODES),  # sums of several weights on the same ranks
     Plan("moe_deepseek_v3", {"dp": 2, "ep": 4, "tp": 2}, {"zero": 1}, batch=16, cluster=NODES),  # rows over two axes
     Plan("moe_mixtral", {"dp": 4, "ep": 4}, {"recompute": "full"}, cluster=NODES),
+    Plan("moe_deepseek_v3", {"dp": 4, "ep": 4}, {**TIGHT, "budget_bytes": 1_000_000}, torch.float32, 64, NODES),
+    Plan("gpt2", {"pp": 2, "dp": 2}, {"schedule": "zb-h1", **TIGHT, "budget_bytes": 1_690_000}, batch=16),
 )

@@ -77,6 +77,19 @@ def test_an_untouched_plan_reads_back_with_and_without_its_digest(plan: Plan) ->
     assert Plan.from_json(changed(plan, "digest", "")).sealed() == plan
 
 
+def test_recomputation_is_a_choice_that_blocks_offer(plan: Plan) -> None:
+    choices = [99] * len(plan.stage_plans[0].units)
+    with pytest.raises(PlanError, match=r"stage_plans\[0\].recompute: '.*' takes choice 99 of "):
+        Plan.from_json(changed(plan, "stage_plans.0.recompute", choices))
+
+
+def test_messages_go_along_axes(plan: Plan) -> None:
+    places = ((b, n) for b, block in enumerate(plan.blocks) for n, node in enumerate(block.nodes) if node.messages)
+    block, node = next(places)
+    with pytest.raises(PlanError, match=r"messages: axis 'xp' is unknown"):
+        Plan.from_json(changed(plan, f"blocks.{block}.nodes.{node}.messages.0.axis", "tp+xp"))
+
+
 def test_a_search_names_points_of_the_right_size(plan: Plan) -> None:
     point = {"gpus": 8, "mesh_sizes": {"pp": 2, "tp": 2}, "microbatches": 2, "schedule": "1f1b", "chunks": 1}
     point |= {"vocabulary": "stage", "options": {}, "step_seconds": 1.0, "peak_bytes": 1}

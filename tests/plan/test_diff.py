@@ -45,6 +45,24 @@ def test_groups_say_what_a_person_asks_first(plan: Plan) -> None:
     step = next(line for line in group(text, "predicted") if line.startswith("step: "))
     assert step.endswith(" %)")
     assert any(line.startswith("peak memory of pipeline rank 0: ") for line in group(text, "predicted"))
+    assert any(line.startswith("backward: ") and line.endswith(" %)") for line in group(text, "predicted"))
+    assert "collectives dp all_gather: 0 s -> " in text, "a part that only one has"
+
+
+def test_a_long_rest_is_cut_short(plan: Plan) -> None:
+    """All of it is in the JSON."""
+    other = plan.model_copy(
+        update={
+            "blocks": [
+                block.model_copy(update={"nodes": [n.model_copy(update={"source": "x.py:1"}) for n in block.nodes]})
+                for block in plan.blocks
+            ]
+        }
+    )
+    found = plan.differences(other)
+    lines = group(str(found), "everything else")
+    assert len(lines) == 24 + 1
+    assert lines[-1] == f"… and {len(found.to_json()) - 24} more values (--json has them by path)"
 
 
 def test_equal_plans_differ_in_nothing(plan: Plan) -> None:

@@ -58,7 +58,22 @@ def test_the_summary_is_a_screen(plan: Plan) -> None:
     for words in ("pp 2 x dp 2 x tp 2", "step ", "no plan in the searched space is below", "MFU ", "most time: "):
         assert words in text
     assert "(1.0 % gap)" in text
+    first, *_, last = sorted(plan.cost.parts, key=lambda part: -part.exposed_seconds)
+    assert f"most time: {first.name}" in text
+    assert first.exposed_seconds > 2 * last.exposed_seconds
     assert "optimizer state stored S(0)@dp over 2 neighbouring ranks" in text
+
+
+def test_the_fullest_rank_is_named(plan: Plan) -> None:
+    """Whichever it is."""
+    for full in (0, 1):
+        ranks = [
+            rank.model_copy(update={"peak_bytes": 2**30 if number == full else 2**20})
+            for number, rank in enumerate(plan.rank_plans)
+        ]
+        text = plan.model_copy(update={"rank_plans": ranks}).summary()
+        assert f"peak memory {bytes_text(2**30)}, " in text
+        assert f" on pipeline rank {full}" in text
 
 
 def test_every_section_is_in_print_and_in_json(plan: Plan) -> None:

@@ -53,7 +53,38 @@ def any_problem(size: int, seed: int) -> Problem:
         communicates=tuple(draw.random() < 0.2 for _ in range(size)),
         bytes_=tuple(draw.randint(0, 20) for _ in made),
         made_by=made,
+        live=tuple(draw.random() < 0.7 for _ in range(size)) if seed % 2 else (),
     )
+
+
+def three_ops(**changes: Any) -> Problem:
+    """Of 1, 2 and 4 seconds, each of which keeps what it is given."""
+    given: dict[str, Any] = {
+        "seconds": (1.0, 2.0, 4.0),
+        "keeps": tuple(frozenset([i]) for i in range(3)),
+        "extra_bytes": (0, 0, 0),
+        "uses": tuple(frozenset([(i, i - 1)]) for i in range(3)),
+        "keeps_any": (True, True, True),
+        "keeps_made": (False, False, False),
+        "communicates": (False, False, False),
+        "bytes_": (8, 8, 8),
+        "made_by": (-1, 0, 1),
+    }
+    return Problem(**given | changes)
+
+
+def test_how_far_a_region_runs_again() -> None:
+    """Up to the last op that keeps anything, and through it where it runs before it keeps; not at all where no
+    backward asks for what was kept."""
+    whole: Regions = ((0, 2),)
+    assert evaluate(three_ops(), whole).seconds == 3
+    assert evaluate(three_ops(keeps_made=(False, False, True)), whole).seconds == 7
+    assert evaluate(three_ops(keeps_any=(True, True, False)), whole).seconds == 1
+    assert evaluate(three_ops(live=(False, False, True)), whole).seconds == 3
+    nobody = evaluate(three_ops(live=(False, False, False)), whole)
+    assert (nobody.seconds, nobody.saved_bytes) == (0, 8)
+    put_off = evaluate(three_ops(puts_off=(True, True, True)), whole)
+    assert (put_off.seconds, put_off.late_seconds) == (3, 4)
 
 
 def all_regions(size: int, first: int = 0) -> Iterator[Regions]:
