@@ -30,7 +30,7 @@ from autopar.plan import Plan
 from autopar.planner.build import Built, Request, build, cut_head
 from autopar.planner.pipeline import Wanted
 from autopar.planner.plan_recompute import regions_of_calls
-from autopar.preparation import Captured, Prepared, prepare
+from autopar.preparation import Captured, Prepared, prepare, settled
 from autopar.report import MemoryReport, memory_report
 from autopar.report.search_progress import Progress
 from autopar.runtime import Input, batches
@@ -168,8 +168,9 @@ def compile(
     source = _source(captured.model, captured.constants, seed)
     given = (source, maker(optimizer, captured.model), scheduler, clip_norm, seed)
     measured, watch = partial(_measured, partial(_job_of, given), Known()), progress and partial(tell, progress)
-    built = _built(prepared, pins, target, plan, read_load(expert_load or {}), measured, watch, fronts=fronts)
-    return _compiled(captured, given, built)
+    with settled():
+        built = _built(prepared, pins, target, plan, read_load(expert_load or {}), measured, watch, fronts=fronts)
+        return _compiled(captured, given, built)
 
 
 def _captured(
@@ -219,6 +220,7 @@ class Programs:
             "split_backward": bool(pipeline.schedule.split),
             "recompute": regions_of_calls(built.model, pipeline),
             "experts": {row.layer: row for row in plan.experts},
+            "placement": pipeline.schedule.placement,
         }
         return cls(
             emit(built.model, pipeline.stages, plan.mesh, **further, **sizes),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 from autopar.errors import ArgumentError
@@ -108,18 +109,27 @@ class Mesh:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.size(axis) for axis in AXES)
+        return (self.pp, self.dp, self.ep, self.cp, self.tp)
 
-    @property
+    @cached_property
     def world(self) -> int:
         return math.prod(self.shape)
 
+    @cached_property
+    def _strides(self) -> dict[str, int]:
+        return {axis: math.prod(self.shape[place + 1 :]) for place, axis in enumerate(AXES)}
+
     def stride(self, axis: str) -> int:
         """Distance in ranks between neighbours along ``axis``."""
-        return math.prod(self.shape[AXES.index(axis) + 1 :])
+        return self._strides[axis]
 
     def coordinate(self, rank: int, axis: str) -> int:
         return rank // self.stride(axis) % self.size(axis)
+
+    def places(self, axis: str) -> list[int]:
+        """The coordinate of every rank along ``axis``."""
+        along = [place for place in range(self.size(axis)) for _ in range(self.stride(axis))]
+        return along * (self.world // len(along))
 
     def coordinates(self, rank: int) -> dict[str, int]:
         if not 0 <= rank < self.world:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -24,6 +27,20 @@ from autopar.passes.normalize_losses import normalize_losses
 from autopar.passes.place_casts import place_casts
 from autopar.passes.shifted_losses import has_shifted_losses, shifted_losses
 from autopar.passes.working_copies import working_copies
+
+
+@contextmanager
+def settled() -> Iterator[None]:
+    """Within, Python's cyclic collector leaves alone what is there already: a captured graph lives on, and walking it
+    again and again is a tenth of planning. What is made within is collected as ever."""
+    if gc.get_freeze_count():  # somebody else's, who will want it to stay so
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @dataclass

@@ -116,6 +116,10 @@ class Shapes:
         made: ShapeTensor = self.answer(_EMPTY, (list(shape),), {"dtype": dtype, "device": torch.device("cpu")})
         return made
 
+    def tensor(self, layout: Layout, offset: int, memory: Any) -> ShapeTensor:
+        """A tensor that lies in ``memory``, so many elements behind its beginning."""
+        return self._wrapped(layout, self.number(layout), offset, memory)
+
     def answer(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What ``func(*args, **kwargs)`` gives. Raises what ``FakeTensorMode`` does where that depends on values."""
         written = self._written.get(func, _UNSEEN)
@@ -155,12 +159,13 @@ class Shapes:
                 else:
                     key.append(tuple(value))
             elif isinstance(value, Tensor):
-                key.append(self._number(_layout(value)))
+                key.append(self.number(layout_of(value)))
                 operands.append(value)
             elif kind is not torch.Generator:
                 key.append(value)
 
-    def _number(self, layout: Layout) -> int:
+    def number(self, layout: Layout) -> int:
+        """What tells layouts apart."""
         return self._layouts.setdefault(layout, len(self._layouts))
 
     def _filled(self, template: Any, operands: Sequence[Tensor]) -> Any:
@@ -174,19 +179,22 @@ class Shapes:
         return template
 
     def _tensor(self, made: _Made, operands: Sequence[Tensor]) -> ShapeTensor:
-        shape, strides, dtype, device, conjugate, negative = made.layout
         if made.source < 0:
             offset, memory = made.offset, Memory(made.bytes, self)
             self.on_memory(memory)
         else:
             source = operands[made.source]
             offset, memory = made.offset + source.storage_offset(), source.untyped_storage()  # type: ignore[assignment]
+        return self._wrapped(made.layout, made.number, offset, memory)
+
+    def _wrapped(self, layout: Layout, number: int, offset: int, memory: Any) -> ShapeTensor:
+        shape, strides, dtype, device, conjugate, negative = layout
         tensor: ShapeTensor = _wrap(ShapeTensor, shape, strides, offset, None, dtype, torch.strided, device)
         if conjugate or negative:
             bits = _bits(_bit.Conjugate) if conjugate else _bits(_bit.Negative)
             options = {"dtype": dtype, "device": device, "_extra_dispatch_keys": bits}
             tensor = _wrap(ShapeTensor, shape, strides, offset, **options)
-        tensor.memory, tensor.layout_number = memory, made.number
+        tensor.memory, tensor.layout_number = memory, number
         return tensor
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -228,13 +236,13 @@ class Shapes:
         for number, fake in enumerate(fakes):
             if result is fake:
                 return _Same(number)
-        layout, storage = _layout(result, device), result.untyped_storage()
+        layout, storage = layout_of(result, device), result.untyped_storage()
         source, offset = -1, int(result.storage_offset())
         for number, fake in enumerate(fakes):
             if fake.untyped_storage()._cdata == storage._cdata:
                 source, offset = number, offset - int(fake.storage_offset())
                 break
-        return _Made(layout, self._number(layout), offset, int(storage.nbytes()), source)
+        return _Made(layout, self.number(layout), offset, int(storage.nbytes()), source)
 
 
 _UNSEEN: Final = object()
@@ -244,7 +252,7 @@ def uncounted(_: Memory) -> None:
     """Nobody counts."""
 
 
-def _layout(tensor: Tensor, device: torch.device | None = None) -> Layout:
+def layout_of(tensor: Tensor, device: torch.device | None = None) -> Layout:
     conjugate, negative = tensor.is_conj(), tensor.is_neg()
     return tensor.shape, tensor.stride(), tensor.dtype, device or tensor.device, conjugate, negative
 

@@ -25,6 +25,8 @@ DispatchMode: Any = TorchDispatchMode  # it has no types
 # What they are given is new: made without an operation by torch.tensor(), copy.deepcopy() and torch.load().
 _TAKE_NEW = (torch.ops.aten.lift_fresh.default, torch.ops.aten.set_.source_Storage_storage_offset)
 
+_FEW: Final = 1000
+
 _WHERE: Final = torch.ops.prim.device.default  # fake tensors are asked this often
 
 TEMPORARIES: Final = "temporaries"
@@ -70,6 +72,11 @@ class _Entry:
     died: int = -1
     noted: int = -1  # the moment at which it was another size than now
 
+    @property
+    def purpose(self) -> str:
+        """Its kind, as far as that is known now."""
+        return self.kind or (TEMPORARIES if self.died == self.born else self.keeps)
+
 
 @dataclass
 class _Moment:
@@ -104,6 +111,8 @@ class StorageTracker(DispatchMode):  # type: ignore[misc]
         self._label, self._keeps = "", BUFFERS
         self._start: dict[str, int] = {}
         self._peak = _Moment()  # of this phase
+        self._kinds: Counter[str] = Counter()  # of what lives on the device
+        self._since: list[_Entry] = []  # made since the peak
         self._before = 0  # the largest of those before
         self._number = 0  # of the phase
         self._operations = self._looked = 0  # in all, and when all storages were last looked at
@@ -124,7 +133,7 @@ class StorageTracker(DispatchMode):  # type: ignore[misc]
     def mark(self, label: str, keeps: str = BUFFERS) -> None:
         """A new phase begins; what is made in it and outlives it is of the kind ``keeps``."""
         self._look(self._live)
-        end = self._kinds((entry, entry.size) for entry in self._live.values() if not entry.is_host)
+        end = {kind: bytes_ for kind, bytes_ in self._kinds.items() if bytes_}
         if self._label:
             host = self._host_start, self._host_peak, self.host_bytes
             self.phases.append(Phase(self._label, self._start, self._peak_kinds(), end, host))
@@ -133,7 +142,7 @@ class StorageTracker(DispatchMode):  # type: ignore[misc]
         self._host_start = self._host_peak = self.host_bytes
         self._number += 1
         self._serial += 1  # no two moments have the same
-        self._peak = _Moment(self.live_bytes, self._serial)
+        self._top()
 
     def forget(self) -> None:
         """Begin anew with what lives now: peaks and phases are those from here on."""
@@ -146,11 +155,17 @@ class StorageTracker(DispatchMode):  # type: ignore[misc]
         for tensor in tensors:
             entry = self._live.get(address(tensor.untyped_storage()))
             if entry is not None and not entry.kind:
+                if not entry.is_host:
+                    self._kinds[entry.keeps] -= entry.size
+                    self._kinds[kind] += entry.size
                 entry.kind = kind
 
     def host_kinds(self) -> dict[str, int]:
         """Bytes on the host now, by kind."""
-        return self._kinds((entry, entry.size) for entry in self._live.values() if entry.is_host)
+        found: Counter[str] = Counter()
+        for entry in self._live.values():
+            found[entry.purpose] += entry.size if entry.is_host else 0
+        return {kind: bytes_ for kind, bytes_ in found.items() if bytes_}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -192,6 +207,9 @@ class StorageTracker(DispatchMode):  # type: ignore[misc]
         reference: weakref.ref[UntypedStorage | Memory] = weakref.ref(storage, self._releases(key))
         entry = _Entry(size, reference, self._is_host(), self._number, self._serial, self._keeps)
         self._live[key] = entry
+        self._since.append(entry)
+        if len(self._since) > 2 * len(self._live) + _FEW:
+            self._since = [entry for entry in self._since if entry.died < 0]
         self._change(entry, size)
 
     def _look(self, entries: Mapping[int, _Entry]) -> None:
@@ -231,6 +249,7 @@ class StorageTracker(DispatchMode):  # type: ignore[misc]
             self._host_peak = max(self._host_peak, self.host_bytes)
         else:
             self.live_bytes += more
+            self._kinds[entry.kind or entry.keeps] += more
 
     def _rise(self) -> None:
         """A peak, unless storages have become smaller unseen. All are looked at now and then, which costs little per
@@ -245,6 +264,7 @@ class StorageTracker(DispatchMode):  # type: ignore[misc]
     def _top(self) -> None:
         """There was never more."""
         self._peak = _Moment(self.live_bytes, self._serial)
+        self._since.clear()
 
     def _releases(self, key: int) -> Callable[[object], None]:
         def release(_: object) -> None:
@@ -257,15 +277,14 @@ class StorageTracker(DispatchMode):  # type: ignore[misc]
         return release
 
     def _peak_kinds(self) -> dict[str, int]:
-        at, moment = self._peak.serial, self._peak
-        still = [(e, e.size) for e in self._live.values() if e.serial <= at and e.noted != at]
-        return self._kinds((entry, size) for entry, size in [*still, *moment.gone] if not entry.is_host)
-
-    def _kinds(self, sizes: Iterable[tuple[_Entry, int]]) -> dict[str, int]:
-        found: Counter[str] = Counter()
-        for entry, size in sizes:
-            outlives = entry.died != entry.born
-            found[entry.kind or (entry.keeps if outlives else TEMPORARIES)] += size
+        """From what lives now, and what was made, went or changed since."""
+        found = Counter(self._kinds)
+        for entry in self._since:
+            if entry.died < 0 and not entry.is_host:
+                found[entry.purpose] -= entry.size
+        for entry, size in self._peak.gone:
+            if not entry.is_host:
+                found[entry.purpose] += size - (entry.size if entry.died < 0 else 0)
         return {kind: bytes_ for kind, bytes_ in found.items() if bytes_}
 
 

@@ -56,6 +56,12 @@ def test_ranks_and_coordinates() -> None:
         assert mesh.rank(**mesh.coordinates(rank)) == rank
 
 
+def test_places_are_the_coordinates_of_all_ranks() -> None:
+    mesh = Mesh(pp=2, dp=3, ep=2, cp=2, tp=2)
+    for axis in AXES:
+        assert mesh.places(axis) == [mesh.coordinate(rank, axis) for rank in range(mesh.world)]
+
+
 def test_joint_groups_partition_the_world() -> None:
     mesh = Mesh(2, 2, 2, 2, 2)
     for axes in product(AXES, AXES):

@@ -50,13 +50,15 @@ def emit(
     options: Options | None = None,
     recompute: Mapping[int, Regions] | None = None,
     experts: Mapping[str, ExpertsPlan] | None = None,
+    placement: Sequence[int] = (),
 ) -> tuple[EmittedStage, ...]:
     """Write the program of every stage.
 
     ``model`` is solved and local on every axis, and stays as it is; ``stages`` are the call indices of each
     stage (calls of tables are left out: every stage computes for itself what it needs of them).
     ``split_backward``: for a schedule with passes I and W, gradients of weights can be put off. ``recompute`` gives
-    calls the regions that their backward computes again; ``experts``, by layer, how they are stored and reckoned with.
+    calls the regions that their backward computes again; ``experts``, by layer, how they are stored and reckoned with;
+    ``placement`` is each stage's index on pp (empty: they go around).
     Raises StageError where stages, calls and mesh don't fit,
     GraphError where a value can't become what is taken.
     """
@@ -76,6 +78,7 @@ def emit(
         options=options,
         regions=regions,
         experts=experts,
+        placement=placement,
     )
     return tuple(_emit_stage(job, part) for part in parts(job))
 

@@ -62,10 +62,10 @@ def _modules(block: Block) -> list[str]:
 
 
 def _ranks(job: Job, part: Part) -> str:
-    mesh = job.mesh
-    ranks = [rank for rank in range(mesh.world) if mesh.coordinate(rank, "pp") == part.index]
-    axes = [axis for axis in AXES if axis not in ("ep", "cp") or mesh.size(axis) > 1]
-    places = [f"{axis} {spans(sorted({mesh.coordinate(r, axis) for r in ranks}))}" for axis in axes]
+    mesh, home = job.mesh, job.placement[part.index]
+    ranks = range(home * mesh.stride("pp"), (home + 1) * mesh.stride("pp"))
+    axes = [axis for axis in AXES[1:] if axis not in ("ep", "cp") or mesh.size(axis) > 1]
+    places = [f"pp {home}", *(f"{axis} {spans(range(mesh.size(axis)))}" for axis in axes)]
     return f"{spans(ranks)} ({', '.join(places)}) of mesh {mesh}"
 
 

@@ -22,7 +22,8 @@ from autopar.plan import ExpertsPlan
 @dataclass(frozen=True)
 class Job:
     """``stages`` are the calls of each pipeline stage, those that belong to none left out; ``reduce`` is what hoisting
-    found; ``regions`` are what calls of a block recompute; ``experts``, by layer, how they are stored."""
+    found; ``regions`` are what calls of a block recompute; ``experts``, by layer, how they are stored; ``placement`` is
+    each stage's index on pp."""
 
     model: Model
     stages: tuple[tuple[int, ...], ...]
@@ -33,6 +34,7 @@ class Job:
     options: Options
     regions: Mapping[int, Regions]
     experts: Mapping[str, ExpertsPlan]
+    placement: tuple[int, ...]
 
     @cached_property
     def names(self) -> dict[Value, str]:
@@ -147,6 +149,7 @@ def make_job(
     options: Options | None = None,
     regions: Mapping[int, Regions] | None = None,
     experts: Mapping[str, ExpertsPlan] | None = None,
+    placement: Sequence[int] = (),
 ) -> Job:
     """Raises StageError where the cut is not the model's calls in order, or doesn't fit the mesh."""
     left_out = {i for i, call in enumerate(model.calls) if model.block_of(call).kind in STAGELESS}
@@ -157,4 +160,7 @@ def make_job(
         raise StageError(f"stages {cut} are not the calls {expected} in order, cut into parts that are not empty")
     if len(cut) % mesh.pp:
         raise StageError(f"{len(cut)} stages can't run on {mesh.pp} pipeline ranks; give as many for each")
-    return Job(model, cut, mesh, microbatches, digest, reduce, options or Options(), regions or {}, experts or {})
+    homes = tuple(placement) or tuple(stage % mesh.pp for stage in range(len(cut)))
+    return Job(
+        model, cut, mesh, microbatches, digest, reduce, options or Options(), regions or {}, experts or {}, homes
+    )

@@ -110,8 +110,8 @@ class Plan(Value):
 
     @property
     def peak_bytes(self) -> list[int]:
-        mesh = self.mesh
-        return [self.rank_plans[mesh.coordinate(rank, "pp")].peak_bytes for rank in range(mesh.world)]
+        held = [rank.peak_bytes for rank in self.rank_plans]
+        return [held[index] for index in self.mesh.places("pp")]
 
     def sealed(self) -> Plan:
         """This plan with its digest filled in."""

@@ -36,6 +36,11 @@ class Alternative:
     saved_bytes: int
     seconds: float
     transient_bytes: int
+    late_seconds: float = 0.0
+
+    def rerun_seconds(self, *, split: bool) -> float:
+        """Of recomputation, where backwards are two passes or one."""
+        return self.seconds + (self.late_seconds if split else 0.0)
 
 
 class BlockChoices:
@@ -104,6 +109,7 @@ class BlockChoices:
             saved_bytes=point.saved_bytes,
             seconds=point.seconds,
             transient_bytes=point.transient_bytes,
+            late_seconds=point.late_seconds,
         )
 
 

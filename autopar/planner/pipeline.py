@@ -86,7 +86,8 @@ class Pipeline:
 
     def recompute_seconds(self, stage: int) -> float:
         """What recomputation adds to the stage's backward of a microbatch."""
-        return math.fsum(self.chosen[i].seconds for i in self.stages[stage])
+        split = bool(self.schedule.split)
+        return math.fsum(self.chosen[i].rerun_seconds(split=split) for i in self.stages[stage])
 
 
 _ROOMS = 3  # tries to make room for what a schedule keeps
@@ -545,11 +546,13 @@ def _schedule_costs(
     per_stage = [[parts.costs[model.calls[i].block] for i in stage] for stage in stages]
     beside = between(model, stages, parts.costs, machine, placement)
     weights = tuple(sum(c.weight_seconds for c in s) + a.put_off for s, a in zip(per_stage, accumulations, strict=True))
+    split = _puts_off(parts, draft)
+    again = [math.fsum(chosen[i].rerun_seconds(split=split) for i in stage) for stage in stages]
     backward = tuple(
-        sum(c.backward_seconds for c in s) + sum(chosen[i].seconds for i in stage) + b.backward_seconds + a.seconds
-        for s, stage, b, a in zip(per_stage, stages, beside, accumulations, strict=True)
+        sum(c.backward_seconds for c in s) + again_ + b.backward_seconds + a.seconds
+        for s, again_, b, a in zip(per_stage, again, beside, accumulations, strict=True)
     )
-    completing = weights if _puts_off(parts, draft) else backward
+    completing = weights if split else backward
     forward = tuple(
         sum(c.forward_seconds for c in s) + b.forward_seconds for s, b in zip(per_stage, beside, strict=True)
     )

@@ -41,8 +41,9 @@ from typing import NamedTuple
 
 from torch import fx
 
-from autopar.graph import AxisRef, Block, info
+from autopar.graph import AxisRef, Block, RuntimeOp, info
 from autopar.passes.recompute import groups
+from autopar.planner.block_costs import weight_product
 from autopar.planner.saved import BlockSaved
 from autopar.spmd import Type, transition
 
@@ -63,8 +64,10 @@ _LARGEST = 400  # ops of a block; of a larger one only the whole is recomputed, 
 class Problem:
     """A block as the docstring's sets: by op, ``seconds`` of its forward, memories it ``keeps``, ``extra_bytes`` made
     inside, its ``uses``; ``keeps_any`` and ``keeps_made``: whether it keeps anything at all (weights included), and
-    anything but operands; ``communicates``: whether other ranks take part. ``made_by`` is the op that makes a memory
-    (-1: an input of the block)."""
+    anything but operands, or runs before it does; ``communicates``: whether other ranks take part. ``made_by`` is the
+    op that makes a memory (-1: an input of the block). ``live``: whether its backward ever runs ((): all do).
+    ``puts_off``: whether, where backwards are split, it is a product that keeps its factors once it has run ((): none).
+    """
 
     seconds: tuple[float, ...]
     keeps: tuple[frozenset[int], ...]
@@ -75,6 +78,16 @@ class Problem:
     communicates: tuple[bool, ...]
     bytes_: tuple[int, ...]
     made_by: tuple[int, ...]
+    live: tuple[bool, ...] = ()
+    puts_off: tuple[bool, ...] = ()
+
+    def asks(self, op: int) -> bool:
+        """Whether a backward needs what the op keeps."""
+        return self.keeps_any[op] and (not self.live or self.live[op])
+
+    def runs(self, op: int, *, split: bool) -> bool:
+        """Whether the last op that keeps anything runs before it does."""
+        return self.keeps_made[op] or (split and bool(self.puts_off) and self.puts_off[op])
 
     @property
     def size(self) -> int:
@@ -84,13 +97,15 @@ class Problem:
 @dataclass(frozen=True)
 class Point:
     """One choice: what a microbatch keeps of the block under it, the seconds of recomputation, and the bytes that the
-    largest region's tensors take again while its backward runs. ``memories`` are those kept."""
+    largest region's tensors take again while its backward runs. ``memories`` are those kept. Where backwards are split,
+    recomputation takes ``late_seconds`` more: such functions run before they keep what they are given."""
 
     regions: Regions
     saved_bytes: int
     seconds: float
     transient_bytes: int
     memories: frozenset[int] = frozenset()
+    late_seconds: float = 0.0
 
 
 def evaluate(problem: Problem, regions: Regions) -> Point:
@@ -102,15 +117,19 @@ def evaluate(problem: Problem, regions: Regions) -> Point:
     saved = sum(problem.bytes_[m] for m in kept) + sum(problem.extra_bytes[i] for i in outside)
     seconds = math.fsum(_rerun_seconds(problem, region) for region in regions)
     transient = max((_transient(problem, region) for region in regions), default=0)
-    return Point(regions, saved, seconds, transient, frozenset(kept))
+    late = math.fsum(_rerun_seconds(problem, region, split=True) for region in regions) - seconds
+    return Point(regions, saved, seconds, transient, frozenset(kept), late)
 
 
-def _rerun_seconds(problem: Problem, region: Region) -> float:
-    """Up to the last op that keeps anything, and that one only if it keeps what it makes."""
+def _rerun_seconds(problem: Problem, region: Region, *, split: bool = False) -> float:
+    """Up to the last op that keeps anything, and that one only if it keeps what it makes; nothing where no backward
+    needs what ops keep."""
     first, last = region
+    if not any(map(problem.asks, range(first, last + 1))):
+        return 0.0
     while last >= first and not problem.keeps_any[last]:
         last -= 1
-    end = last + 1 if last >= first and problem.keeps_made[last] else last
+    end = last + 1 if last >= first and problem.runs(last, split=split) else last
     return math.fsum(problem.seconds[first : max(first, end)])
 
 
@@ -222,14 +241,16 @@ class _Chain:
 
     def _runs(self, problem: Problem, first: int, silent: bool) -> Iterator[_Run]:
         """The regions that begin with an op, but for those that could end before."""
-        asked = 0
+        asked, is_needed = 0, False
         for last in range(first, problem.size):
             if silent and problem.communicates[last]:
                 return
             asked |= self._bits(m for m, p in problem.uses[last] if p < first)
+            is_needed = is_needed or problem.asks(last)
             if problem.keeps_any[last]:
                 end = last + bool(problem.keeps_made[last])
-                yield _Run(last, asked, self.seconds[end] - self.seconds[first], last + 1 - first)
+                seconds = self.seconds[end] - self.seconds[first] if is_needed else 0
+                yield _Run(last, asked, seconds, last + 1 - first)
 
     def bytes_of(self, bits: int) -> int:
         """Of a set of memories, scaled."""
@@ -296,7 +317,7 @@ def problem_of(
     place = {node: i for i, group in enumerate(ops) for node in group}
     owners = [n for n in found.owned_bytes if info(n).role not in ("parameter", "buffer")]
     number = {owner: m for m, owner in enumerate(owners)}
-    kept = [[found.ops[n] for n in group] for group in ops]
+    kept, reached = [[found.ops[n] for n in group] for group in ops], _with_backward(block)
 
     def uses(group: Sequence[fx.Node]) -> Iterator[tuple[int, int]]:
         for operand in {o for n in group for o in n.all_input_nodes if o not in group}:
@@ -311,14 +332,31 @@ def problem_of(
         uses=tuple(frozenset(uses(group)) for group in ops),
         keeps_any=tuple(any(s.is_something for s in some) for some in kept),
         keeps_made=tuple(
-            any(s.extra_bytes or set(s.values) & set(group) for s in some)
+            any(s.extra_bytes or set(s.values) & set(group) for s in some) or _keeps_late(group[0])
             for some, group in zip(kept, ops, strict=True)
         ),
         communicates=tuple(any(map(_communicates, group)) for group in ops),
         bytes_=tuple(0 if owner in free else found.owned_bytes[owner] for owner in owners),
         made_by=tuple(place.get(owner, -1) for owner in owners),
+        live=tuple(any(node in reached for node in group) for group in ops),
+        puts_off=tuple(weight_product(group[0]) is not None for group in ops),
     )
     return problem, owners
+
+
+def _keeps_late(node: fx.Node) -> bool:
+    """Whether it keeps its operands once it has run: torch's own ops do so before, functions of ours after."""
+    return isinstance(node.target, RuntimeOp)
+
+
+def _with_backward(block: Block) -> set[fx.Node]:
+    """The ops that a gradient reaches: not those that only choose, such as a top-k of which the places are used."""
+    found: set[fx.Node] = set()
+    outputs = set(block.outputs)
+    for node in reversed(list(block.ops)):
+        if info(node).meta.needs_grad and (node in outputs or not found.isdisjoint(node.users)):
+            found.add(node)
+    return found
 
 
 def _communicates(node: fx.Node) -> bool:

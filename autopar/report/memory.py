@@ -214,7 +214,7 @@ def memory_report(
         raise ArgumentError(f"measure={measure!r}; it may be one of {', '.join(MEASURES)}, or be left out")
     if measure in ("simulate", "device") and any(tensor.is_meta for tensor in batch.values()):
         raise ArgumentError(f"measure={measure!r} trains a step, so it needs a batch; give one, or use measure='fake'")
-    index = [job.mesh.coordinate(rank, "pp") for rank in range(job.mesh.world)]
+    index = job.mesh.places("pp")
     kind = "cpu" if measure == "simulate" else device
     predicted = predicted_memory(job, batch, device=kind)
     if running is not None:

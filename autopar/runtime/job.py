@@ -144,7 +144,7 @@ class Job:
 
     def _holders(self) -> Iterator[tuple[Program | VocabularyProgram, list[int]]]:
         """Every program, and the ranks that run it."""
-        homes = [self.mesh.coordinate(rank, "pp") for rank in range(self.mesh.world)]
+        homes = self.mesh.places("pp")
         for stage, loaded in enumerate(self.programs):
             yield loaded.program, [r for r, home in enumerate(homes) if home == self.schedule.placement[stage]]
         if self.vocabulary_program is not None:

@@ -7,7 +7,7 @@ without values (:mod:`autopar.shapes`) that takes neither memory nor arithmetic.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -18,10 +18,12 @@ from autopar.simulate.backend import SimulatedGroup
 from autopar.simulate.calls import Call, Waiting
 from autopar.simulate.generators import callers_generators
 from autopar.simulate.rendezvous import Rendezvous
+from autopar.simulate.sites import Site
 from autopar.simulate.store import SharedStore
 from autopar.simulate.torch_private import BACKEND, rank_threads
 
 T = TypeVar("T")
+_NOWHERE: Final = Site("<alone>", 0, "<alone>")
 
 
 def run_alone(fn: Callable[[], T], rank: int, world_size: int, on_call: Callable[[Call], None] | None = None) -> T:
@@ -55,10 +57,13 @@ def run_alone(fn: Callable[[], T], rank: int, world_size: int, on_call: Callable
 
 
 class _Lonely(SimulatedGroup):
-    """Nobody takes a part of a tensor: it is left in one piece."""
+    """Nobody takes a part of a tensor: it is left in one piece. Nobody is waited for, so nobody asks where that is."""
 
     def _cut(self, tensor: Tensor, rows: list[int]) -> list[Tensor]:
         return [tensor]
+
+    def _site(self) -> Site:
+        return _NOWHERE
 
 
 class _Answering(Rendezvous):

@@ -7,6 +7,7 @@ size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -23,11 +24,13 @@ from autopar.runtime.modules import dtype_of
 from autopar.runtime.program import Parameter
 from autopar.runtime.shards import Positions, stored_shape
 from autopar.schedules import Action
+from autopar.schedules.flow import COMPUTE
 from autopar.shapes import Shapes
 from autopar.simulate.alone import run_alone
 from autopar.simulate.kernels import kernels_of
 from autopar.simulate.memory import MemoryTracker, ShapeTracker
 from autopar.simulate.run import run
+from autopar.simulate.torch_private import without_function_modes
 from autopar.storages import ALLOCATED, BUFFERS, Phase
 
 _KEEPS: Final = {
@@ -35,7 +38,6 @@ _KEEPS: Final = {
     **dict.fromkeys(("B", "W", "T", "G"), "gradients"),
 }
 """What an action leaves behind that nobody holds from step to step; the rest is on its way from or to another rank."""
-
 
 BEGIN: Final = "begin"
 """The label of what a step does before its first action."""
@@ -83,10 +85,10 @@ def fake_memory(job: Job, batch: Mapping[str, Tensor], device: str = "cpu") -> l
 def of_each_index(job: Job, memory_of: Callable[[int], RankMemory]) -> list[RankMemory]:
     """Of every rank, from that of the first rank of each pipeline index."""
     kinds = [memory_of(job.mesh.rank(pp=index)) for index in range(job.mesh.pp)]
-    return [kinds[job.mesh.coordinate(rank, "pp")] for rank in range(job.mesh.world)]
+    return [kinds[index] for index in job.mesh.places("pp")]
 
 
-Measure = Callable[[MemoryTracker, Job, Axes, Mapping[str, Tensor]], RankMemory]
+Measure = Callable[[ShapeTracker, Job, Axes, Mapping[str, Tensor]], RankMemory]
 
 
 def on_shapes(
@@ -183,7 +185,9 @@ def warm_up(executor: Executor, batch: Mapping[str, Tensor]) -> None:
         executor.actions = tuple(a for a in actions if (a.kind == "STEP" if alone else a.microbatch <= 0))
         for master in executor.masters.values() if alone else ():
             master.grad = torch.empty_like(master)
-    executor.step(batch)
+    computes = any(action.kind in COMPUTE for action in executor.actions)
+    with nullcontext() if computes else without_function_modes():
+        executor.step(batch)
     executor.actions = actions
 
 
@@ -195,7 +199,8 @@ def is_asynchronous(actions: Iterable[Action]) -> bool:
 def begin(tracker: MemoryTracker, job: Job, axes: Axes) -> Executor:
     """The rank's executor, all of it made under ``tracker``."""
     tracker.mark("start", "gradients")  # beside parameters, the buckets of gradients are made here
-    return start(job, axes)
+    with without_function_modes():
+        return start(job, axes)
 
 
 def record(
@@ -208,16 +213,22 @@ def record(
     _own(tracker, executor)
     tracker.forget()
 
+    apart = ExitStack()
+
     def note(action: Action) -> None:
+        apart.close()
         if action.kind == "STEP":
             _own(tracker, executor)  # gradients are about to go
         if prepare is not None:
             prepare(action)
+        if action.kind not in COMPUTE:  # which run the model's code, whose kernels a mode chooses
+            apart.enter_context(without_function_modes())
         tracker.mark(str(action), _KEEPS.get(action.kind, BUFFERS))
 
     executor.on_action = note
     tracker.mark(BEGIN)
-    executor.step(batch)
+    with apart:
+        executor.step(batch)
     tracker.mark("")
     executor.on_action = None
     return RankMemory(tuple(tracker.phases), tracker.host_kinds(), tracker.host_peak_bytes)

@@ -17,6 +17,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch import Tensor
 
@@ -42,7 +43,8 @@ from autopar.simulate.measure import (
     warm_up,
     without_values,
 )
-from autopar.simulate.memory import MemoryTracker
+from autopar.simulate.memory import MemoryTracker, ShapeTracker
+from autopar.simulate.replay import Tapes, UnlikeError, replay_layers
 from autopar.storages import Phase
 
 
@@ -68,6 +70,7 @@ class Known:
 
     shapes: Shapes = field(default_factory=Shapes)
     ranks: dict[Hashable, list[_Tried]] = field(default_factory=lambda: defaultdict(list))
+    tapes: dict[Hashable, Tapes] = field(default_factory=lambda: defaultdict(Tapes))
 
 
 def predicted_memory(
@@ -77,6 +80,13 @@ def predicted_memory(
     tensors may be on the meta device)."""
     before, job = known or Known(), without_values(job)
     common = device, _common(job, batch)
+    tapes = before.tapes[device, job.mesh, job.options.model_dump_json()]
+
+    def tried(rank: int) -> RankMemory:
+        try:
+            return on_shapes(job, batch, rank, partial(_try, tapes=tapes), before.shapes, device)
+        except UnlikeError:
+            return on_shapes(job, batch, rank, _try, before.shapes, device)
 
     def predicted(rank: int) -> RankMemory:
         actions = job.schedule.lists[job.mesh.coordinate(rank, "pp")]
@@ -85,7 +95,7 @@ def predicted_memory(
         wanted = keys(actions, job.stages(rank), job.schedule.microbatches)
         known = before.ranks[common, likeness(job, rank)]
         if not any(one.phases.keys() >= set(wanted.values()) for one in known):
-            memory = on_shapes(job, batch, rank, _try, before.shapes, device)
+            memory = tried(rank)
             by_label = {phase.label: phase for phase in memory.phases}
             run = [(key, by_label[str(action)]) for action, key in wanted.items() if str(action) in by_label]
             known.insert(0, _Tried(memory, dict(reversed(run))))  # of those alike, the first
@@ -117,13 +127,17 @@ class _Object:
         return id(self.value)
 
 
-def _try(tracker: MemoryTracker, job: Job, axes: Axes, batch: Mapping[str, Tensor]) -> RankMemory:
-    """A step of this rank with the microbatches that the others are like."""
+def _try(
+    tracker: ShapeTracker, job: Job, axes: Axes, batch: Mapping[str, Tensor], tapes: Tapes | None = None
+) -> RankMemory:
+    """A step of this rank with the microbatches that the others are like; equal layers run once, on ``tapes``."""
     actions, schedule = job.schedule.lists[axes["pp"].index], job.schedule
     alike = stand_ins(actions, job.stages(axes.rank), schedule.microbatches)
     tried = {ABSENT, *(action.microbatch for action in alike.values())}
     executor = begin(tracker, job, axes)
     executor.actions = tuple(action for action in actions if action.microbatch in tried)
+    if tapes is not None:
+        replay_layers(executor, job, tapes, tracker)
     warm_up(executor, batch)
     for stream in executor.streams.values():
         stream.rest({})

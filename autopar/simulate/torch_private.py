@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -162,3 +162,21 @@ def version(tensor: torch.Tensor) -> int:
 def describe(group: ProcessGroup, description: str) -> None:
     """Set ``group.group_desc``."""
     group._set_group_desc(description)
+
+
+def without_function_modes() -> AbstractContextManager[Any]:
+    """Within, no mode sees functions of torch (operations still do what they do): each costs microseconds."""
+    return torch._C.DisableTorchFunction()
+
+
+def complete_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+    """As autograd does when ``gradient`` of ``parameter`` is complete: added, then whoever wants to know is told."""
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        with torch.no_grad():
+            parameter.grad.add_(gradient)
+    del gradient  # autograd holds it no longer, either
+    with without_function_modes():
+        for hook in tuple((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
+            hook(parameter)

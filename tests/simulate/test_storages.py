@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from autopar import simulate
 from autopar.runtime.host import host_empty, host_memory, to_host
-from autopar.simulate.memory import MemoryTracker
+from autopar.shapes import Shapes
+from autopar.simulate.memory import MemoryTracker, ShapeTracker
 
 
 def test_phases_and_kinds() -> None:
@@ -35,6 +40,44 @@ def test_phases_and_kinds() -> None:
     assert (forward.peak_bytes, tracker.peak_bytes, tracker.live_bytes) == (1200, 1200, 800)
     del gradient, weight
     assert tracker.live_bytes == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_as_a_ledger_has_it(seed: int) -> None:
+    """Memory that comes, goes, changes and is claimed at random; of each phase the first moment with the most."""
+    draw = random.Random(seed)
+    with ShapeTracker(Shapes()) as tracker:
+        alive: dict[int, Tensor] = {}
+        sizes, kinds, born, died = dict[int, int](), dict[int, str](), dict[int, tuple[int, str]](), dict[int, int]()
+        for phase in range(12):
+            keeps = draw.choice(["saved", "gradients"])
+            tracker.mark(str(phase), keeps)
+            top = dict(sizes)
+            for number in range(100 * phase, 100 * phase + 30):
+                if alive and draw.random() < 0.5:
+                    chosen = draw.choice(list(alive))
+                    match draw.choice(["drop", "resize", "own"]):
+                        case "drop":
+                            del alive[chosen], sizes[chosen]
+                            died[chosen] = phase
+                        case "resize":
+                            sizes[chosen] = 4 * draw.randrange(100)
+                            alive[chosen].untyped_storage().resize_(sizes[chosen])
+                        case _:
+                            tracker.own("parameters", [alive[chosen]])
+                            kinds.setdefault(chosen, "parameters")
+                else:
+                    alive[number] = torch.empty(elements := draw.randrange(100))
+                    sizes[number], born[number] = 4 * elements, (phase, keeps)
+                top = dict(sizes) if sum(sizes.values()) > sum(top.values()) else top
+            tracker.mark("")
+            ledger: Counter[str] = Counter()
+            for number, size in top.items():
+                first, kind = born[number]
+                passes = died.get(number) == first == phase
+                ledger[kinds.get(number) or ("temporaries" if passes else kind)] += size
+            assert tracker.phases[-1].peak == +ledger
+            assert sum(tracker.phases[-1].end.values()) == sum(sizes.values())
 
 
 def test_a_phase_begins_with_what_lives() -> None:

@@ -1,0 +1,184 @@
+"""Layers that play their tapes take what they take when they run, at every moment."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.runtime.job import Job
+from autopar.simulate import predict, replay
+from autopar.simulate.call_sites import unshared_operands
+from autopar.simulate.measure import RankMemory
+from autopar.simulate.predict import predicted_memory
+from tests.fast_cluster import FAST
+from tests.models import Case, make, prepared
+from tests.moe_models import family
+from tests.pinned import compile_pinned
+
+
+def job_of(case: Case, mesh: dict[str, int], **options: Any) -> tuple[Job, dict[str, Tensor]]:
+    given = {"sample": case.batch, "loss": case.loss, "mesh": mesh, "cluster": FAST, **options}
+    compiled = compile_pinned(case.model, math.prod(mesh.values()), **given)
+    values = case.batch.values() if isinstance(case.batch, dict) else case.batch
+    return compiled.job, {item.path: value for item, value in zip(compiled.plan.inputs, values, strict=True)}
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The layers that were recorded, and those that played, by class."""
+    seen: list[str] = []
+    record, output = replay.record, replay._Pass.output
+
+    def recording(layer: nn.Module, *rest: Any) -> Any:
+        seen.append(f"recorded {type(layer).__name__}")
+        return record(layer, *rest)
+
+    def playing(self: Any, operands: Any) -> Any:
+        seen.append(f"played {type(self._player.layer).__name__}")
+        return output(self, operands)
+
+    monkeypatch.setattr(replay, "record", recording)
+    monkeypatch.setattr(replay._Pass, "output", playing)
+    return seen
+
+
+def as_they_run(job: Job, batch: dict[str, Tensor], device: str = "cpu") -> list[RankMemory]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(predict, "replay_layers", lambda *_: None)
+        return predicted_memory(job, batch, device=device)
+
+
+def check(job: Job, batch: dict[str, Tensor], device: str = "cpu") -> None:
+    """All phases: what lives when they begin, at the peak and at the end, by kind."""
+    found, expected = predicted_memory(job, batch, device=device), as_they_run(job, batch, device)
+    assert [memory.host_peak_bytes for memory in found] == [memory.host_peak_bytes for memory in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        for phase, other in zip(ours.phases, theirs.phases, strict=True):
+            assert phase == other
+
+
+PLANS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
+    ("gpt2", {"dp": 2}, {"microbatches": 4, "zero": 3}),
+    ("llama", {"pp": 2, "dp": 2}, {"microbatches": 4, "zero": 2, "recompute": "full", "precision": "bf16"}),
+]
+SLOW: list[tuple[str, dict[str, int], dict[str, Any]]] = [
+    ("gpt2", {"pp": 2}, {"microbatches": 4, "precision": "bf16"}),
+    ("gpt2", {"pp": 2, "tp": 2}, {"microbatches": 4, "schedule": "interleaved", "chunks": 2, "recompute": "selective"}),
+    ("gpt2", {"pp": 2, "dp": 2}, {"microbatches": 4, "offload": ("optimizer",), "zero": 1, "precision": "bf16"}),
+    ("gpt2", {"pp": 2}, {"microbatches": 4, "offload": ("activations",)}),
+    ("llama", {"pp": 2}, {"microbatches": 4, "schedule": "zb-h1"}),
+    ("llama", {"pp": 2, "dp": 2}, {"microbatches": 4, "schedule": "1f1b", "zero": 3}),
+    ("llama", {"dp": 2, "cp": 2}, {"microbatches": 2, "zero": 3, "reduce_dtype": "bfloat16", "precision": "bf16"}),
+    ("llama", {"pp": 2}, {"microbatches": 4, "vocabulary": "vocab-1"}),
+    ("encoder", {"dp": 2, "tp": 2}, {"microbatches": 2, "clip_norm": 1.0}),
+    ("nano_gpt", {"dp": 2}, {"microbatches": 2, "powersgd": 2}),
+    ("nano_gpt", {"pp": 2}, {"microbatches": 4, "activations": "8bit"}),
+    ("nano_gpt", {"pp": 2}, {"microbatches": 4, "activations": "lossless"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "options"),
+    [*PLANS, *(pytest.param(*plan, marks=pytest.mark.slow) for plan in SLOW)],
+    ids=str,
+)
+def test_played_as_run(name: str, mesh: dict[str, int], options: dict[str, Any], recorded: list[str]) -> None:
+    check(*job_of(make(name, 16, torch.float32), mesh, **options), "cuda")
+    others_keep = options.get("offload") == ("activations",) or options.get("activations") == "8bit"
+    runs = others_keep or options.get("schedule") == "zb-h1"
+    assert any(one.startswith("played") for one in recorded) != runs
+
+
+def test_experts_count_as_they_do(recorded: list[str]) -> None:
+    case = prepared(lambda: family("deepseek_v3", 8, layers=3), torch.float32)
+    check(*job_of(case, {"dp": 2, "ep": 2}, microbatches=2))
+    assert any(one.startswith("played") for one in recorded)
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 64), nn.Linear(64, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(self.up(self.norm(x)).relu())
+        return y
+
+
+class Layers(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(16) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+class Kept(Layers):
+    """What goes into the second layer is read at the end, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.layers[0](x)
+        for layer in self.layers[1:]:
+            x = layer(x)
+        return (x * first).mean()
+
+
+class Summed(Layers):
+    """The last layer's gradient is one number, wherever it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def one(model: nn.Module) -> tuple[Job, dict[str, Tensor]]:
+    return job_of(Case(model, {"x": torch.randn(8, 16)}), {"dp": 2}, microbatches=2)
+
+
+def test_equal_layers_are_recorded_once(recorded: list[str]) -> None:
+    """The first runs: what goes into it has no gradient."""
+    predicted_memory(*one(Layers(6)))
+    assert recorded == ["recorded Layer2", *["played Layer2"] * (5 * 2)]
+
+
+def test_a_layer_whose_operand_others_read_runs(recorded: list[str]) -> None:
+    """Its gradient has several parts, whose order only autograd knows."""
+    check(*one(Kept(4)))
+    assert recorded == ["recorded Layer2", *["played Layer2"] * (2 * 2)]
+
+
+def test_a_gradient_of_another_layout_than_was_reckoned_with(recorded: list[str]) -> None:
+    check(*one(Summed(3)))
+    assert "played Layer2" in recorded
+
+
+def test_operands_that_nothing_else_reads() -> None:
+    text = """
+class Stage:
+    def forward(self, h, cos):
+        for i in range(0, 3):
+            h = self.model.layers[i](h, cos)
+        g = self.model.layers[3](h, 2)
+        k = self.head(g, g)
+        m, n = k, h
+        for i in range(4, 6):
+            m = self.model.layers[i](m, n)
+        return (m, k)
+"""
+    assert unshared_operands(text) == {
+        "model.layers.0": {0},
+        "model.layers.1": {0},
+        "model.layers.2": {0},
+        "model.layers.3": set(),
+        "head": set(),
+        "model.layers.4": set(),
+        "model.layers.5": {0},
+    }
