@@ -30,6 +30,7 @@ _SAME_DEGREES = 2  # of them
 _FURTHER = 6  # points that are laid out for them at most
 _LOOKS = 500  # of those that are looked at
 _WORK = 2e4  # of one: about half a second
+_ALL_WORK = 4e4  # of all
 _GPUS = (Fraction(1, 4), Fraction(1, 2), Fraction(3, 4), Fraction(3, 2), Fraction(2), Fraction(4))
 _MEMORY = 3 / 4  # of the peak of the plan before
 _MEMORIES = 4
@@ -55,8 +56,9 @@ def point_plan(search: Search, outcome: Outcome, why: str = "") -> PointPlan:
 def compared(search: Search, found: Found) -> Found:
     """``found`` with outcomes of points that may be among the runners-up, where it takes few to tell."""
     best, rows, tries = found.outcomes[0], _next(found.outcomes[0], found.outcomes), 0
+    limit = search.work + _ALL_WORK
     for bound, point in itertools.islice(search.others(), _LOOKS):
-        if tries == _FURTHER or (len(rows) == _RUNNERS_UP and bound >= rows[-1].step_seconds):
+        if tries == _FURTHER or search.work > limit or (len(rows) == _RUNNERS_UP and bound >= rows[-1].step_seconds):
             break
         profile = search.profile(point.region)
         assert profile is not None

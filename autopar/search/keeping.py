@@ -133,8 +133,9 @@ def _key(
     name: str, ranks: int, microbatches: int, chunks: int | None, head: str
 ) -> tuple[str, int, int, int | None, str]:
     """Of as few microbatches as keep as much."""
-    most = _PASSES // (ranks * (chunks or SCHEDULES[name].chunks or 2))
-    return name, ranks, min(microbatches, _STEADY * ranks, max(ranks, most)), chunks, head
+    row = SCHEDULES[name]
+    most = _PASSES // (ranks * (chunks or row.chunks or 2))
+    return name, ranks, min(microbatches, _STEADY * ranks, max(ranks * max(1, row.least_per_rank), most)), chunks, head
 
 
 def _waited(schedule: Schedule) -> float:

@@ -53,6 +53,7 @@ with its bound. Counted, not measured: searches are deterministic."""
 _OPS, _FAMILY, _REGION = 100, 60, 60  # units of work of placing one op, and of bounds of a family and a region
 _PROOF = 0.3  # of the work, for bounds at least
 _CALLS, _BLOCKS = 32, 150  # calls of a model, and ops of its blocks: with fewer, laying out takes less
+_OTHERS = 60  # families whose points are bounded for runners-up alone
 _SHARED = 4  # regions that a profile made for its bound alone has to serve
 
 
@@ -211,20 +212,26 @@ class Search:
         return sorted(self.outcomes, key=_rank)
 
     def others(self) -> Iterator[tuple[float, Point]]:
-        """What wasn't laid out of the regions that were placed, with its bounds, the best first."""
+        """What wasn't laid out of the regions that were placed (of the first of those), with its bounds, the best
+        first."""
         heap = [(i.bound, i.number, i.what) for i in (*self._waiting, *self._passed) if self._is_placed(i.what)]
         heapq.heapify(heap)
-        numbers = itertools.count(self._numbers + 1)
+        numbers, opened = itertools.count(self._numbers + 1), 0
         while heap:
             bound, _, item = heapq.heappop(heap)
             if isinstance(item, Point):
                 yield bound, item
                 continue
+            if opened > _OTHERS:
+                continue
             profile = self.profile(item)
             assert profile is not None
-            for point in self.points_of(item):
-                if self._is_placed(point) and self.costing.may_fit(point, profile):
-                    heapq.heappush(heap, (max(bound, self.costing.bound(point, profile)), next(numbers), point))
+            for family in self.families_of(item):
+                opened += 1
+                points = [point for point in self.stored(family) if self._is_placed(point)]
+                for point, least in zip(points, self.bounds(points, profile), strict=True):
+                    if not math.isinf(least):
+                        heapq.heappush(heap, (max(bound, least), next(numbers), point))
 
     def _is_placed(self, item: Region | Point) -> bool:
         if isinstance(item, Point):
