@@ -163,10 +163,9 @@ def compile(
     chosen = _precise(_options(options, plan), model, target.device.kind, fixed=fixed)
     captured = _captured(model, sample, loss, (batch_dim, seq_dim), chosen.precision)
     prepared = captured.on(target.device.kind)
-    _check_plan(prepared[False if sizes is None else sizes.cp > 1], plan)
+    _check_plan(prepared[sizes is not None and sizes.cp > 1], plan)
     pins = Pins(gpus, mesh or {}, microbatches, microbatch, schedule, chunks, vocabulary, chosen, frozenset(options))
-    source = _source(captured.model, captured.constants, seed)
-    given = (source, maker(optimizer, captured.model), scheduler, clip_norm, seed)
+    given = (_source(captured, seed), maker(optimizer, captured.model), scheduler, clip_norm, seed)
     measured, watch = partial(_measured, partial(_job_of, given), Known()), progress and partial(tell, progress)
     with settled():
         built = _built(prepared, pins, target, plan, read_load(expert_load or {}), measured, watch, fronts=fronts)
@@ -578,10 +577,11 @@ def _as_planned(prepared: Prepared, plan: Plan, cluster: Cluster, expert_load: M
     return build(prepared[plan.mesh.cp > 1].copy(), request, plan)
 
 
-def _source(model: nn.Module, constants: Mapping[str, torch.Tensor], seed: int) -> Source:
+def _source(captured: Captured, seed: int) -> Source:
+    model = captured.model
     if any(p.device.type == "meta" for p in model.parameters()):
         return RecipeSource(recipe.record(model), seed)
-    state: dict[str, torch.Tensor] = dict(constants)
+    state: dict[str, torch.Tensor] = dict(captured.constants)
     state |= {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
     state |= dict(model.named_buffers(remove_duplicate=False))
     return StateSource(state)

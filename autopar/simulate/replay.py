@@ -221,8 +221,7 @@ class _Pass:
 
     def _given(self, moment: Gives) -> ShapeTensor:
         gradient = self._tensor(moment.gradient)
-        if not moment.holds:
-            del self._held[moment.gradient.place]
+        del self._held[moment.gradient.place]
         return gradient
 
     def _hold(self, place: str, tensor: Tensor) -> None:

@@ -51,11 +51,10 @@ class Stretch(NamedTuple):
 
 
 class Gives(NamedTuple):
-    """The gradient of a parameter, by number, is complete; ``holds``: the layer goes on holding its memory."""
+    """The gradient of a parameter, by number, is complete. The layer holds its memory no longer."""
 
     parameter: int
     gradient: Made
-    holds: bool = False
 
 
 class Returns(NamedTuple):
@@ -104,10 +103,12 @@ def record(
     layer: nn.Module, forward: Callable[..., Any], operands: Sequence[Any], axes: Axes, tracker: ShapeTracker
 ) -> Tape:
     """The tape of ``forward(*operands)`` of ``layer``; nothing that is there changes. Raises NoTapeError."""
-    recorder = _Recorder(tracker, axes.scope)
+    recorder, trained = _Recorder(tracker, axes.scope), parameters(layer)
+    if len({parameter for _, _, parameter in trained}) < len(trained):
+        raise NoTapeError  # one of several names has one gradient
     with ExitStack() as stack:
         stack.enter_context(tracker.diverted(recorder.born))
-        for number, (owner, name, parameter) in enumerate(parameters(layer)):
+        for number, (owner, name, parameter) in enumerate(trained):
             stack.callback(setattr, owner, name, parameter)
             setattr(owner, name, recorder.parameter(number, parameter))
         given = [recorder.operand(position, operand) for position, operand in enumerate(operands)]
@@ -188,10 +189,8 @@ class _Recorder:
             if own.grad is None or not isinstance(last, Gives) or self._made(own.grad) != last.gradient:
                 raise NoTapeError  # it was copied
             own.grad = None
-            if self.events[-1] is last:
-                self.events[-1] = last._replace(holds=True)
-            else:
-                self.events.pop()
+            if self.events.pop() is last:
+                raise NoTapeError  # somebody holds it
 
         own.register_hook(gives)  # type: ignore[no-untyped-call]
         own.register_post_accumulate_grad_hook(given)  # type: ignore[no-untyped-call]

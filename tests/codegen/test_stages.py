@@ -124,3 +124,14 @@ def test_stages_and_pipeline_ranks_must_be_equally_many() -> None:
     model = prepared("llama")[1]
     with pytest.raises(StageError, match="2 stages can't run on 4 pipeline ranks"):
         emit(model, cut(model, 2), Mesh(pp=4), microbatches=1, digest="")
+
+
+def test_the_header_names_the_ranks_of_the_stage() -> None:
+    """Of a pipeline in the form of a V; by default, stages go around."""
+    _, model = prepared("gpt2")
+    stages, mesh = cut(model, 4), Mesh(pp=2, dp=3)
+    for placement, homes in (((0, 1, 1, 0), (0, 1, 1, 0)), ((), (0, 1, 0, 1))):
+        made = emit(model, stages, mesh, microbatches=1, digest="", placement=placement)
+        lines = [next(line for line in one.text.splitlines() if line.startswith("Ranks")) for one in made]
+        ranks = {0: "0 … 2 (pp 0, dp 0 … 2, tp 0)", 1: "3 … 5 (pp 1, dp 0 … 2, tp 0)"}
+        assert lines == [f"Ranks  {ranks[home]} of mesh pp 2 x dp 3 x tp 1" for home in homes]

@@ -373,7 +373,7 @@ def test_sums_start_when_the_last_product_of_their_bucket_is_added(monkeypatch: 
 
     def program(axes: Axes) -> None:
         layer = Layer(axes)
-        monkeypatch.setattr(grads, "_SMALL_BYTES", 1)
+        monkeypatch.setattr(grads, "LARGE_BYTES", 1)
         reducer = reducer_of(layer, axes, ("dp",))
         names = {id(parameter): name for name, parameter in layer.named_parameters()}
         h, ids, grad = part(axes.rank)
