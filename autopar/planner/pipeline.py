@@ -195,8 +195,6 @@ def _pipeline(
         without = _roomy(parts, draft, schedule_for)
     except BudgetError:
         without = None
-    if without is not None and not any(without.recompute_seconds(k) for k in range(len(without.stages))):
-        return without
     return _offloading(parts, draft, schedule_for, without)
 
 
@@ -228,6 +226,8 @@ def _offloading(
     """
     inflight = kept_stages(draft)
     lacks = _lacks(parts, draft, _fit(parts.sparing(-_BOUNDLESS), draft, None, inflight), inflight)
+    if without is not None and not lacks:
+        return without
     best, refused = without, BudgetError("nothing to offload", parts.budget_bytes)
     low, high = 0.0, 2.0
     for _ in range(_COPIES):

@@ -24,6 +24,9 @@ from autopar.search.space import Point, Region, Sizes, regions
 from autopar.search.watching import Watcher
 
 _ROUNDS = 3
+_SLOWER = 0.05
+"""By so much may the best be slower once it is built, for what its ranks hold beside what was counted: more is worth
+another search."""
 _BUILT = 3
 """So many of the best are built at most, where what ranks really hold makes the first worse than the second."""
 
@@ -71,7 +74,7 @@ def _built(search: Search, measured: Callable[[Built], Built] | None) -> tuple[B
             continue
         if best is None or built.plan.step_seconds < best[0].plan.step_seconds:
             best = built, outcome, search, found
-        if built.plan.step_seconds <= outcome.step_seconds * (1 + search.tolerance):
+        if built.plan.step_seconds <= outcome.step_seconds * (1 + _SLOWER):
             break
         hidden = max(built.plan.peak_bytes) - outcome.peak_bytes
         search = search.again(max(hidden, search.costing.spared_bytes + 1))

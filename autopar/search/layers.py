@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from autopar.graph import info
 from autopar.search.bounds import scaled
 from autopar.search.gradients import Kind
 from autopar.search.hulls import Array
@@ -66,6 +67,18 @@ def layer_weights(profile: Profile, block: int) -> Counter[Kind]:
     for kinds in every[1:]:
         least = least & kinds
     return least
+
+
+def layer_sizes(profile: Profile, block: int) -> dict[tuple[str, ...], list[int]]:
+    """Bytes of each of its trained weights in the dtype that is computed with, by the axes that it is split on."""
+    call = next(call for call in profile.model.calls if call.block == block)
+    found: dict[tuple[str, ...], list[int]] = {}
+    for name, node in zip(call.parameters, profile.model.blocks[block].parameters, strict=True):
+        known, data = profile.model.parameters[name], info(node)
+        if known.trainable and not known.is_buffer:
+            split = tuple(axis for axis, kind in data.types().items() if kind.is_shard)
+            found.setdefault(split, []).append(data.meta.bytes)
+    return found
 
 
 @dataclass

@@ -12,10 +12,11 @@ import numpy as np
 from autopar.mesh import Mesh
 from autopar.planner.modes import MODES
 from autopar.schedules.registry import SCHEDULES
+from autopar.schedules.weight_moves import LARGE_BYTES
 from autopar.search.costing import Costing, seconds_of, splits_head
 from autopar.search.hulls import Array
 from autopar.search.keeping import folded_kept, looped_kept, straight_kept
-from autopar.search.layers import Scaler, layer_weights
+from autopar.search.layers import Scaler, layer_sizes, layer_weights
 from autopar.search.profiles import Key, Profile, Weights
 from autopar.search.space import Family, Point, Region, expert_share
 from autopar.search.wholesale import (
@@ -160,7 +161,9 @@ class Outlook:
         mesh = region.mesh
         key = (mesh.dp, mesh.ep, mesh.cp, mesh.tp, mesh.borrowed, way)
         if key not in self._ways:
-            self._ways[key] = self._stored(mesh, self._spread(mesh), way, ())
+            (sizes,) = layer_sizes(self.scaler.root, self.scaler.block).values()
+            large = sum(size // mesh.tp >= LARGE_BYTES for size in sizes)
+            self._ways[key] = self._stored(mesh, self._spread(mesh), way, (), {mesh.data_axes(): large})
         return self._ways[key]
 
     def _of_point(self, point: Point, profile: Profile) -> Stored:
@@ -173,7 +176,9 @@ class Outlook:
                 self._shares[profile.key] = _by_split(profile, self.scaler.block)
             lines = {mesh.data_axes(split): weights for split, weights in self._shares[profile.key].items()}
             summed = {mesh.data_axes(s) for s, each in profile.weights.items() if profile.summed.get(s) == each}
-            self._ways[key] = self._stored(mesh, lines, way, summed)
+            sizes = layer_sizes(profile, self.scaler.block)
+            large = {mesh.data_axes(s): sum(size >= LARGE_BYTES for size in each) for s, each in sizes.items()}
+            self._ways[key] = self._stored(mesh, lines, way, summed, large)
         return self._ways[key]
 
     def _spread(self, mesh: Mesh) -> dict[tuple[str, ...], Weights]:
@@ -191,9 +196,14 @@ class Outlook:
         return {line: whole.times(share) for line, share in parts.items()}
 
     def _stored(
-        self, mesh: Mesh, lines: Mapping[tuple[str, ...], Weights], way: Way, summed: Iterable[tuple[str, ...]]
+        self,
+        mesh: Mesh,
+        lines: Mapping[tuple[str, ...], Weights],
+        way: Way,
+        summed: Iterable[tuple[str, ...]],
+        large: Mapping[tuple[str, ...], int],
     ) -> Stored:
-        """``summed`` are the lines over which all gradients are."""
+        """``summed`` are the lines over which all gradients are, ``large`` how many weights of each travel alone."""
         zero, zero_ranks, offload = way
         host = self.costing.cluster.device.host_bytes_per_second
         away = not {"optimizer", "parameters"}.isdisjoint(offload)
@@ -209,7 +219,9 @@ class Outlook:
             if not streams:
                 state += weights.copies if twice else 0.0
             else:
-                gathered += seconds_of("all_gather", int(weights.copies), shards, link) if link else 0.0
+                if link:
+                    gathered += seconds_of("all_gather", int(weights.copies), shards, link)
+                    gathered += max(0, large.get(axes, 0) - 1) * seconds_of("all_gather", 1, shards, link)
                 gathered += weights.copies / shards / host if away and host else 0.0
             if zero >= 2 and axes in summed and link:
                 scattered += seconds_of("reduce_scatter", int(self.costing.sent_bytes(weights)), shards, link)
