@@ -186,7 +186,7 @@ def _polish(search: Search) -> None:
             (estimate,) = search.estimates([point], profile)
             away.append((estimate, number, region, point))
     for _, _, region, point in sorted(away)[:_AWAY_TRIED]:
-        _try_likely(search, region, [[point]], limit + search.most_work)
+        _try_likely(search, region, [[point]], math.inf)
 
 
 def _by_region(search: Search) -> dict[Region, Outcome]:

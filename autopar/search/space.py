@@ -48,7 +48,7 @@ _OFFLOADS: Final = (
 _SPLIT_HEADS: Final = ("vocab-1", "vocab-2")
 _HEAD_CHUNKS: Final = (1, 8)
 _LAYING, _ACTION = 5500, 20  # units of work of a point, and of each of its passes
-_AWAY = 2  # times that: activations on the host are tried for several stages
+_AWAY = 5  # times that: several ways to put activations on the host are tried
 _MOST_CHUNKS: Final = 8
 """Stages per rank that are tried: each halves the bubble that is left, and doubles the messages."""
 
