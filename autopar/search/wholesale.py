@@ -146,14 +146,14 @@ def least_seconds(
     forward, inputs, weights = _passes(layers, ranks, stored[:, 1])
     most = layers.count if ranks.count <= _WIDE else min(layers.count, _WIDE * math.ceil(layers.count / ranks.count))
     while True:
-        found, reached = _least(layers, stored, ranks, microbatches, budget, host, most)
+        mean, slowest, reached = _least(layers, stored, ranks, microbatches, budget, host, most)
         if not reached or most == layers.count:
             break
         most = layers.count
     beside = _beside(layers, ranks, microbatches)
     waited = ranks.idle[0] * forward + ranks.idle[1] * (inputs + weights)
     latency = layers.count * (forward + inputs + (weights if ranks.ends else 0.0)) + layers.beside[0]
-    result: Array = np.maximum(found + beside + waited, latency)
+    result: Array = np.maximum(np.maximum(mean + beside + waited, slowest), latency)
     return result
 
 
@@ -177,8 +177,8 @@ def _beside(layers: Layers, ranks: Ranks, microbatches: int) -> float:
 
 def _least(
     layers: Layers, stored: Array, ranks: Ranks, microbatches: int, budget: float, host: Host | None, most: int
-) -> tuple[Array, bool]:
-    """Of ranks with up to ``most`` layers; and whether any has as many."""
+) -> tuple[Array, Array, bool]:
+    """Of ranks with up to ``most`` layers: in the mean, and of the slowest; and whether any has as many."""
     forward, inputs, weights = _passes(layers, ranks, stored[:, 1])
     count = np.arange(1.0, most + 1)
     room = (budget - layers.working - stored[:, :1] * count)[:, None, :]  # [way, 1, n]
@@ -193,8 +193,7 @@ def _least(
     (chosen, slowest), last = (_lowest(values, layers.count) for values in (more, starts)), layers.count - 1
     pairs = ((chosen, more), (slowest, starts))
     reached = any((low[:, last, None] > all_[:, :, -1] * _ROUNDED).any() for low, all_ in pairs)
-    result: Array = np.maximum(chosen.sum(axis=1), slowest[:, last])
-    return result, reached
+    return chosen.sum(axis=1), slowest[:, last], reached
 
 
 def _lowest(values: Array, count: int) -> Array:

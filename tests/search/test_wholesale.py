@@ -1,0 +1,210 @@
+"""Bounds of many points at once against all that ranks can do."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.search import wholesale
+from autopar.search.hulls import Array
+from autopar.search.keeping import Keeping, folded_kept, looped_kept, straight_kept
+from autopar.search.wholesale import (
+    Host,
+    Layers,
+    Ranks,
+    Stored,
+    folded,
+    least_seconds,
+    looped,
+    straight,
+    without_memory,
+)
+
+ROUNDED = 1 + 1e-9
+SAVED, EXTRA = (4.0, 2.0, 1.0), (0.0, 0.3, 1.0)
+FREE = Stored(0.0, 0.0, 0.0)
+
+
+def layers_of(count: int, forward: float = 1.0, inputs: float = 1.2, weights: float = 0.8) -> Layers:
+    """Nothing else beside them, and each may keep one of three amounts."""
+    return Layers(count, 0, forward, inputs, weights, (0.0, 0.0), np.array(SAVED), np.array(EXTRA), 0.0)
+
+
+def shares_of(count: int, ranks: int) -> Iterator[tuple[int, ...]]:
+    """How many layers each rank may have."""
+    for cut in itertools.combinations(range(1, count), ranks - 1):
+        yield tuple(b - a for a, b in itertools.pairwise((0, *cut, count)))
+
+
+def least_extra(count: int, kept: float, room: float) -> float:
+    """What so many layers recompute, each of which keeps one of three amounts."""
+    ways = itertools.combinations_with_replacement(zip(SAVED, EXTRA, strict=True), count)
+    return min((sum(e for _, e in way) for way in ways if kept * sum(s for s, _ in way) <= room), default=math.inf)
+
+
+def shortest(layers: Layers, way: Stored, ranks: Ranks, microbatches: int, budget: float) -> float:
+    """Of all cuts into one stage per rank, each of which waits for those ahead at the beginning, and at the end."""
+    best = math.inf
+    forward, inputs = (max(seconds, way.gathered) for seconds in (layers.forward, layers.inputs))
+    latency = layers.count * (forward + inputs)  # of one microbatch
+    for counts in shares_of(layers.count, ranks.count):
+        step, ahead = latency, 0
+        for count, kept in zip(counts, ranks.kept, strict=True):
+            extra = least_extra(count, kept, budget - way.state * count)
+            backward = max(count * (layers.inputs + layers.weights) + extra, count * way.gathered)
+            waits = ahead * (forward + ranks.ends * max(layers.inputs + layers.weights, way.gathered))
+            step = max(step, waits + microbatches * (count * forward + backward))
+            ahead += count
+        best = min(best, step)
+    return best
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(2, 6),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.floats(2.0, 60.0),
+    st.floats(0.0, 4.0),
+    st.floats(0.0, 3.0),
+    st.booleans(),
+)
+def test_no_cut_is_below(
+    count: int, ranks: int, microbatches: int, budget: float, state: float, gathered: float, ends: bool
+) -> None:
+    ranks = min(ranks, count)
+    layers, kept = layers_of(count), straight_kept(ranks, microbatches)
+    ways = [FREE, Stored(state, gathered, 0.0)]
+    every = straight(layers, ranks, microbatches, kept, ends=ends)
+    found = least_seconds(layers, ways, every, microbatches, budget)
+    for way, bound in zip(ways, found, strict=True):
+        assert bound <= shortest(layers, way, every, microbatches, budget) * ROUNDED
+    some = folded(layers, ranks, kept, ends=ends)  # knows less of what ranks wait for
+    assert (
+        least_seconds(layers, ways, some, microbatches, budget)[1]
+        <= shortest(layers, ways[1], every, microbatches, budget) * ROUNDED
+    )
+
+
+def test_what_is_met() -> None:
+    """By one rank, and by ranks that all have as much."""
+    layers = layers_of(6)
+    alone = straight(layers, 1, 4, np.ones(1), ends=False)
+    assert least_seconds(layers, [FREE], alone, 4, 100.0) == pytest.approx([4 * 6 * 3.0])
+    assert least_seconds(layers, [FREE], alone, 4, 24.0) == pytest.approx([72.0]), "all is kept"
+    assert least_seconds(layers, [FREE], alone, 4, 12.0) == pytest.approx([4 * 6 * 3.3]), "half is, of each"
+    assert np.isinf(least_seconds(layers, [FREE], alone, 4, 5.9)).all()
+    assert least_seconds(layers, [Stored(1.0, 0.0, 0.0)], alone, 4, 18.0) == pytest.approx([4 * 6 * 3.3])
+
+
+def test_passes_last_as_long_as_their_gathers() -> None:
+    """A forward, and of backwards that are split the part before the weights' gradients."""
+    layers = layers_of(6)
+    alone = straight(layers, 1, 4, np.ones(1), ends=False)
+    for gathered, whole, split in ((0.5, 3.0, 3.0), (1.5, 1.5 + 2.0, 1.5 + 1.5 + 0.8), (3.0, 6.0, 3.0 + 3.0 + 0.8)):
+        way = [Stored(0.0, gathered, 0.0)]
+        assert least_seconds(layers, way, alone, 4, 100.0) == pytest.approx([4 * 6 * whole])
+        assert least_seconds(layers, way, replace(alone, puts_off=True), 4, 100.0) == pytest.approx([4 * 6 * split])
+
+
+def test_scatters_take_what_their_backward_leaves() -> None:
+    layers = layers_of(6)
+    alone = straight(layers, 1, 4, np.ones(1), ends=False)
+    assert least_seconds(layers, [Stored(0.0, 0.0, 4.0)], alone, 4, 100.0) == pytest.approx([4 * 6 * 3.0])
+    assert least_seconds(layers, [Stored(0.0, 0.0, 7.0)], alone, 4, 100.0) == pytest.approx([4 * 6 * (7.0 - 2.0)])
+
+
+def test_ranks_wait_for_each_other() -> None:
+    """With one microbatch, everything runs one after the other; with many, half of the bubble counts at least."""
+    layers = layers_of(8)
+    one = straight(layers, 4, 1, straight_kept(4, 1), ends=True)
+    assert least_seconds(layers, [FREE], one, 1, 100.0) == pytest.approx([8 * 3.0])
+    many = straight(layers, 4, 16, straight_kept(4, 16), ends=True)
+    bubble = 3 * 2 * 3.0
+    (found,) = least_seconds(layers, [FREE], many, 16, 1e9)
+    assert 16 * 6.0 + 0.4 * bubble < found <= 16 * 6.0 + bubble
+    rounds = looped(layers, 4, 2, 16, looped_kept(4, 16, 2), ends=True)
+    (found,) = least_seconds(layers, [FREE], rounds, 16, 1e9)
+    assert 16 * 6.0 < found <= 16 * 6.0 + bubble / 2
+
+
+def test_what_lies_beside_the_layers() -> None:
+    layers = replace(layers_of(4), beside=(2.0, 3.0))
+    ranks = straight(layers, 2, 8, straight_kept(2, 8), ends=True)
+    (without,) = least_seconds(layers_of(4), [FREE], ranks, 8, 100.0)
+    (somewhere,) = least_seconds(layers, [FREE], ranks, 8, 100.0)
+    (split,) = least_seconds(layers, [FREE], replace(ranks, spreads_head=True), 8, 100.0)
+    assert split == pytest.approx(without + 8 * 5.0 / 2)
+    assert split <= somewhere
+
+
+def host_of(ranks: Ranks, microbatches: int, rate: float) -> Host:
+    none = np.zeros(ranks.count)
+    return Host(rate, microbatches / ranks.kept, (ranks.kept, none), none)
+
+
+def test_copies_to_the_host_are_as_fast_as_they_are() -> None:
+    """Instead of what would be recomputed: for nothing, at some price, or not at all."""
+    layers, microbatches = layers_of(8), 8
+    ranks = straight(layers, 4, microbatches, straight_kept(4, microbatches), ends=True)
+    (roomy,) = least_seconds(layers, [FREE], ranks, microbatches, 1e9)
+    (tight,) = least_seconds(layers, [FREE], ranks, microbatches, 10.0)
+    found = [
+        float(least_seconds(layers, [FREE], ranks, microbatches, 10.0, host_of(ranks, microbatches, rate))[0])
+        for rate in (1e9, 0.7, 1e-9)
+    ]
+    assert roomy < tight
+    assert found[0] == pytest.approx(roomy, rel=0.02), "between two amounts, the better of both counts"
+    assert found[0] < found[1] < found[2]
+
+
+def test_looking_at_ranks_with_few_layers_first_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = layers_of(40)
+    kept = np.array([8.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0])
+    ways = [FREE, Stored(1.0, 0.5, 0.0), Stored(0.2, 2.0, 0.0)]
+    ranks = straight(layers, 8, 8, kept, ends=False)
+    for budget in (1e9, 60.0, 30.0, 20.0):
+        found = least_seconds(layers, ways, ranks, 8, budget)
+        with monkeypatch.context() as patched:
+            patched.setattr(wholesale, "_WIDE", 40)
+            assert found == pytest.approx(least_seconds(layers, ways, ranks, 8, budget))
+
+
+def test_without_memory_the_passes_count_alone() -> None:
+    layers = layers_of(8)
+    ranks = straight(layers, 4, 8, straight_kept(4, 8), ends=True)
+    bound = least_seconds(without_memory(layers), [Stored(1.0, 0.0, 0.0)], ranks, 8, 1e30)
+    assert bound == pytest.approx(least_seconds(layers, [FREE], ranks, 8, 1e9))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 8, 16])
+def test_what_is_kept_without_reading_lists(ranks: int, microbatches: int) -> None:
+    """As the lists say, or less."""
+    keeping = Keeping()
+
+    def listed(name: str, chunks: int | None = None) -> Array:
+        return np.array([rank.moments[0][0] for rank in keeping.here(name, ranks, microbatches, chunks)])
+
+    assert straight_kept(ranks, microbatches) == pytest.approx(listed("1f1b"))
+    assert (folded_kept(ranks, microbatches) <= listed("v-min") + 1e-9).all()
+    for chunks in (2, 4):
+        assert (looped_kept(ranks, microbatches, chunks) <= listed("interleaved", chunks) + 1e-9).all()
+        most = keeping.most("interleaved", ranks, microbatches, chunks, "")
+        assert most == pytest.approx(listed("interleaved", chunks))
+
+
+def test_waits_of_common_schedules() -> None:
+    """A bubble of one pass through all other ranks, of a part of it, and of a third."""
+    keeping = Keeping()
+    assert keeping.waits("1f1b", 4, 8, None, "") == pytest.approx(3)
+    assert keeping.waits("interleaved", 4, 8, 2, "") == pytest.approx(3 / 2)
+    assert keeping.waits("zb-h1", 4, 8, None, "") == pytest.approx(1)
+    assert keeping.later("zb-h1", 4, 8, None, "") > 0 == keeping.later("1f1b", 4, 8, None, "")
