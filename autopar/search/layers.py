@@ -121,12 +121,17 @@ class Scaler:
             self._known[key] = len(references), self._scaled(key, references)
         return self._known[key][1]
 
+    def suits(self, profile: Profile) -> bool:
+        """Whether its layers are calls of the same block."""
+        blocks = self.root.model.blocks, profile.model.blocks
+        return all(self.block < len(each) for each in blocks) and len({each[self.block].name for each in blocks}) == 1
+
     def with_units(self, key: Key, units: Sequence[Unit]) -> Layers:
         """Of a placement with these ``units``, whose layers may keep as little as the root's do by scaling."""
         return _timed(self._kept(key), figures(units, self.block))
 
     def _scaled(self, key: Key, references: Iterable[Profile]) -> Layers:
-        every = [self._times_of(profile) for profile in references]
+        every = [self._times_of(profile) for profile in references if self.suits(profile)]
         sent = np.zeros(5)
         for times in every:
             for axis in self._alone_on(times.key, key):

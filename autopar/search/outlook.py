@@ -58,8 +58,8 @@ class Outlook:
     def region_bound(
         self,
         region: Region,
-        families: Iterable[Family],
-        ways: Iterable[Way],
+        families: Sequence[Family],
+        ways: Sequence[Way],
         references: Sequence[Profile],
         known: float = 0.0,
         enough: float = math.inf,
@@ -70,7 +70,7 @@ class Outlook:
         stored = _undominated(self._of_region(region, way) for way in ways)
         away = any("activations" in offload for _, _, offload in ways)
         free, found = without_memory(layers), math.inf
-        for ranks in _kinds(region, layers, list(families)):
+        for ranks in _kinds(region, layers, families):
             seconds = least_seconds(free, stored, ranks, region.microbatches, _BOUNDLESS)
             if (fastest := float(seconds.min())) < min(found, enough):
                 host = self._host(ranks, region, away=away)
@@ -86,7 +86,7 @@ class Outlook:
         ``like`` is a profile with as many ranks on each axis: other rows take as long, and weights are split as there.
         """
         layers = self.scaler.scaled(region.key, references)
-        if like is None:
+        if like is None or not self.scaler.suits(like):
             stored = _undominated(self._of_region(region, way) for way in ways)
         else:
             layers = layers.slower(self.scaler.with_units(like.key, like.units), region.rows / like.key.rows)
@@ -103,6 +103,8 @@ class Outlook:
     def estimates(self, points: Sequence[Point], profile: Profile) -> Array:
         """Seconds of likely steps of ``points`` of one family, as if all ranks had as many layers."""
         family = points[0].family
+        if family.schedule not in SCHEDULES or not self.scaler.suits(profile):
+            return np.array([self.costing.bound(point, profile) for point in points])
         layers = self.scaler.with_units(profile.key, profile.units)
         stored = [self._of_point(point, profile) for point in points]
         region, count = family.region, family.region.microbatches
@@ -119,11 +121,11 @@ class Outlook:
         """The same of each of ``points`` of one family, all or none of which may have activations on the host; without
         ``memory``, by their passes alone."""
         family = points[0].family
+        row, region = SCHEDULES.get(family.schedule), family.region
+        if row is None or not self.scaler.suits(profile):
+            return np.zeros(len(points))
         layers = self.scaler.with_units(profile.key, profile.units)
         stored = [self._of_point(point, profile) for point in points]
-        row, region = SCHEDULES.get(family.schedule), family.region
-        if row is None:
-            return np.zeros(len(points))
         head = MODES[family.vocabulary].head
         asked = (family.schedule, region.mesh.pp, region.microbatches, family.chunks, head)
         ranks = _ranks(family, layers, self.costing.keeping.most(*asked))
@@ -161,8 +163,8 @@ class Outlook:
         mesh = region.mesh
         key = (mesh.dp, mesh.ep, mesh.cp, mesh.tp, mesh.borrowed, way)
         if key not in self._ways:
-            (sizes,) = layer_sizes(self.scaler.root, self.scaler.block).values()
-            large = sum(size // mesh.tp >= LARGE_BYTES for size in sizes)
+            sizes = layer_sizes(self.scaler.root, self.scaler.block).get((), [])
+            large = sum(size // mesh.tp >= LARGE_BYTES for size in sizes) if mesh.experts == 1 else 0
             self._ways[key] = self._stored(mesh, self._spread(mesh), way, (), {mesh.data_axes(): large})
         return self._ways[key]
 
@@ -186,7 +188,7 @@ class Outlook:
         block, root = self.scaler.block, self.scaler.root
         if root.key not in self._shares:
             self._shares[root.key] = _by_split(root, block)
-        (whole,) = self._shares[root.key].values()
+        whole = self._shares[root.key].get((), Weights(0, 0, 0))
         experts = self.expert_share if mesh.experts > 1 else 0.0
         parts = {mesh.data_axes(): (1 - experts) / mesh.tp}
         if experts:
@@ -212,7 +214,7 @@ class Outlook:
         state = gathered = scattered = 0.0
         for axes, weights in lines.items():
             shards = mesh.zero_shards(zero_ranks, axes) if zero and axes else 1
-            link = machine.lines[axes].shard if shards > 1 else None
+            link = machine.lines[axes].shard if shards > 1 and axes in machine.lines else None
             state += 0.0 if away else self.costing.trained_bytes(weights) / shards
             state += weights.masters / (shards if zero >= 2 else 1)
             twice = shards > 1 or weights.copies != weights.masters or away
