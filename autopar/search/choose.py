@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from autopar.cluster import Cluster
@@ -174,7 +174,7 @@ def _best(search: Search, found: Found, measured: Callable[[Built], Built] | Non
     """The shortest of those that were built, each of which could have been the shortest by what was known before."""
     best: tuple[Built, Outcome] | None = None
     last: AutoparError | None = None
-    for outcome in found.outcomes:
+    for outcome in _distinct(found.outcomes):
         seconds = best[0].plan.step_seconds if best else math.inf
         if outcome.step_seconds >= seconds * (1 - search.tolerance) or (best and search.built >= _BUILT):
             break
@@ -191,6 +191,17 @@ def _best(search: Search, found: Found, measured: Callable[[Built], Built] | Non
         assert last is not None
         raise last
     return best
+
+
+def _distinct(outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
+    """Without those that are another one again: what may be on the host doesn't have to be."""
+    seen: set[tuple[object, ...]] = set()
+    for outcome in outcomes:
+        point = outcome.point
+        alike = point.family, point.zero, point.zero_ranks, point.head_chunks, outcome.step_seconds
+        if alike not in seen:
+            seen.add(alike)
+            yield outcome
 
 
 def _with_fronts(search: Search, built: Built, only: Point) -> Built:
