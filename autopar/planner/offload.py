@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, chain, combinations, product
 from typing import Final
 
@@ -35,10 +35,10 @@ def choose(schedule: Schedule, costs: Costs, free_bytes: Sequence[int]) -> Stage
     without = simulate_timeline(schedule, costs, trusted=True)
     peaks, least = without.peak_activation_bytes, without.makespan_seconds
     ranks = [rank for rank, (peak, free) in enumerate(zip(peaks, free_bytes, strict=True)) if peak > free]
-    options = {rank: list(_subsets(schedule, costs, rank)) for rank in ranks}
-    if math.prod(map(len, options.values())) > _JOINT:
+    own = {rank: _by_wait(schedule, costs, rank) for rank in ranks}
+    if math.prod(2 ** len(stages) - 1 for stages in own.values()) > _JOINT:
         return _growing(schedule, costs, free_bytes, without)
-    every = [tuple(chain(*some)) for some in product(*options.values())]
+    every = [tuple(chain(*some)) for some in product(*map(_subsets, own.values()))]
     return _best(schedule, costs, free_bytes, every, least)
 
 
@@ -88,10 +88,9 @@ def offloaded_stages(schedule: Schedule, costs: Costs, free_bytes: Sequence[int]
     )
 
 
-def _subsets(schedule: Schedule, costs: Costs, rank: int) -> Iterator[Stages]:
+def _subsets(stages: Sequence[int]) -> list[Stages]:
     """What a rank may offload: something, of what it has."""
-    own = [stage for stage, home in enumerate(schedule.placement) if home == rank and costs.offload_bytes[stage]]
-    yield from (some for count in range(1, len(own) + 1) for some in combinations(own, count))
+    return [some for count in range(1, len(stages) + 1) for some in combinations(sorted(stages), count)]
 
 
 def _best(

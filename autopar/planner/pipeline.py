@@ -193,8 +193,8 @@ def _pipeline(
         return _roomy(parts, draft, schedule_for)
     try:
         without = _roomy(parts, draft, schedule_for)
-    except BudgetError:
-        without = None
+    except BudgetError as error:
+        return _offloading(parts, draft, schedule_for, error)
     return _offloading(parts, draft, schedule_for, without)
 
 
@@ -216,38 +216,43 @@ def _roomy(parts: _Parts, draft: Schedule, schedule_for: Callable[[Costs, list[i
 
 
 def _offloading(
-    parts: _Parts, draft: Schedule, schedule_for: Callable[[Costs, list[int]], Schedule], without: Pipeline | None
+    parts: _Parts,
+    draft: Schedule,
+    schedule_for: Callable[[Costs, list[int]], Schedule],
+    without: Pipeline | BudgetError,
 ) -> Pipeline:
     """With activations on the host: the fastest of some tries.
 
     The cut is for ranks with as much more memory as copies make room for, which shows when they run beside the passes:
     of what there is no room for if nothing is recomputed, a part is tried, then more where that was faster, else less.
-    ``without`` is the best that keeps all on the device. Raises BudgetError.
+    ``without`` is the best that keeps all on the device, or why there is none. Raises the BudgetError that asks least.
     """
     inflight = kept_stages(draft)
     lacks = _lacks(parts, draft, _fit(parts.sparing(-_BOUNDLESS), draft, None, inflight), inflight)
-    if without is not None and not lacks:
-        return without
-    best, refused = without, BudgetError("nothing to offload", parts.budget_bytes)
+    best = None if isinstance(without, BudgetError) else without
+    if best is not None and not lacks:
+        return best
+    refusals = [without] if isinstance(without, BudgetError) else []
     low, high = 0.0, 2.0
     for _ in range(_COPIES):
         part = (low + high) / 2
         try:
             cut = _fit(parts.sparing(-round(part * lacks)), draft, None, inflight)
-        except BudgetError as error:
-            refused, low = error, part
+        except BudgetError:
+            low = part
             continue
         try:
             found = _scheduled(parts, draft, cut, schedule_for, offloads=True)
         except BudgetError as error:
-            refused, high = error, part
+            refusals.append(error)
+            high = part
             continue
         if best is None or found.timeline.makespan_seconds < best.timeline.makespan_seconds:
             best, low = found, part
         else:
             high = part
     if best is None:
-        raise refused
+        raise min(refusals, key=lambda error: error.needed_bytes)
     return best
 
 
