@@ -103,6 +103,22 @@ def test_first_stages_offload_and_hidden_copies_cost_nothing() -> None:
     assert offloaded.peak_activation_bytes[0] == 3 * 100 + 5 * 10
 
 
+def test_of_many_stages_those_that_wait_the_longest_go() -> None:
+    """More subsets than could be listed: each rank takes as few stages as fit, the first ones."""
+    bare = generate("interleaved", 2, 8, chunks=40)
+    costs = costs_of(bare, 0.01, (10,) * bare.stages)
+    schedule = lower(bare, costs.seconds)
+    peaks = simulate_timeline(schedule, costs).peak_activation_bytes
+    free = [peak * 9 // 10 for peak in peaks]
+    found = choose(schedule, costs, free)
+    assert found is not None
+    offloaded = simulate_timeline(offload_activations(schedule, found), costs)
+    assert all(peak <= room for peak, room in zip(offloaded.peak_activation_bytes, free, strict=True))
+    assert 0 < len(found) < bare.stages / 2
+    assert max(found) < bare.stages / 2, "early stages wait the longest"
+    assert choose(schedule, costs, [0, 0]) is None
+
+
 def test_copies_that_nothing_hides_are_seen() -> None:
     schedule = lower(generate("1f1b", 4, 8))
     plain = simulate_timeline(schedule, costs_of(schedule, 0.0)).makespan_seconds
