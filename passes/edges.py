@@ -7,13 +7,14 @@ made, unless all that take it want the same other type and that is smaller: then
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from torch import fx
 
 from autopar.errors import GraphError
-from autopar.graph import INPUT_CALL, Meta, Model, Value, info
+from autopar.graph import INPUT_CALL, Block, Meta, Model, Value, info
 from autopar.mesh import AXES, DATA, Mesh
 from autopar.spmd import P, R, S, Type, local_shape, transition
 
@@ -152,13 +153,42 @@ class Wire:
 
 def wires(model: Model, mesh: Mesh, places: Mapping[int, int], edges: Mapping[tuple[int, int], Edge]) -> list[Wire]:
     """What crosses cuts, in the order in which it is made; ``places`` are the stages of calls, ``edges`` by call and
-    input position."""
+    input position. No gradient of it goes back where none comes to it."""
+    reached = _reached(model)
     takers: dict[Value, list[tuple[int, Edge]]] = {}
     for (call, _), into in edges.items():
         if into.value.call in places and places[into.value.call] < places[call]:
             takers.setdefault(into.value, []).append((places[call], into))
     ordered = sorted(takers.items(), key=lambda item: (item[0].call, item[0].output))
-    return [_wire(model, mesh, places, value, found) for value, found in ordered]
+    crossing = [_wire(model, mesh, places, value, found) for value, found in ordered]
+    return [w if w.value in reached else replace(w, meta=replace(w.meta, needs_grad=False)) for w in crossing]
+
+
+def _reached(model: Model) -> set[Value]:
+    """The values that the gradient of the loss reaches."""
+    found = {model.loss}
+    outputs: dict[int, set[int]] = defaultdict(set, {model.loss.call: {model.loss.output}})
+    known: dict[tuple[int, frozenset[int]], list[int]] = {}
+    for index in reversed(range(len(model.calls))):
+        call = model.calls[index]
+        key = call.block, frozenset(outputs[index])
+        if key not in known:
+            known[key] = _inputs_reached(model.block_of(call), key[1])
+        for value in (call.operands[position] for position in known[key]):
+            found.add(value)
+            outputs[value.call].add(value.output)
+    return found
+
+
+def _inputs_reached(block: Block, outputs: Iterable[int]) -> list[int]:
+    """Positions of the inputs that gradients of these outputs reach."""
+    waiting, seen = [block.outputs[output] for output in outputs], set[fx.Node]()
+    while waiting:
+        node = waiting.pop()
+        if node not in seen and (info(node).is_object or any(meta.needs_grad for meta in info(node).outputs)):
+            seen.add(node)
+            waiting += node.all_input_nodes
+    return [position for position, node in enumerate(block.inputs) if node in seen]
 
 
 def _wire(model: Model, mesh: Mesh, places: Mapping[int, int], value: Value, takers: list[tuple[int, Edge]]) -> Wire:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, replace
-from typing import Any
+from typing import Any, Final
 
 from autopar.codegen.classes import stage_parameters
 from autopar.codegen.cuts import Part
@@ -15,10 +15,11 @@ from autopar.codegen.runs import number, runs
 from autopar.codegen.text import INDENT, literal, wrap
 from autopar.graph import Call, Info, ParameterInfo, arguments, info, is_aten
 from autopar.passes.edges import Wire
-from autopar.passes.routers import router_calls, weights_of
+from autopar.passes.routers import weights_of
 from autopar.passes.selection_bias import bias_of
 from autopar.passes.vocabulary import VOCABULARY, Head, vocabulary_dims
 from autopar.runtime.program import Input, Parameter, Program, Router, Tensor, Total, VocabularyProgram
+from autopar.runtime.units import reader
 from autopar.spmd import P, S
 
 
@@ -44,13 +45,14 @@ def program_of(job: Job, part: Part, forward: Function) -> Program:
         returns_loss=job.vocabulary is None or part.index < len(job.stages) - 1,
         spanning=_spanning(job, part) if job.options.zero == 3 or "parameters" in job.options.offload else (),
         routers=tuple(_routers(job, part)),
+        readers=_readers(job, part),
     )
 
 
 def _routers(job: Job, part: Part) -> Iterator[Router]:
     """Of the stage's calls, each layer once."""
     known: set[str] = set()
-    for found in router_calls(job.model):
+    for found in job.routers:
         if found.call in part.calls and found.layer not in known:
             known.add(found.layer)
             choices = info(found.node).choices
@@ -70,6 +72,20 @@ def _spanning(job: Job, part: Part) -> tuple[str, ...]:
         if not job.model.parameters[call.parameters[position]].is_buffer:
             readers.setdefault(call.parameters[position], set()).add(index)
     return tuple(name for name, calls in readers.items() if len(calls) > 1)
+
+
+def _readers(job: Job, part: Part) -> dict[str, str]:
+    """The parameters that a layer is given, and those of layers that other code reads before: by whom."""
+    layers = [job.model.calls[index].path for index in part.calls if index not in job.inlined]
+    first: dict[str, int] = {}
+    for index, position in stage_parameters(job, part):
+        first.setdefault(job.model.calls[index].parameters[position], index)
+    found = {n: "" if index in job.inlined else job.model.calls[index].path for n, index in first.items()}
+    return {
+        name: path
+        for name, path in found.items()
+        if path != reader(name, layers, {}) and not job.model.parameters[name].is_buffer
+    }
 
 
 def vocabulary_program(job: Job, part: Part, head: Head, methods: Mapping[str, Function]) -> VocabularyProgram:
@@ -198,12 +214,21 @@ def _padding(job: Job, call: Call, position: int) -> tuple[int, int] | None:
     return (dim, added) if added else None
 
 
+_UNSAID: Final[Sequence[tuple[str, Any]]] = (
+    ("returns_loss", True),
+    ("chunks", 1),
+    ("spanning", ()),
+    ("routers", ()),
+    ("readers", {}),
+)
+
+
 def program_lines(job: Job, part: Part, program: Program | VocabularyProgram) -> list[str]:
     """``PROGRAM = Program(…)``; the rows of equal layers are folded into one comprehension."""
     lines = [f"PROGRAM = {type(program).__name__}("]
     for entry in fields(program):
         value = getattr(program, entry.name)
-        if (entry.name, value) in (("returns_loss", True), ("chunks", 1), ("spanning", ()), ("routers", ())):
+        if (entry.name, value) in _UNSAID:
             continue
         if entry.name == "parameters":
             lines += [f"{INDENT}parameters=(", *_folded(job, part, program.parameters), f"{INDENT}),"]
@@ -249,6 +274,8 @@ def _folded(job: Job, part: Part, parameters: Sequence[Parameter]) -> list[str]:
             continue
         first = groups[0][0].name
         before = list(by_name)[: list(by_name).index(first)]
+        if any(p.name in before for group in groups for p in group):  # read earlier, too: rows are in the order of use
+            continue
         rows += [r for n in before for r in _plain(by_name.pop(n))]
         rows += _comprehension(paths, groups[0])
         for group in groups:

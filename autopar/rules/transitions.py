@@ -14,7 +14,7 @@ from autopar.spmd import S, Type
 def _ratio(op: Op, d: int) -> tuple[int, int]:
     """How much longer dim ``d`` gets (gathered) and how much shorter (scattered), of which one is 1."""
     before, after = op.operands[0].shape[d], op.result.shape[d]
-    return max(1, after // before), max(1, before // after)
+    return max(1, after // max(1, before)), max(1, before // max(1, after))  # an empty dim stays one
 
 
 def _outer(op: Op, d: int) -> int:

@@ -62,10 +62,14 @@ class Bucket(Protocol):
 
 @dataclass
 class SumBucket:
-    """Parameters of one dtype that are summed over the same ranks, their gradients one after another."""
+    """Parameters of one dtype that are summed over the same ranks, their gradients one after another.
+
+    ``shared``: each is a weight of several stages, and gets the sum where this rank's own stage gives it no gradient.
+    """
 
     group: Axis
     parameters: list[nn.Parameter]
+    shared: bool = False
     flat: Tensor = field(init=False)
     views: dict[Tensor, Tensor] = field(init=False)
     waiting: int = 0
@@ -94,6 +98,7 @@ class SumBucket:
         for parameter, view in self.views.items():
             if parameter.grad is None:
                 view.zero_()
+                parameter.grad = view if self.shared else None
         self.started = True
         self.work = reduce_sum_(self.flat, self.group, async_op=True)
 
@@ -138,14 +143,21 @@ class MasterBucket:
     """Parameters whose masters have one dtype, one device and one :class:`Route`.
 
     A gradient of full size lives from the backward that makes it until it is sent; between, it is of the parameter's
-    own dtype, or of the master's once a second one is added. The sum is in the master's dtype.
+    own dtype, or of the master's once a second one is added. The sum is in the master's dtype. ``shared`` as in
+    :class:`SumBucket`.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], masters: Sequence[nn.Parameter], route: Route, *, per_pass: bool
+        self,
+        parameters: Sequence[nn.Parameter],
+        masters: Sequence[nn.Parameter],
+        route: Route,
+        *,
+        per_pass: bool,
+        shared: bool = False,
     ) -> None:
         self.parameters, self._masters, self._route = list(parameters), list(masters), route
-        self.per_pass = per_pass
+        self.per_pass, self._shared = per_pass, shared
         self.waiting, self.armed, self.started = 0, False, False
         self._sizes = [master.numel() for master in masters]
         self._dtype = masters[0].dtype
@@ -215,7 +227,7 @@ class MasterBucket:
             return
         own = self._to_host(self._own) if self._is_host else self._own
         for parameter, master, part in zip(self.parameters, self._masters, torch.split(own, self._sizes), strict=True):
-            if parameter in self._seen:
+            if self._shared or parameter in self._seen:
                 master.grad = part.view(master.shape)
 
     def clear(self) -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, product
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +29,8 @@ from autopar.runtime.powersgd import PowerSGD
 from autopar.runtime.program import Parameter, Program, VocabularyProgram
 from autopar.runtime.shards import stored_shape
 from autopar.runtime.units import units
-from autopar.schedules.weight_moves import BUCKET_BYTES, LARGE_BYTES
+from autopar.schedules.weight_moves import BUCKET_BYTES, BUCKETS, LARGE_BYTES
 
-_BUCKETS = 8
 _IN_FLIGHT = 2  # reduce-scatters of one pass: their full gradients can't be freed before they end
 
 Groups = Mapping[tuple[int, ...], Axis]
@@ -77,7 +77,8 @@ class Reducer:
     starts its sum when its gradients are complete), :meth:`launch`, :meth:`wait`, optimizer, :meth:`zero`.
     With ``scatters``, gradients of weights whose rows are stored on several ranks are reduce-scattered in every
     backward: :meth:`expect` before it, :meth:`scatter` after it.
-    A parameter that no microbatch used has no gradient (None), as on one device. Parameters in ``without`` are
+    A parameter that no microbatch used has no gradient (None), as on one device; a weight of several stages on
+    different ranks has one on each, zeros where no stage gives any. Parameters in ``without`` are
     another reducer's: those that two stages of one rank share. ``masters`` by name are what the optimizer updates,
     where that isn't the module's parameter. ``reduce_dtype`` is what is sent (None: the master's). With ``powersgd``,
     matrices are summed over dp in so low a rank.
@@ -109,12 +110,13 @@ class Reducer:
         self.masters = {name: (masters or {}).get(name, p) for name, p in self.parameters.items()}
         self._flying: deque[Bucket] = deque()
         made = _Buckets(self, groups, axes, reduce_dtype, scatters, bucket_bytes, powersgd)
-        self._buckets = list(made.all(units(module, program.parameters)))
+        readers = program.readers if isinstance(program, Program) else {}
+        self._buckets = list(made.all(units(module, program.parameters, readers=readers)))
         self._place: dict[Tensor, Bucket] = {
             parameter: bucket for bucket in self._buckets for parameter in bucket.parameters
         }
         for parameter in self._place:
-            parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(_weakly(self._accumulated))  # type: ignore[no-untyped-call]
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -223,6 +225,18 @@ class Reducer:
                 self._flying.popleft().settle()
 
 
+def _weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
+    """A hook that doesn't keep the object of ``method``: Python's collector doesn't see what a tensor's hooks hold, so
+    an object that holds the tensor too would never be freed."""
+    kept = WeakMethod(method)
+
+    def hook(parameter: nn.Parameter) -> None:
+        if (found := kept()) is not None:
+            found(parameter)
+
+    return hook
+
+
 class _Buckets:
     """Which gradients travel together, in the order in which a backward completes them.
 
@@ -245,7 +259,7 @@ class _Buckets:
         self._reducer, self._groups, self._axes = reducer, groups, axes
         self._reduce_dtype, self._scatters, self._limit = reduce_dtype, scatters, bucket_bytes
         self._size = {p.name: math.prod(p.shape) * dtype_of(p.dtype).itemsize for p in reducer.specs.values()}
-        self._small = min(bucket_bytes, max(sum(self._size.values()) // _BUCKETS, LARGE_BYTES))
+        self._small = min(bucket_bytes, max(sum(self._size.values()) // BUCKETS, LARGE_BYTES))
 
     def all(self, unit_of: Mapping[str, int]) -> Iterator[Bucket]:
         specs = list(self._reducer.specs.values())
@@ -284,7 +298,7 @@ class _Buckets:
         master = self._reducer.masters[parameter.name]
         sums = parameter.reduce
         kind = ranks, own, parameter.zero, sums, self._per_pass(parameter), master.dtype, master.device
-        return *kind, self._is_low_rank(parameter)
+        return *kind, self._is_low_rank(parameter), self._is_shared(parameter)
 
     def _is_low_rank(self, parameter: Parameter) -> bool:
         """Whether it is summed in low rank: over ranks that split tokens alone, and fewer numbers so."""
@@ -294,6 +308,10 @@ class _Buckets:
 
     def _is_own_master(self, parameter: Parameter) -> bool:
         return self._reducer.masters[parameter.name] is self._reducer.parameters[parameter.name]
+
+    def _is_shared(self, parameter: Parameter) -> bool:
+        """Whether other pipeline ranks have a copy of it, of which this one can't know if it gets a gradient."""
+        return len({self._reducer.placement[stage] for stage in parameter.shared_stages}) > 1
 
     def _goes_alone(self, parameter: Parameter) -> bool:
         """Large, and sent without a copy if it doesn't share a bucket."""
@@ -309,12 +327,13 @@ class _Buckets:
         if self._is_own_master(spec) and sent == masters[0].dtype:
             if self._is_low_rank(spec):
                 return LowRankSumBucket(rest, parameters, self._powersgd)
-            return SumBucket(rest, parameters)
+            return SumBucket(rest, parameters, self._is_shared(spec))
         route = self._route(spec, rest, sent)
         if self._is_low_rank(spec):
             whole = self._axes.line(tuple(spec.types)).whole
             return LowRankMasterBucket(parameters, masters, route, whole, self._powersgd)
-        return MasterBucket(parameters, masters, route, per_pass=self._per_pass(spec))
+        per_pass, shared = self._per_pass(spec), self._is_shared(spec)
+        return MasterBucket(parameters, masters, route, per_pass=per_pass, shared=shared)
 
     def _route(self, spec: Parameter, rest: Axis, dtype: torch.dtype) -> Route:
         """ZeRO's sum runs over all ranks that split tokens; where some of those have equal terms, each gives a part."""

@@ -12,11 +12,11 @@ from autopar.runtime.axes import Axes
 
 
 class Container(nn.Module):
-    """A module that only holds others; ``container[3]`` is its child ``"3"``, ``container["*"]`` holds what all such
-    children have in the model, stacked."""
+    """A module that only holds others, or parameters (as an ``nn.ParameterList``); ``container[3]`` is what it holds as
+    ``"3"``, ``container["*"]`` holds what all such children have in the model, stacked."""
 
-    def __getitem__(self, index: int | str) -> nn.Module:
-        return self.get_submodule(str(index))
+    def __getitem__(self, index: int | str) -> Any:
+        return getattr(self, str(index))
 
 
 def declare(

@@ -141,7 +141,9 @@ class Program:
     loss, whose sum over microbatches and over ``loss_axes`` is the model's loss. ``mesh`` is sizes per axis.
     ``returns_loss`` is False on the last stage of a model whose vocabulary is split over the pipeline: it too gives
     a tuple of what it ``sends``, to every rank's :class:`VocabularyProgram`. ``parameters`` are in the order of their
-    use; ``spanning`` names those that more than one of the stage's calls use. ``routers`` are of the stage's layers.
+    use; ``spanning`` names those that more than one of the stage's calls use; ``readers`` those that another layer than
+    the one they are named after reads first, with its path, or "" for the stage's own code. ``routers`` are of the
+    stage's layers.
     """
 
     stage: int
@@ -158,6 +160,7 @@ class Program:
     returns_loss: bool = True
     spanning: tuple[str, ...] = ()
     routers: tuple[Router, ...] = ()
+    readers: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_last(self) -> bool:

@@ -33,7 +33,7 @@ from autopar.runtime.modules import dtype_of
 from autopar.runtime.pipe import wait_all
 from autopar.runtime.program import Parameter, Program, VocabularyProgram
 from autopar.runtime.shards import stored_shape
-from autopar.runtime.units import SPANNING, layers, units
+from autopar.runtime.units import SPANNING, layers, reader, units
 from autopar.runtime.weights import Source, materialize
 from autopar.schedules.weight_moves import LARGE_BYTES
 
@@ -232,15 +232,16 @@ class Store:
         make = partial(Unit, resident=resident, host=host, aside=aside)
         self.tied = {name: make([copy]) for name, copy in tied.items()}
         groups: dict[int, list[Copy]] = {}
+        readers: Mapping[str, str] = {}
         if program is not None and self.copies:
-            spanning = program.spanning if isinstance(program, Program) else ()
-            for name, number in units(module, program.parameters, spanning).items():
+            spanning, readers = (program.spanning, program.readers) if isinstance(program, Program) else ((), {})
+            for name, number in units(module, program.parameters, spanning, readers).items():
                 if name in self.copies and name not in tied:
                     groups.setdefault(number, []).append(self.copies[name])
         shared = [other.tied[name] for name, other in self.others.items() if name in other.tied]
         own_roots = [make(groups.pop(SPANNING))] if SPANNING in groups else []
         self.roots = [*own_roots, *self.tied.values(), *shared]
-        layer_of = _layer_of(module, groups)
+        layer_of = _layer_of(module, groups, readers)
         self.sequence = [(make(groups[number]), layer_of.get(number)) for number in sorted(groups)]
         self._own = [*own_roots, *self.tied.values(), *(unit for unit, _ in self.sequence)]
         self._is_fresh = not self.copies
@@ -359,12 +360,10 @@ def _by_layer(sequence: Iterable[tuple[Unit, nn.Module | None]]) -> Iterator[tup
     yield layer, needed
 
 
-def _layer_of(module: nn.Module, groups: Mapping[int, Sequence[Copy]]) -> dict[int, nn.Module]:
+def _layer_of(
+    module: nn.Module, groups: Mapping[int, Sequence[Copy]], readers: Mapping[str, str]
+) -> dict[int, nn.Module]:
     """The layer of each unit that is one."""
-    found = list(layers(module))
-    return {
-        number: layer
-        for number, (first, *_) in groups.items()
-        for path, layer in found
-        if first.spec.name.startswith(f"{path}.")
-    }
+    found = dict(layers(module))
+    path_of = {number: reader(first.spec.name, found, readers) for number, (first, *_) in groups.items()}
+    return {number: found[path] for number, path in path_of.items() if path in found}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from torch import nn
 
@@ -23,20 +23,31 @@ def layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
             yield path, child
 
 
-def units(module: nn.Module, parameters: Iterable[Parameter], spanning: Collection[str] = ()) -> dict[str, int]:
+def reader(name: str, paths: Iterable[str], readers: Mapping[str, str]) -> str:
+    """Of the layers at ``paths``, that which reads this parameter first; "" for the stage's own code. ``readers`` as in
+    :class:`autopar.runtime.program.Program`."""
+    return readers[name] if name in readers else next((path for path in paths if name.startswith(f"{path}.")), "")
+
+
+def units(
+    module: nn.Module,
+    parameters: Iterable[Parameter],
+    spanning: Collection[str] = (),
+    readers: Mapping[str, str] | None = None,
+) -> dict[str, int]:
     """The unit of each parameter by name, counted in the order of use: layers and the code between them in turn.
 
-    Even numbers are code of the stage itself, odd ones layers.
+    Even numbers are code of the stage itself, odd ones layers. ``spanning`` and ``readers`` are those of the program.
     """
     paths = [path for path, _ in layers(module)]
     found: dict[str, int] = {}
     number_of: dict[str, int] = {}
     latest = 0
     for name in (parameter.name for parameter in parameters):
-        path = next((path for path in paths if name.startswith(f"{path}.")), "")
         if name in spanning:
             found[name] = SPANNING
             continue
+        path = reader(name, paths, readers or {})
         if path in number_of:
             found[name] = number_of[path]
             continue

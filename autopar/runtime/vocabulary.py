@@ -110,15 +110,18 @@ class VocabularyPasses:
             step.arriving[0, action.microbatch] = message
 
     def _cast_gradient(self, step: Step, action: Action) -> None:
+        """To all ranks, if the embedding is trained."""
         wire = self._program.embedding
         assert wire is not None
-        own = step.gradients.pop((0, action.microbatch))[0] if self._index == self._first else None
-        self._state.returning[action.microbatch] = self._broadcast(own, wire, self._first)
+        found = step.gradients.pop((0, action.microbatch)) if self._index == self._first else ()
+        if wire.needs_grad:
+            own = found[0] if found else None
+            self._state.returning[action.microbatch] = self._broadcast(own, wire, self._first)
 
     def _embedding_gradient(self, step: Step, action: Action) -> None:
         part = self._state.parts.pop(action.microbatch)
-        (gradient,) = self._received(self._state.returning.pop(action.microbatch))
-        if part.requires_grad:
+        if action.microbatch in self._state.returning:
+            (gradient,) = self._received(self._state.returning.pop(action.microbatch))
             torch.autograd.backward([part], [gradient])
 
     def _cast_hidden(self, step: Step, action: Action) -> None:

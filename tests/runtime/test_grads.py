@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +14,9 @@ from autopar.mesh import Mesh
 from autopar.runtime import Axes, Axis, Parameter, Program, buckets
 from autopar.runtime.clip import clip_, global_norm
 from autopar.runtime.grads import Reducer, reduce_groups, reduce_ranks
+from autopar.runtime.job import start
+from tests.models import make
+from tests.pinned import compile_pinned
 from tests.runtime.ranks import on_ranks
 
 NAMES = ("a", "b", "c", "d")
@@ -46,8 +51,9 @@ def storages(module: nn.Module) -> list[int]:
 def test_gradients_are_views_of_buckets_filled_from_the_last_parameter() -> None:
     def program(axes: Axes) -> list[int]:
         module = Chain()
-        reducer_of(axes, module, bucket_bytes=96)  # three gradients of 32 bytes
+        reducer = reducer_of(axes, module, bucket_bytes=96)  # three gradients of 32 bytes
         module(torch.ones(4, dtype=torch.float64)).backward()
+        assert len(reducer.buckets) == 2
         at = storages(module)
         return [at.index(storage) for storage in at]
 
@@ -62,9 +68,10 @@ def test_a_small_model_still_has_buckets_to_overlap() -> None:
         names = [name for name, _ in module.named_parameters()]
         specs = tuple(Parameter(name, (2**18,), (2**18,), "float32", {}, ("dp",)) for name in names)
         program = Program(0, 1, axes.mesh.to_json(), 1, (), (), (), (), specs)
-        Reducer(module, program, reduce_groups([program], axes, (0,)), axes, (0,))
+        reducer = Reducer(module, program, reduce_groups([program], axes, (0,)), axes, (0,))
         torch.stack([p.sum() for p in module.parameters()]).sum().backward()
-        return len(set(storages(module)))
+        assert len(reducer.buckets) == len(set(storages(module)))
+        return len(reducer.buckets)
 
     assert on_ranks(Mesh(dp=2), program) == [8, 8]
 
@@ -286,3 +293,14 @@ def test_small_gradients_are_not_scaled_up() -> None:
     module(torch.ones(4, dtype=torch.float64)).backward()
     assert clip_({0: reducer}, axes, 100.0).item() == 2.0
     assert reducer.gradients()["a"].tolist() == [1.0] * 4
+
+
+def test_weights_of_a_job_that_is_no_more_are_freed() -> None:
+    """Tensors' hooks hold what Python's collector doesn't see."""
+    case = make("mlp", 8, torch.float32)
+    job = compile_pinned(case.model, 1, sample=case.batch, precision="bf16").job
+    executor = start(job, job.axes(0, "cpu"))
+    masters = [weakref.ref(master) for master in executor.masters.values()]
+    del executor, job
+    gc.collect()
+    assert [master() for master in masters] == [None] * len(masters)
