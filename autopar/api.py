@@ -19,7 +19,6 @@ from autopar.audit import Audit, audit
 from autopar.batch import Structure, flatten
 from autopar.capture import Loss
 from autopar.cluster import Cluster, Device
-from autopar.codegen import EmittedStage, EmittedVocabulary, emit, emit_vocabulary
 from autopar.documents import check_documents, check_positions
 from autopar.errors import ArgumentError, PlanError
 from autopar.graph import Model
@@ -29,8 +28,8 @@ from autopar.passes.mixed_precision import LOWER
 from autopar.plan import Plan
 from autopar.planner.build import Built, Request, build, cut_head
 from autopar.planner.pipeline import Wanted
-from autopar.planner.plan_recompute import regions_of_calls
 from autopar.preparation import Captured, Prepared, prepare, settled
+from autopar.programs import Emitted, Programs, Training
 from autopar.report import MemoryReport, memory_report
 from autopar.report.search_progress import Progress
 from autopar.runtime import Input, batches
@@ -46,7 +45,7 @@ from autopar.runtime.job import (
 )
 from autopar.runtime.loads import Load, read_load
 from autopar.runtime.modules import dtype_of
-from autopar.runtime.optimizers import GivenOptimizer, Maker, SchedulerMaker, adamw, maker
+from autopar.runtime.optimizers import GivenOptimizer, SchedulerMaker, adamw, maker
 from autopar.runtime.weights import RecipeSource, Source, StateSource
 from autopar.schedules import Schedule
 from autopar.search import Pins, choose
@@ -55,9 +54,6 @@ from autopar.simulate.predict import Known, predicted_memory, waiting_bytes
 from autopar.storages import BUFFERS, KINDS
 from autopar.verification import Verification, verify_job
 from autopar.write import write_directory
-
-# Where weights come from, the optimizer, its scheduler, the clipping norm and the seed.
-Training = tuple[Source, Maker, SchedulerMaker | None, float | None, int]
 
 
 @dataclass(frozen=True)
@@ -165,9 +161,9 @@ def compile(
     prepared = captured.on(target.device.kind)
     _check_plan(prepared[sizes is not None and sizes.cp > 1], plan)
     pins = Pins(gpus, mesh or {}, microbatches, microbatch, schedule, chunks, vocabulary, chosen, frozenset(options))
-    given = (_source(captured, seed), maker(optimizer, captured.model), scheduler, clip_norm, seed)
-    measured, watch = partial(_measured, partial(_job_of, given), Known()), progress and partial(tell, progress)
     with settled():
+        given = (_source(captured, seed), maker(optimizer, captured.model), scheduler, clip_norm, seed)
+        measured, watch = partial(_measured, given, Known()), progress and partial(tell, progress)
         built = _built(prepared, pins, target, plan, read_load(expert_load or {}), measured, watch, fronts=fronts)
         return _compiled(captured, given, built)
 
@@ -187,69 +183,18 @@ def _captured(
 
 def _compiled(captured: Captured, given: Training, built: Built) -> ParallelModel:
     """Without the captured graph, which a job that trains has no use for."""
-    programs = Programs.of(built)
+    emitted = Emitted.of(built, given)
+    digest = built.plan.digest
     return ParallelModel(
         model=captured.model,
         built=built,
-        programs=programs,
+        programs=emitted.programs.of_plan(digest),
         structure=captured.structure,
-        job=programs.job(built, *given),
+        job=emitted.job.of_plan(digest),
         loss=captured.loss,
         dims=captured.dims,
         constants=captured.constants,
     )
-
-
-def _job_of(given: Training, built: Built) -> Job:
-    return Programs.of(built).job(built, *given)
-
-
-@dataclass(frozen=True)
-class Programs:
-    """The emitted modules: one per pipeline stage, one for vocabulary layers that all ranks have a part of."""
-
-    stages: tuple[EmittedStage, ...]
-    vocabulary: EmittedVocabulary | None
-
-    @classmethod
-    def of(cls, built: Built) -> Programs:
-        plan, pipeline = built.plan, built.pipeline
-        sizes: dict[str, Any] = {"microbatches": plan.microbatches, "digest": plan.digest, "options": plan.options}
-        further: dict[str, Any] = {
-            "split_backward": bool(pipeline.schedule.split),
-            "recompute": regions_of_calls(built.model, pipeline),
-            "experts": {row.layer: row for row in plan.experts},
-            "placement": pipeline.schedule.placement,
-        }
-        return cls(
-            emit(built.model, pipeline.stages, plan.mesh, **further, **sizes),
-            emit_vocabulary(built.model, pipeline.stages, plan.mesh, **sizes),
-        )
-
-    def job(
-        self,
-        built: Built,
-        source: Source,
-        optimizer: Maker,
-        scheduler: SchedulerMaker | None,
-        clip_norm: float | None,
-        seed: int,
-    ) -> Job:
-        """What ranks are started from. Raises ArgumentError where the optimizer would be wrong on them."""
-        job = Job(
-            texts=tuple(program.text for program in self.stages),
-            schedule=built.pipeline.schedule,
-            mesh=built.plan.mesh,
-            source=source,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            clip_norm=clip_norm,
-            seed=seed,
-            vocabulary=self.vocabulary.text if self.vocabulary else None,
-            options=built.plan.options,
-        )
-        job.check_optimizer()
-        return job
 
 
 class ParallelModel:
@@ -325,15 +270,19 @@ class ParallelModel:
             self._rank = start(self._job, connect(self._job))
         return self._rank
 
-    def simulate(self, batch: Any, steps: int = 1) -> SimulationResult:
-        """Train ``steps`` steps on ``batch`` on simulated ranks in this process, from the model's weights."""
+    def simulate(self, batch: Any, steps: int = 1, *, device: str = "cpu") -> SimulationResult:
+        """Train ``steps`` steps on ``batch`` on simulated ranks in this process, from the model's weights.
+
+        ``device="cuda"``: all ranks share this process' GPU, and compute with its kernels; their peak memory is not
+        tracked.
+        """
         tensors = self._tensors(batch)
         job = self._job
 
         def rank_program(rank: int) -> RankResult:
-            return run_rank(job, rank, tensors, steps)
+            return run_rank(job, rank, tensors, steps, device)
 
-        result = simulate.run(rank_program, self.plan.mesh.world)
+        result = simulate.run(rank_program, self.plan.mesh.world, track_memory=device == "cpu")
         gradients, parameters = job.gather(result.results)
         return SimulationResult(
             losses=result.results[0].losses,
@@ -359,9 +308,12 @@ class ParallelModel:
         """What the programs cost by an evaluator of its own, beside the plan's figures (:mod:`autopar.audit`)."""
         return audit(self)
 
-    def verify(self, batch: Any, steps: int = 3) -> Verification:
-        """Train the unmodified model on one device and the compiled one on simulated ranks, and compare."""
-        return verify_job(self, batch, steps)
+    def verify(self, batch: Any, steps: int = 3, *, device: str = "cpu") -> Verification:
+        """Train the unmodified model on one device and the compiled one on simulated ranks, and compare.
+
+        ``device="cuda"``: both on this process' GPU. What differs is traced to an op on the CPU alone.
+        """
+        return verify_job(self, batch, steps, device)
 
     def reference(self) -> nn.Module:
         """A copy of the model with the weights that the ranks start from."""
@@ -529,9 +481,10 @@ def _check_plan(model: Model, plan: Plan | None) -> None:
         )
 
 
-def _measured(job_of: Callable[[Built], Job], known: Known, built: Built) -> Built:
+def _measured(given: Training, known: Known, built: Built) -> Emitted:
     """``built``, whose plan says what its ranks really hold, while one message waits for its peer."""
-    job = job_of(built)
+    emitted = Emitted.of(built, given)
+    job = emitted.job
     memory = predicted_memory(job, _shapes(built.plan), known, device_of(built.plan).kind)
     ranks = []
     for index, rank in enumerate(built.plan.rank_plans):
@@ -545,7 +498,7 @@ def _measured(job_of: Callable[[Built], Job], known: Known, built: Built) -> Bui
             "host_bytes": found.host_peak_bytes,
         }
         ranks.append(rank.model_copy(update=update))
-    return replace(built, plan=built.plan.model_copy(update={"rank_plans": ranks}).sealed())
+    return replace(emitted, plan=built.plan.model_copy(update={"rank_plans": ranks}).sealed())
 
 
 def _built(

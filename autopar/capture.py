@@ -11,6 +11,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -253,6 +254,7 @@ def _training_path(documents: _Documents) -> Iterator[None]:
     if masking is not None:
         replacements = {
             "is_torchdynamo_exporting": lambda: False,
+            "is_tracing": partial(_is_traced_mask, getattr(masking, "is_tracing", None)),  # what transformers 5.17 asks
             "find_packed_sequence_indices": documents.numbers(masking.find_packed_sequence_indices),
         }
     saved = {name: getattr(masking, name) for name in replacements if hasattr(masking, name)}
@@ -263,6 +265,11 @@ def _training_path(documents: _Documents) -> Iterator[None]:
     finally:
         for name, value in saved.items():
             setattr(masking, name, value)
+
+
+def _is_traced_mask(is_tracing: Any, mask: torch.Tensor | None = None) -> bool:
+    """Without a mask of the user's there are no values that tracing would have to read."""
+    return mask is not None and bool(is_tracing(mask))
 
 
 @contextlib.contextmanager

@@ -147,7 +147,7 @@ class ElementOps:
 
     @property
     def result(self) -> fx.Node:
-        made: fx.Node = next(reversed(self.graph.nodes)).all_input_nodes[0]
+        made: fx.Node = next(iter(reversed(self.graph.nodes))).all_input_nodes[0]
         return made
 
     def __str__(self) -> str:

@@ -33,12 +33,14 @@ _ESTIMATED = (
     "statistics='microbatch' is compared with gradients that one device accumulates over microbatches, each of which "
     "counts the same there: that is another loss where they have different numbers of tokens, or where it is no mean"
 )
+_NOT_ON_CPU = "computed on {}; verify it on the CPU, too: where it differs there, the first op that does is named"
 _FLOOR = 1e-4  # a tensor's error counts relative to its own largest entry, or this part of the largest of all
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Losses of each step, the last step's gradients before clipping, the parameters after it; by name."""
+    """Losses of each step, the last step's gradients before clipping (of what has any), the parameters after it; by
+    name."""
 
     losses: list[float]
     gradients: dict[str, torch.Tensor]
@@ -92,14 +94,14 @@ class Verification:
         return capture.get()
 
 
-def verify_job(job: Compiled, batch: Any, steps: int) -> Verification:
-    """Train both for ``steps`` steps on ``batch`` and compare losses, gradients and parameters."""
-    reference = job.reference()
+def verify_job(job: Compiled, batch: Any, steps: int, device: str = "cpu") -> Verification:
+    """Train both for ``steps`` steps on ``batch``, on ``device``, and compare losses, gradients and parameters."""
+    reference = job.reference().to(device)
     dtype = narrowest_dtype(job.lowered)
     ranks = job.job
-    found = job.simulate(batch, steps)
+    found = job.simulate(batch, steps, device=device)
     biases = _Biases.of(reference, ranks)
-    microbatches = _microbatches(job, batch)
+    microbatches = [_on(device, part) for part in _microbatches(job, batch)]
     expected = train_one_device(
         reference,
         microbatches,
@@ -114,14 +116,17 @@ def verify_job(job: Compiled, batch: Any, steps: int) -> Verification:
     tolerance = TOLERANCES.get(dtype, torch.finfo(dtype).eps ** 0.5)
     loss_error = max(abs(a - b) / max(abs(b), 1e-30) for a, b in zip(found.losses, expected.losses, strict=True))
     gradients = relative_errors(found.gradients, expected.gradients)
-    parameters = relative_errors(found.parameters | found.buffers, expected.parameters | biases.by_name)
+    moved = {n: p for n, p in expected.parameters.items() if n in expected.gradients or n in found.parameters}
+    parameters = relative_errors(found.parameters | found.buffers, moved | biases.on_cpu())
     worst = max([loss_error, *gradients.values(), *parameters.values()])
     ok = bool(worst <= tolerance)
     computed = max([loss_error, *gradients.values()])
     divergence = ""
     if not ok:
         exact = len(microbatches) == 1
-        reason = first_divergence(job, batch, tolerance) if exact else _ESTIMATED
+        reason = _ESTIMATED
+        if exact:
+            reason = first_divergence(job, batch, tolerance) if device == "cpu" else _NOT_ON_CPU.format(device)
         divergence = reason if computed > tolerance else _AMPLIFIED
     return Verification(ok, tolerance, loss_error, gradients, parameters, found.losses, divergence)
 
@@ -143,7 +148,11 @@ class _Biases:
 
     def move(self, load: Load) -> None:
         for router in self.routers:
-            update_bias_(self.by_name[router.bias], torch.tensor(load[router.layer]), self.rate)
+            bias = self.by_name[router.bias]
+            update_bias_(bias, torch.tensor(load[router.layer], device=bias.device), self.rate)
+
+    def on_cpu(self) -> dict[str, torch.Tensor]:
+        return {name: bias.cpu() for name, bias in self.by_name.items()}
 
 
 def narrowest_dtype(model: Model) -> torch.dtype:
@@ -166,6 +175,12 @@ def _microbatches(job: Compiled, batch: Any) -> list[Any]:
         return tensors[path] if dim is None else tensors[path].chunk(plan.microbatches, dim)[number]
 
     return [structure.batch({path: part(path, m) for path in tensors}) for m in range(plan.microbatches)]
+
+
+def _on(device: str, batch: Any) -> Any:
+    """The batch with its tensors on ``device``."""
+    tensors, structure = flatten(batch)
+    return structure.batch({path: tensor.to(device) for path, tensor in tensors.items()})
 
 
 def train_one_device(
@@ -201,9 +216,7 @@ def train_one_device(
                 value = loss_of(model(*args, **kwargs), batch, loss) / len(microbatches)
             (value * scale).backward()  # type: ignore[no-untyped-call]
             losses[-1] += float(value.detach())
-        gradients = {
-            n: torch.zeros_like(p) if p.grad is None else p.grad.div_(scale).clone() for n, p in trainable.items()
-        }
+        gradients = {n: p.grad.div_(scale).clone() for n, p in trainable.items() if p.grad is not None}
         if lower == torch.float16 and not all(bool(g.isfinite().all()) for g in gradients.values()):
             scale /= 2
             continue
@@ -212,7 +225,8 @@ def train_one_device(
         update.step()
         if updated is not None:
             updated(step)
-    return Trained(losses, gradients, {n: p.detach().clone() for n, p in trainable.items()})
+    parameters = {n: p.detach().clone().cpu() for n, p in trainable.items()}
+    return Trained(losses, {n: gradient.cpu() for n, gradient in gradients.items()}, parameters)
 
 
 def relative_errors(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> dict[str, float]:

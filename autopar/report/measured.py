@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,9 @@ from autopar.schedules.timeline import Event, Timeline
 
 WAIT: Final = "WAIT"
 """The range, within an action's, in which a rank waits for others; no part of the action's own time."""
+
+_ROUNDING: Final = 1e-2
+"""Microseconds between the end of a range's last kernel and that of the range, as the profiler writes them."""
 
 _CPU, _GPU = "user_annotation", "gpu_user_annotation"
 _KEY: Final = "autopar"
@@ -163,7 +167,9 @@ def _measured(
     schedule: Schedule, rank: int, ranges: Sequence[TraceEvent], slices: Sequence[TraceEvent]
 ) -> MeasuredRank:
     on_gpu = _gpu_spans(slices)
-    waiting = [e for e in slices if e.get("cat") == _CPU and e["name"] == WAIT]
+    annotations = [e for e in slices if e.get("cat") == _CPU]
+    begins = [e["ts"] for e in annotations]
+    waiting = [e for e in annotations if e["name"] == WAIT]
     events, waits, at = [], [], 0
     for action, found in zip(schedule.lists[rank], ranges, strict=True):
         start, end = found["ts"], found["ts"] + found["dur"]
@@ -173,12 +179,13 @@ def _measured(
         while at < len(waiting) and waiting[at]["ts"] < end:
             waited += waiting[at]["dur"]
             at += 1
-        span = on_gpu.get(_external(found))
-        if span is not None:  # a GPU waits in its streams, between kernels of other actions
-            (start, end), waited = span, 0.0
+        within = annotations[bisect_left(begins, found["ts"]) : bisect_left(begins, found["ts"] + found["dur"])]
+        spans = [on_gpu[_external(e)] for e in within if _external(e) in on_gpu]
+        if spans:  # a GPU waits in its streams, between kernels of other actions
+            start, end, waited = min(start for start, _ in spans), max(end for _, end in spans), 0.0
         events.append(Event(rank, action, start / MICRO, end / MICRO))
         waits.append(waited / MICRO)
-    first, last = ranges[0]["ts"], max(e.end_seconds for e in events) * MICRO
+    first, last = ranges[0]["ts"], max(e.end_seconds for e in events) * MICRO + _ROUNDING
     inside = tuple(e for e in slices if e["ts"] >= first and e["ts"] + e["dur"] <= last)
     return MeasuredRank(rank, tuple(events), tuple(waits), inside)
 
@@ -188,7 +195,10 @@ def _external(event: TraceEvent) -> Any:
 
 
 def _gpu_spans(slices: Sequence[TraceEvent]) -> dict[Any, tuple[float, float]]:
-    """From the first kernel of each range to its last, over all streams, by the number that links it to the range."""
+    """From the first kernel of each range to its last, over all streams, by the number that links it to the range.
+
+    A kernel is in the innermost range alone: an optimizer has one of its own within an action's.
+    """
     spans: dict[Any, tuple[float, float]] = {}
     for event in slices:
         number = _external(event)

@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopar.runtime.stand_in import device_type
+
 aten = torch.ops.aten
 
 SUMS_MULTIPLE: Final = 32
@@ -94,9 +96,10 @@ class Kernel(Protocol):
 def kernel(q: Tensor, v: Tensor, mask: Tensor | None, call: Call) -> Kernel:
     """The fastest that can do it on these tensors' device; in products and sums where none can."""
     width, same = q.shape[-1], q.shape[-1] == v.shape[-1]
-    if q.device.type == "cpu":
+    device = device_type(q)
+    if device == "cpu":
         return Cpu() if same and not call.mask_trains else Products()
-    if q.device.type != "cuda" or q.dtype == torch.float64:
+    if device != "cuda" or q.dtype == torch.float64:
         return Products()
     if mask is None and same and q.dtype.itemsize == 2 and width % 8 == 0 and width <= 256:
         return Flash()
@@ -156,10 +159,13 @@ class Efficient:
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, rows: Rows, call: Call
     ) -> Gradients:
         whole_k, whole_v = _repeated(q, k), _repeated(q, v)
+        # As the forward lays it out: in 16 bits the kernel takes it to be so, whatever its strides are, and gives wrong
+        # gradients for anything else.
+        out = rows.out.transpose(1, 2).contiguous().transpose(1, 2)
         sums = F.pad(rows.sums, (0, -q.shape[2] % SUMS_MULTIPLE)).contiguous()
         wanted = [True, True, True, call.mask_trains]
         dq, dk, dv, dbias = aten._scaled_dot_product_efficient_attention_backward(
-            grad, q, whole_k, whole_v, self._aligned(bias, q, k), rows.out, sums, *rows.state, 0.0, wanted, causal,
+            grad, q, whole_k, whole_v, self._aligned(bias, q, k), out, sums, *rows.state, 0.0, wanted, causal,
             scale=call.scale,
         )  # fmt: skip
         return Gradients(dq, _joined(dk, k), _joined(dv, v), dbias if call.mask_trains else None)

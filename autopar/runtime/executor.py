@@ -88,7 +88,7 @@ class Executor:
         self._pipe = Pipe(axes, schedule.placement)
         self._passes = VocabularyPasses(*vocabulary, schedule, axes, scaler) if vocabulary else None
         self._versions = {s: WeightVersions(m) for s, m in stages.items()} if schedule.is_asynchronous else {}
-        self._offload = ActivationOffload({_place(a) for a in self.actions if a.kind == "OFFLOAD"}, axes.device)
+        self.offload = ActivationOffload({_place(a) for a in self.actions if a.kind == "OFFLOAD"}, axes.device)
         own = [router for program in programs.values() for router in program.routers]
         self._routers = distinct(own if routers is None else routers)
         axes.routers.declare(own, axes.device)
@@ -110,8 +110,10 @@ class Executor:
         for program in self._all_programs():
             batches.check(batch, program.inputs)
         step = Step.begin(batch, self._totals(batch), self.axes.device, accumulate=accumulate)
-        for action in self.actions:
-            self._run(step, action)
+        # Backwards run here: on a thread of their own, as autograd has for a GPU, kernels are in no action's range.
+        with torch.autograd.set_multithreading_enabled(False):
+            for action in self.actions:
+                self._run(step, action)
         self._pipe.flush()
         if self._passes:
             self._passes.flush()
@@ -253,7 +255,7 @@ class Executor:
         for tensor, spec in zip(received, program.receives, strict=True):
             tensor.requires_grad_(spec.needs_grad)
         inputs = batches.parts(step.batch, program, action.microbatch, axes)
-        with self._weights(action), self._offload.keeping(place, self.stages[action.stage]), axes.routers.counting():
+        with self._weights(action), self.offload.keeping(place, self.stages[action.stage]), axes.routers.counting():
             made = self._call(action, (*received, *inputs, *step.totals.get(action.stage, ())))
         result = made if isinstance(made, tuple) else (made,)
         step.leaves[place] = [tensor for tensor in received if tensor.requires_grad]
@@ -275,10 +277,10 @@ class Executor:
     def _offload_activations(self, step: Step, action: Action) -> None:
         """What came as a message belongs to this pass alone; what another stage here made may be kept there too."""
         own = () if self._is_here(action.stage - 1) else step.leaves[_place(action)]
-        self._offload.offload(_place(action), own)
+        self.offload.offload(_place(action), own)
 
     def _fetch_activations(self, step: Step, action: Action) -> None:
-        self._offload.fetch(_place(action))
+        self.offload.fetch(_place(action))
 
     def _weights(self, action: Action) -> AbstractContextManager[None]:
         """Within, the weights of the action's stage are there when they are used."""

@@ -111,6 +111,16 @@ class Job:
             other.__dict__[name] = getattr(self, name)
         return other
 
+    def of_plan(self, digest: str) -> Job:
+        """The same programs, as those of the plan with this ``digest``; what is loaded stays."""
+        before = self.programs[0].program.plan_digest
+        vocabulary = self.vocabulary.replace(before, digest) if self.vocabulary is not None else None
+        other = self.like(texts=tuple(text.replace(before, digest) for text in self.texts), vocabulary=vocabulary)
+        other.__dict__["programs"] = tuple(loaded.of_plan(digest) for loaded in self.programs)
+        if self.vocabulary_program is not None:
+            other.__dict__["vocabulary_program"] = self.vocabulary_program.of_plan(digest)
+        return other
+
     def check_optimizer(self) -> None:
         """Raise ArgumentError where optimizer or scheduler would be wrong on this mesh, before any rank starts."""
         check_optimizer(self.optimizer, self.scheduler, self.trainable, self.mesh, self.options, torch.device("cpu"))
@@ -236,19 +246,22 @@ def start(job: Job, axes: Axes, *, on_gradients: Callable[[dict[str, Tensor]], N
     )
 
 
-def run_rank(job: Job, rank: int, batch: Mapping[str, Tensor], steps: int) -> RankResult:
-    """Train ``steps`` steps as ``rank`` on the CPU, in an initialised torch.distributed world."""
+def run_rank(
+    job: Job, rank: int, batch: Mapping[str, Tensor], steps: int, device: torch.device | str = "cpu"
+) -> RankResult:
+    """Train ``steps`` steps as ``rank`` on ``device``, in an initialised torch.distributed world; the result is on the
+    CPU."""
     result = RankResult()
 
     def keep(gradients: dict[str, Tensor]) -> None:
         result.gradients = {name: to_host(g) for name, g in gradients.items()}  # for the caller; no memory of the rank
 
-    executor = start(job, job.axes(rank, "cpu"), on_gradients=keep)
+    executor = start(job, job.axes(rank, device), on_gradients=keep)
     for _ in range(steps):
         result.losses.append(float(executor.step(batch)))
         result.loads.append(executor.expert_load)
-    result.parameters = {n: p.detach() for n, p in executor.named_parameters().items()}
-    result.buffers = executor.selection_biases
+    result.parameters = {n: p.detach().cpu() for n, p in executor.named_parameters().items()}
+    result.buffers = {n: bias.cpu() for n, bias in executor.selection_biases.items()}
     return result
 
 

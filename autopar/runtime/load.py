@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from torch import nn
@@ -21,6 +21,10 @@ class Loaded:
     stage: Callable[[Axes], nn.Module]
     program: Program
 
+    def of_plan(self, digest: str) -> Loaded:
+        """The same, of the plan with this ``digest``."""
+        return replace(self, program=replace(self.program, plan_digest=digest))
+
 
 @dataclass(frozen=True)
 class LoadedVocabulary:
@@ -28,6 +32,10 @@ class LoadedVocabulary:
 
     vocabulary: Callable[[Axes], nn.Module]
     program: VocabularyProgram
+
+    def of_plan(self, digest: str) -> LoadedVocabulary:
+        """The same, of the plan with this ``digest``."""
+        return replace(self, program=replace(self.program, plan_digest=digest))
 
 
 def load_program(text: str, *, filename: str) -> Loaded:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
 from autopar.rules.forms import ON_CUDA
+from autopar.runtime.stand_in import standing_for
 
 
-def kernels_of(device: str) -> AbstractContextManager[Any]:
+@contextmanager
+def kernels_of(device: str) -> Iterator[None]:
     """Within, ops run in the form that they have on a ``device`` of this kind ("cpu" or "cuda"): fused attention with
     dropout, say, which keeps no scores on CUDA."""
-    return _OnCuda() if device == "cuda" else nullcontext()
+    if device != "cuda":
+        yield
+        return
+    with _OnCuda(), standing_for(device):
+        yield
 
 
 class _OnCuda(TorchFunctionMode):

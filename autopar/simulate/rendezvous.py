@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
 
 from autopar.errors import RankError
 from autopar.simulate import diagnosis
@@ -103,7 +106,7 @@ class Rendezvous:
     def _carry_out(self, flows: Sequence[Flow], calls: Sequence[Call], reduction: str | None) -> None:
         for flow in flows:
             self._check_fit(flow, calls)
-        with unobserved():
+        with unobserved(), _in_order(flows):
             for flow in flows:
                 if all(is_data(tensor) for _, tensor in flow.slots()):
                     move(flow, reduction)
@@ -131,3 +134,14 @@ class Rendezvous:
 
     def _stuck(self, waiting: Mapping[int, Waiting]) -> RankError:
         return diagnosis.stuck(waiting, self.world_size)
+
+
+@contextmanager
+def _in_order(flows: Sequence[Flow]) -> Iterator[None]:
+    """Within, data is moved on the stream of the last rank to arrive; its peers have theirs, on the same GPU."""
+    on_gpu = any(tensor.is_cuda for flow in flows for _, tensor in flow.slots())
+    if on_gpu:
+        torch.cuda.synchronize()
+    yield
+    if on_gpu:
+        torch.cuda.synchronize()

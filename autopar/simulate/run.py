@@ -1,4 +1,4 @@
-"""Run a torch.distributed program on simulated ranks: threads of this process, one at a time, on the CPU."""
+"""Run a torch.distributed program on simulated ranks: threads of this process, one at a time, on the CPU or one GPU."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def run(fn: Callable[[int], T], world_size: int, *, seed: int = 0, track_memory:
     values. Each rank has default generators of its own (torch's for the CPU, random, numpy), seeded with
     ``seed``. The caller's grad mode, inference mode, CPU autocast and context variables hold. Everything else
     is shared: the environment, the default dtype, all objects that ``fn`` refers to. Ranks must not share
-    parameters, nor write to tensors that they share.
+    parameters, nor write to tensors that they share. On a GPU all ranks share its memory and its generator.
 
     Without ``track_memory``, operations cost a little less and ``peak_bytes`` stays empty. Kernels use as
     many threads as the caller has set; for small tensors ``torch.set_num_threads(1)`` is the fastest.
@@ -98,7 +98,8 @@ def run(fn: Callable[[int], T], world_size: int, *, seed: int = 0, track_memory:
             enter()
             dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size)
             try:
-                with modes.as_the_callers(), trackers[rank] if trackers else nullcontext():
+                tracked = trackers[rank] if trackers else nullcontext()
+                with modes.as_the_callers(), tracked, torch.autograd.set_multithreading_enabled(False):
                     results[rank] = fn(rank)
             finally:
                 if dist.is_initialized():  # fn may have destroyed it

@@ -96,7 +96,8 @@ def _backend_registered(make_group: MakeGroup) -> Iterator[None]:
     known = hasattr(Backend, BACKEND.upper())
     for name, table in before.items():
         setattr(Backend, name, table.copy())
-    Backend.register_backend(BACKEND, backend, extended_api=True, devices=["cpu"])
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    Backend.register_backend(BACKEND, backend, extended_api=True, devices=devices)
     try:
         yield
     finally:

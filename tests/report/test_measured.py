@@ -138,6 +138,18 @@ def test_gpu_times_count_where_there_are_any(flat: Timeline, write: Callable[...
     assert (found.start_seconds, found.end_seconds) == pytest.approx((0.05, 0.07))
 
 
+def test_kernels_of_a_range_within_an_actions_are_the_actions(flat: Timeline, write: Callable[..., Path]) -> None:
+    """As an optimizer has one of its own: its kernels are in that alone."""
+    events = spans_of(flat, 0)
+    step = next(e for e in events if e["name"] == "STEP")
+    link = {"args": {"External id": 1000}}
+    inner = span("Optimizer.step", step["ts"] / SECOND + 1e-6, step["dur"] / SECOND - 2e-6, **link)
+    kernel = span("Optimizer.step", 90.0, 0.5, "gpu_user_annotation", **link, tid=7)
+    paths = [write(0, [*events, inner, kernel]), write(1, spans_of(flat, 1))]
+    found = next(e for e in read_steps(flat.schedule, paths)[0].events if e.action.kind == "STEP")
+    assert (found.start_seconds, found.end_seconds) == pytest.approx((90.0, 90.5))
+
+
 def test_compressed_traces_and_traces_without_a_note(flat: Timeline, tmp_path: Path) -> None:
     paths = [tmp_path / f"{rank}.json.gz" for rank in range(2)]
     for rank, path in enumerate(paths):
