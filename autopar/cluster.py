@@ -74,6 +74,7 @@ KEYS: Final[Mapping[str, Text | Figure]] = {
     "memory_achievable_fraction": Figure("memory bandwidths", 0.001, 1, "0.9"),
     "sustained_fraction": Figure("rates of short runs", 0.001, 1, "0.92"),
     "multiprocessors": Figure("multiprocessors", 0, 1e6, "132", whole=True),
+    "element_seconds": Figure("seconds", 0, 1e-6, "1e-12"),
     "ramp_seconds": Figure("seconds", 0, 1, "4e-6"),
     "ramp_seconds_by_dtype": Figure("seconds", 0, 1, "8e-6"),
     "latency_seconds": Figure("seconds", 0, 1, "2e-6"),
@@ -112,6 +113,8 @@ class Device:
     """The share of what large products reach for a moment that they hold without a pause, at the limit of power."""
     multiprocessors: int = 0
     """Each makes a tile of a product's result at a time; 0: results don't come in tiles."""
+    element_seconds: float = 0.0
+    """What an element takes beside its bytes in kernels that load one at a time."""
     achievable_fraction_by_dtype: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Of dtypes for which it is another one than ``achievable_fraction``."""
     ramp_seconds_by_dtype: Mapping[str, float] = field(default_factory=dict, hash=False)

@@ -4,7 +4,8 @@ Matrix products get near the peak rate only when they are large. Their rate satu
 ``achievable_fraction``, of which ``sustained_fraction`` is left where a device works without a pause; products that the
 peak rate would finish in ``ramp_seconds`` reach half of that. Their result is made in tiles, one on each multiprocessor
 at a time: the last round of tiles takes as long as a full one. Fused attention reaches a share that grows with the
-keys. Everything else takes as long as its bytes.
+keys. Everything else takes as long as its bytes, and its elements where a kernel loads one at a time: torch's do where
+operands are broadcast or of several dtypes.
 
 Each formula grows with the work, and a part of the work takes at least that part of the time: a bound for the whole,
 divided, is one for the part.
@@ -20,6 +21,7 @@ import sympy
 from autopar.cluster import Device
 from autopar.cost_models.formula import Formula, Quantity
 
+_loose, _element = sympy.symbols("loose_elements element_seconds")
 _flops, _bytes, _rate, _bandwidth, _launch, _fraction, _ramp, _efficiency, _made, _cores, _filled = sympy.symbols(
     "flops moved_bytes flops_per_second memory_bytes_per_second launch_seconds"
     " achievable_fraction ramp_seconds efficiency made multiprocessors filled"
@@ -37,6 +39,11 @@ _MEMORY: Final = {
 TILES: Final = ((256 * 128, 1.0), (128 * 128, 0.9), (64 * 128, 0.75))
 """Elements of a tile of a result, and the rate of a multiprocessor on such tiles: smaller ones load more per FLOP. The
 rates are typical, not measured."""
+
+UNALIGNED: Final = 0.18
+"""What is left of the rate of a product in 16 bits of whose matrices one has rows that aren't a multiple of 16 bytes:
+kernels load element by element, with older instructions. On an H100 (torch 2.11, 16384 x 768 x 50257): 98 TFLOP/s
+forward, 144 and 155 for the gradients, where 50304 columns reach 700."""
 
 ATTENTION: Final = (0.7, 0.6)
 """Shares of the peak rate that fused causal attention reaches on long sequences, forward and backward."""
@@ -101,9 +108,14 @@ MATMUL_SECONDS: Final = Formula(
 POINTWISE_SECONDS: Final = Formula(
     "pointwise_seconds",
     "s",
-    _bytes / _bandwidth + _launch,
-    _MEMORY,
-    "the same roofline, where arithmetic hides behind memory traffic",
+    _bytes / _bandwidth + _loose * _element + _launch,
+    {
+        **_MEMORY,
+        "loose_elements": Quantity("1", "elements that kernels make one by one"),
+        "element_seconds": Quantity("s", "what such an element takes beside its bytes"),
+    },
+    "the same roofline, where arithmetic hides behind memory traffic; loads of several elements at once need operands "
+    "of one dtype and shape (torch, aten/src/ATen/native/cuda/Loops.cuh)",
 )
 
 FORMULAS: Final = (FILLED, EFFICIENCY, ATTENTION_SHARE, MATMUL_SECONDS, POINTWISE_SECONDS)
@@ -117,7 +129,9 @@ class Work:
     written inside. ``made`` are the elements of a product's result, ``factors`` those of each operand that has a
     gradient; ``fused``: the products are an attention's, over ``keys`` (0: very many). ``back_bytes`` are what the
     backward moves where there are no products; ``repeats`` how often the backward does the forward's work again. In
-    ``pieces``, kernels whose results are added up, ``added_bytes`` each time.
+    ``pieces``, kernels whose results are added up, ``added_bytes`` each time. ``loose`` elements are made one by one,
+    ``back_loose`` in the backward; ``swept_bytes`` and ``back_swept_bytes`` are moved by kernels beside those of
+    products; ``is_aligned``: rows of a product's matrices begin at multiples of 16 bytes.
     """
 
     flops: float
@@ -131,6 +145,11 @@ class Work:
     added_bytes: float = 0.0
     fused: bool = False
     keys: int = 0
+    loose: float = 0.0
+    back_loose: float = 0.0
+    swept_bytes: float = 0.0
+    back_swept_bytes: float = 0.0
+    is_aligned: bool = True
 
     def attention_share(self, way: int) -> float | None:
         """The share of the peak rate of a fused attention, forward (0) or backward (1)."""
@@ -142,8 +161,9 @@ class Work:
 def forward_seconds(work: Work, device: Device) -> float:
     """Seconds of the forward. Raises ClusterError where the device has no rate for the dtype of a product."""
     n = work.pieces
-    fraction = work.attention_share(0)
+    fraction = _largest_share(work, device, 0)
     seconds = n * _product(work.flops / n, work.moved_bytes / n, work.dtype, device, work.made / n, fraction)
+    seconds += work.loose * device.element_seconds + work.swept_bytes / device.achievable_memory_bytes_per_second
     return seconds + (n - 1) * _product(0, work.added_bytes, work.dtype, device, 0.0, None) if n > 1 else seconds
 
 
@@ -151,16 +171,28 @@ def backward_seconds(work: Work, device: Device) -> float:
     """Seconds of the backward of an op whose result has a gradient: of a product, one more for each factor that has
     one. Raises ClusterError."""
     again = work.repeats * forward_seconds(work, device) if work.repeats else 0.0
+    again += work.back_swept_bytes / device.achievable_memory_bytes_per_second
     n = work.pieces
     if not work.flops:
-        return again + _product(0, work.back_bytes, work.dtype, device, 0.0, None)
+        loose = work.back_loose * device.element_seconds
+        return again + _product(0, work.back_bytes, work.dtype, device, 0.0, None) + loose
     moved = work.moved_bytes / n
     if work.fused:
         flops = ATTENTION_BACKWARD * work.flops / n
         return again + n * _product(flops, 2 * moved, work.dtype, device, 0.0, work.attention_share(1))
+    share = _largest_share(work, device, 1)
     return again + sum(
-        n * _product(work.flops / n, moved, work.dtype, device, made / n, None) for made in work.factors or (work.made,)
+        n * _product(work.flops / n, moved, work.dtype, device, made / n, share)
+        for made in work.factors or (work.made,)
     )
+
+
+def _largest_share(work: Work, device: Device, way: int) -> float | None:
+    """The share of the peak rate that the largest of such products reach, forward (0) or backward (1); None: the
+    device's own."""
+    if work.is_aligned or not work.flops:
+        return work.attention_share(way)
+    return UNALIGNED * device.fraction(work.dtype) * device.sustained_fraction
 
 
 def seconds(flops: float, bytes_: float, dtype: str, device: Device, made: float = 0.0) -> float:
@@ -175,7 +207,7 @@ def seconds(flops: float, bytes_: float, dtype: str, device: Device, made: float
 def _product(flops: float, bytes_: float, dtype: str, device: Device, made: float, fraction: float | None) -> float:
     bandwidth, launch = device.achievable_memory_bytes_per_second, device.launch_seconds
     if not flops:
-        return POINTWISE_SECONDS.number(bytes_, bandwidth, launch)
+        return POINTWISE_SECONDS.number(bytes_, bandwidth, launch, 0.0, device.element_seconds)
     rate = device.rate(dtype)
     if fraction is None:
         fraction = device.fraction(dtype) * device.sustained_fraction

@@ -30,6 +30,7 @@ class Measured:
     host_bytes_per_second: float
     launch_seconds: float
     multiprocessors: int
+    element_seconds: float
     sustained_fraction: float
     products: ProductFit
 
@@ -70,6 +71,7 @@ _SHARES: Final = {
 _OF_GPUS: Final = {
     "host_bytes_per_second": "a large copy, pinned, to the device or from it, whichever is slower",
     "multiprocessors": "as torch says of the device",
+    "element_seconds": "a cast of bfloat16 to float32, beside its bytes",
     "sustained_fraction": "large products without a pause",
 }
 _DEVICES: Final = {"cuda": "devices that torch sees", "cpu": "cores that this process may use, or processes started"}
@@ -90,6 +92,7 @@ def _device(measured: Measured) -> Device:
         achievable_fraction=1,
         sustained_fraction=_rounded(measured.sustained_fraction),
         multiprocessors=measured.multiprocessors,
+        element_seconds=_rounded(measured.element_seconds),
         ramp_seconds=_rounded(median(ramps.values())),
         ramp_seconds_by_dtype={dtype: _rounded(ramp) for dtype, ramp in ramps.items()},
         host_memory_bytes=measured.host_memory_bytes,

@@ -17,6 +17,15 @@ def memory_bytes_per_second(clock: Clock, effort: Effort) -> float:
     return 2 * effort.copied_bytes / clock.seconds(lambda: target.copy_(source))
 
 
+def element_seconds(clock: Clock, effort: Effort, bytes_per_second: float) -> float:
+    """What an element takes beside its bytes in kernels that load one at a time: a cast to a wider dtype is one."""
+    count = effort.copied_bytes // 4
+    narrow = torch.ones(count, dtype=torch.bfloat16, device=clock.device)
+    wide = torch.empty(count, device=clock.device)
+    seconds = clock.seconds(lambda: wide.copy_(narrow))
+    return max(0.0, seconds / count - (narrow.itemsize + wide.itemsize) / bytes_per_second)
+
+
 def host_bytes_per_second(clock: Clock, effort: Effort) -> float:
     """Of copies to the device or from it, whichever is slower; on a CPU, where both are one memory, of any copy."""
     if clock.device.type == "cpu":

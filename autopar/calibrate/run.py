@@ -16,7 +16,12 @@ from autopar.calibrate.collectives import measure_collectives
 from autopar.calibrate.describe import Measured, cluster_of
 from autopar.calibrate.fit import fit_products
 from autopar.calibrate.launch import launch_seconds
-from autopar.calibrate.memory import host_bytes_per_second, machine_bytes, memory_bytes_per_second
+from autopar.calibrate.memory import (
+    element_seconds,
+    host_bytes_per_second,
+    machine_bytes,
+    memory_bytes_per_second,
+)
 from autopar.calibrate.processes import measure_in_processes
 from autopar.calibrate.products import measure_products, sustained_fraction
 from autopar.calibrate.samples import Effort, Message, Product, Progress
@@ -141,6 +146,7 @@ def _measure_device(
         host_bytes_per_second=host_bandwidth,
         launch_seconds=launch,
         multiprocessors=multiprocessors,
+        element_seconds=element_seconds(clock, effort, bandwidth) if is_cuda else 0.0,
         sustained_fraction=sustained_fraction(clock, products) if is_cuda else 1.0,
         products=fit_products(products, launch, bandwidth, multiprocessors),
     )

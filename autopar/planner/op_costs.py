@@ -19,6 +19,9 @@ from autopar.spmd import Type
 _ROW_COPIES = 2
 """A row of a table's gradient, which is cleared first, is read and written for each use of the row."""
 
+_ALIGNED_BYTES = 16
+"""Of a load of the largest size."""
+
 _SUM_COPIES = 5
 """Adding a piece of a result to those before reads it, and reads and writes their sum, which is twice as wide."""
 
@@ -59,21 +62,40 @@ def work_of(op: Op, rule: Rule, choice: Choice, size: int, unequal: float = 1.0)
         gradients += _ROW_COPIES * min(taken[position], made) if op.operands[position].needs_grad else 0
         taken[position] = min(taken[position], made)
     factor = op.operands[0] if flops else op.result  # a loss of bf16 products is float32
+    beside = rule.back_bytes(op, made, taken)
+    back = made + gradients + inner + (0 if rule.is_linear(op) else sum(taken)) + beside
+    elements, (loose, back_loose) = _elements(op.result, choice.result, size), rule.loose(op)
     return Work(
         flops=flops,
-        moved_bytes=sum(taken) + made + inner,
+        moved_bytes=sum(taken) + made + (0 if flops else inner),
         dtype=dtype_name(factor.dtype),
         made=rule.made(op, choice, size) if flops else 0,
         factors=tuple(
             _elements(m, k, size) for m, k in zip(op.operands, choice.operands, strict=True) if flops and m.needs_grad
         ),
-        back_bytes=made + gradients + inner + (0 if rule.is_linear(op) else sum(taken)),
+        back_bytes=back,
         repeats=rule.repeats,
         pieces=rule.pieces(op, choice, size),
         added_bytes=_SUM_COPIES * made,
         fused=rule.is_fused(op),
         keys=op.operands[1].shape[-2] if rule.is_fused(op) else 0,
+        loose=loose * elements,
+        back_loose=back_loose * elements,
+        swept_bytes=inner if flops else 0,
+        back_swept_bytes=beside if flops else 0,
+        is_aligned=not flops or rule.is_fused(op) or _is_aligned(op, choice, size),
     )
+
+
+def _is_aligned(op: Op, choice: Choice, size: int) -> bool:
+    """Whether rows of all matrices of a product in 16 bits begin where kernels can load many elements at once."""
+    both = zip((*op.operands, op.result), (*choice.operands, choice.result), strict=True)
+    rows = [
+        meta.shape[-1] // (size if kind.is_shard and kind.dim == len(meta.shape) - 1 else 1) * meta.dtype.itemsize
+        for meta, kind in both
+        if len(meta.shape) > 1 and meta.dtype.itemsize == 2
+    ]
+    return all(row % _ALIGNED_BYTES == 0 for row in rows)
 
 
 def expert_imbalance(node: fx.Node, *further: Choice) -> float:

@@ -136,6 +136,17 @@ class Rule(Protocol):
     def inner_bytes(self, op: Op) -> int:
         """Bytes that a pass reads and writes inside of the op, beside operands and result."""
 
+    def back_bytes(self, op: Op, made: int, taken: Sequence[int]) -> int:
+        """Bytes that its backward moves beside one kernel that reads what it needs and writes all gradients (less than
+        0: as many fewer). ``made`` and ``taken`` are bytes of result and operands on a rank."""
+
+    def whole_bytes(self, op: Op) -> int:
+        """Bytes of what its backward makes of gradients before they are as they are handed on: as large as the result
+        before they are summed or cast, as of what is broadcast; or in another order."""
+
+    def loose(self, op: Op) -> tuple[int, int]:
+        """How often forward and backward make an element of the result in a kernel that loads one at a time."""
+
     def made(self, op: Op, choice: Choice, size: int) -> int:
         """Elements of the result of one of its products on a rank."""
 
@@ -189,6 +200,15 @@ class Whole:
 
     def inner_bytes(self, op: Op) -> int:
         return 0
+
+    def back_bytes(self, op: Op, made: int, taken: Sequence[int]) -> int:
+        return 0
+
+    def whole_bytes(self, op: Op) -> int:
+        return 0
+
+    def loose(self, op: Op) -> tuple[int, int]:
+        return 0, 0
 
     def made(self, op: Op, choice: Choice, size: int) -> int:
         return op.result.numel // (size if choice.result.is_shard else 1)

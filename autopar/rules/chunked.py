@@ -7,7 +7,7 @@ statistics once for all chunks. The backward computes the logits again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -18,7 +18,6 @@ from autopar.rules.spec import Spec, product_flops
 from autopar.spmd import I, R, S
 
 CHUNKED = "chunked_cross_entropy"
-_SWEEPS = 2  # how often a pass writes and reads all of its logits, a chunk at a time
 
 
 @dataclass(frozen=True)
@@ -30,16 +29,35 @@ class Chunked(Spec):
         return 1
 
     def inner_bytes(self, op: Op) -> int:
-        """Logits a chunk at a time, in float32 at least, and the table for every chunk but the first."""
-        logits = _logits(op).numel * max(4, op.operands[0].dtype.itemsize)
+        """Of a forward (:mod:`autopar.runtime.chunked_entropy`): the product is written; where it is narrow, read and
+        written as float32; the largest of each row is found, subtracted, exponentials are taken and added up."""
+        narrow, wide = _item_bytes(op)
         chunks: int = op.kwargs["chunks"]
-        return 2 * _SWEEPS * logits + (chunks - 1) * op.operands[1].bytes
+        again = (chunks - 1) * op.operands[1].bytes  # the table for every chunk but the first
+        return _logits(op).numel * (7 * wide + (2 * narrow if narrow < wide else 0)) + again
+
+    def back_bytes(self, op: Op, made: int, taken: Sequence[int]) -> int:
+        """A backward takes, beside a forward's, a product with the slope, a cast back, and two products that read its
+        gradient; each chunk's part of the table's gradient is written, and added to the sum in float32."""
+        narrow, wide = _item_bytes(op)
+        part = taken[0] / op.operands[0].bytes * taken[1] / op.operands[1].bytes
+        if narrow == wide:
+            return round(part * _logits(op).numel * 2 * wide)
+        chunks: int = op.kwargs["chunks"]
+        added = chunks * taken[1] // narrow * 2 * (narrow + wide) if op.operands[1].needs_grad else 0
+        return round(part * _logits(op).numel * (3 * narrow + wide)) + added
 
     def made(self, op: Op, choice: Choice, size: int) -> int:
         """Logits of one chunk."""
         split = size if any(kind.is_shard for kind in choice.operands) else 1
         chunks: int = op.kwargs["chunks"]
         return _logits(op).numel // (chunks * split)
+
+
+def _item_bytes(op: Op) -> tuple[int, int]:
+    """Of an element of the product, and of logits."""
+    narrow = op.operands[0].dtype.itemsize
+    return narrow, max(4, narrow)
 
 
 def whole_logits(node: fx.Node) -> Meta | None:

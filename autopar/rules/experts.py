@@ -120,6 +120,10 @@ class Dispatch(Whole):
         """The rows in order of departure."""
         return 2 * op.result.bytes
 
+    def whole_bytes(self, op: Op) -> int:
+        """The rows' gradients, as they came back."""
+        return op.result.bytes
+
     def communication(self, op: Op, choice: Choice, size: int) -> Communication:
         return [("all_to_all", op.result.bytes // size)] if choice.form == EXCHANGE else []
 
@@ -219,6 +223,10 @@ class Combine(Whole):
     def inner_bytes(self, op: Op) -> int:
         """The rows in order of slots, and weighted."""
         return 3 * op.operands[0].bytes
+
+    def whole_bytes(self, op: Op) -> int:
+        """The rows' gradients in order of departure."""
+        return op.operands[0].bytes if op.operands[0].needs_grad else 0
 
     def communication(self, op: Op, choice: Choice, size: int) -> Communication:
         return [("all_to_all", op.operands[0].bytes // size)] if choice.form == EXCHANGE else []

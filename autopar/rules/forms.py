@@ -130,10 +130,12 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """CUDA replays dropout from a seed, the CPU has no fused attention with it."""
-    if not dropout_p:
+    """CUDA has fused attention with dropout, which it replays from a seed, and for values of another width than keys;
+    the CPU has neither, and keeps scores."""
+    equal = q.shape[-1] == v.shape[-1]
+    if not dropout_p and (equal or attn_mask is not None or enable_gqa):
         return aten.scaled_dot_product_attention(q, k, v, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
-    if attn_mask is None and q.dtype.itemsize == 2:
+    if attn_mask is None and q.dtype.itemsize == 2 and equal:
         return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
     return aten._scaled_dot_product_efficient_attention(q, k, v, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -13,8 +14,67 @@ from autopar.rules.spec import Passes, Spec, Unread, each, nothing, through, tog
 _LINE = "..., ..., ... -> ..."
 
 
-def _pointwise(linear: Passes = nothing) -> Spec:
-    return Spec(_LINE, linear=linear)
+@dataclass(frozen=True)
+class Pointwise(Spec):
+    """One kernel forward. ``kernels`` of a backward: what they move beside one that makes all gradients at once."""
+
+    kernels: Callable[[Op, int, Sequence[int]], int] = lambda op, made, taken: 0
+
+    def back_bytes(self, op: Op, made: int, taken: Sequence[int]) -> int:
+        return self.kernels(op, made, taken)
+
+    def whole_bytes(self, op: Op) -> int:
+        if self.kernels is not _of_product or len(op.operands) < 2:
+            return 0
+        result = op.result
+        factors = [m for m in op.operands if m.needs_grad and (m.shape, m.dtype) != (result.shape, result.dtype)]
+        return len(factors) * result.bytes
+
+    def loose(self, op: Op) -> tuple[int, int]:
+        result, backward = op.result, 0
+        given = [meta for meta in op.operands if meta.numel > 1 or meta.shape == result.shape]
+        if len(given) == 1:
+            backward = int(given[0].needs_grad and result.dtype.itemsize < given[0].dtype.itemsize)
+        elif self.kernels is _of_product:
+            others = [given[:i] + given[i + 1 :] for i, meta in enumerate(given) if meta.needs_grad]
+            backward = sum(_unevenness(some, result) for some in others)
+        return _unevenness(given, result), backward
+
+
+def _unevenness(given: Sequence[Meta], result: Meta) -> int:
+    """A kernel loads several elements at once where all have the result's shape, and none is narrower; a cast to fewer
+    bytes has a kernel of its own that does, too. One row for all of a batch counts as whole: a batch may be one row."""
+    narrow = any(m.dtype.is_floating_point and m.dtype.itemsize < result.dtype.itemsize for m in given)
+    return int(any(m.shape != (*m.shape[:1], *result.shape[1:]) for m in given)) + int(narrow)
+
+
+def _of_product(op: Op, made: int, taken: Sequence[int]) -> int:
+    """A kernel for each factor's gradient, of the result's and the other factor. Where the factor was broadcast, it is
+    written whole, and read to be summed; where the factor is narrower, it is made in the result's dtype first."""
+    if len(op.operands) < 2:
+        return 0
+    trained = [(meta, bytes_) for meta, bytes_ in zip(op.operands, taken, strict=True) if meta.needs_grad]
+    total = len(trained) * (made + sum(taken))
+    for meta, bytes_ in trained:
+        wider = op.result.dtype.itemsize // meta.dtype.itemsize
+        total += 2 * made if meta.shape != op.result.shape else 0
+        total += 2 * wider * bytes_ if wider > 1 else 0
+    return total - (made + sum(bytes_ for _, bytes_ in trained) + sum(taken))
+
+
+def _of_power(op: Op, made: int, taken: Sequence[int]) -> int:
+    """A power, its product with the exponent, and that with the gradient, one after the other."""
+    return 4 * made if len(op.operands) == 1 else 0
+
+
+def _of_sum(op: Op, made: int, taken: Sequence[int]) -> int:
+    """A number that is added has no part in the backward, which hands the gradient on. Where two tensors are added, so
+    it does, but gradients of what is used twice are added up, most often where such a sum is."""
+    return -(made + 2 * sum(taken)) if len(op.operands) == 1 else 0
+
+
+def _pointwise(linear: Passes = nothing, kernels: Callable[[Op, int, Sequence[int]], int] | None = None) -> Spec:
+    return Pointwise(_LINE, linear=linear) if kernels is None else Pointwise(_LINE, linear=linear, kernels=kernels)
 
 
 def _sum(op: Op) -> Iterable[tuple[int, ...]]:
@@ -81,9 +141,12 @@ BINARY = (
 RULES: dict[str, Rule] = {
     **{f"aten.{name}.default": _pointwise() for name in UNARY},
     **{f"aten.{name}": _pointwise() for name in BINARY},
-    "aten.add.Tensor": _pointwise(_sum),
-    "aten.sub.Tensor": _pointwise(_sum),
-    "aten.mul.Tensor": _pointwise(each),
+    "aten.add.Scalar": _pointwise(kernels=_of_sum),
+    "aten.sub.Scalar": _pointwise(kernels=_of_sum),
+    "aten.pow.Tensor_Scalar": _pointwise(kernels=_of_power),
+    "aten.add.Tensor": _pointwise(_sum, _of_sum),
+    "aten.sub.Tensor": _pointwise(_sum, _of_sum),
+    "aten.mul.Tensor": _pointwise(each, _of_product),
     "aten.mul.Scalar": _pointwise(each),
     "aten.div.Tensor": _pointwise(through(0)),
     "aten.div.Scalar": _pointwise(through(0)),

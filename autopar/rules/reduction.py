@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from autopar.graph import Choice
 from autopar.rules.base import Local, Op, Rule
 from autopar.rules.lines import along, dim, line, names, reduced, whole
@@ -59,6 +62,15 @@ def _kept(dim_position: int, keep_position: int | None) -> Spec:
 
 _ALL_WHOLE = Spec(reduced(None, None, whole_dims=True))
 
+
+@dataclass(frozen=True)
+class _Norm(Spec):
+    """The gradient of its weight is another kernel, which reads the operand and the result's gradient again."""
+
+    def back_bytes(self, op: Op, made: int, taken: Sequence[int]) -> int:
+        return made + taken[0] if any(meta.needs_grad for meta in op.operands[1:]) else 0
+
+
 RULES: dict[str, Rule] = {
     "aten.sum.default": _sum(reduced(None, None, whole_dims=False)),
     "aten.sum.dim_IntList": _sum(reduced(1, 2, whole_dims=False)),
@@ -92,7 +104,7 @@ RULES: dict[str, Rule] = {
     "aten.sort.stable": _along(2),
     "aten.argsort.default": _along(1),
     "aten.topk.default": Spec(_topk),
-    "aten.layer_norm.default": Spec(_trailing),
-    "aten.rms_norm.default": Spec(_trailing),
+    "aten.layer_norm.default": _Norm(_trailing),
+    "aten.rms_norm.default": _Norm(_trailing),
     "aten.group_norm.default": Spec(_grouped),
 }

@@ -18,8 +18,10 @@ from typer.testing import CliRunner
 
 from autopar import cli
 from autopar.calibrate import Calibration, calibrate
+from autopar.calibrate.clock import Clock
 from autopar.calibrate.describe import Measured, cluster_of
 from autopar.calibrate.fit import ProductFit
+from autopar.calibrate.memory import element_seconds
 from autopar.calibrate.processes import measure_in_processes
 from autopar.calibrate.samples import Effort, Message, Product, cubes
 from autopar.calibrate.table import measurements, tables
@@ -41,6 +43,7 @@ GPU = Measured(
     host_bytes_per_second=5e10,
     launch_seconds=2e-6,
     multiprocessors=132,
+    element_seconds=1e-12,
     sustained_fraction=0.91,
     products=ProductFit({"bfloat16": 8e14, "float32": 5e13}, {"bfloat16": 4e-6, "float32": 2e-6}),
 )
@@ -196,3 +199,10 @@ def test_under_torchrun_its_processes_are_measured(tmp_path: Path) -> None:
     assert cluster.devices_per_node == 2
     assert cluster.intra_node.name == "gloo, intra node"
     assert "on groups of 2" in cluster.sources["intra_node.latency_seconds"]
+
+
+def test_what_an_element_takes_is_beside_its_bytes() -> None:
+    clock = Clock(torch.device("cpu"), 2, 0.0)
+    endless = element_seconds(clock, TINY, 1e18)
+    assert 0 < endless < 1e-6
+    assert element_seconds(clock, TINY, 1.0) == 0

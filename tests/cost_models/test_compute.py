@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -137,3 +139,25 @@ def test_a_part_of_the_work_takes_at_least_that_part_of_the_time(
         whole, part = seconds(work(1.0), device), seconds(work(1 / parts), device)
         assert part <= whole * (1 + 1e-9)
         assert part * parts >= whole * (1 - 1e-9)
+
+
+def test_elements_that_are_made_one_by_one() -> None:
+    device = replace(DEVICE, element_seconds=1e-9)
+    work = Work(0, 1e9, "float32", back_bytes=2e9, loose=5e8, back_loose=1e9)
+    assert compute.forward_seconds(work, device) == pytest.approx(1.501, rel=1e-12)
+    assert compute.backward_seconds(work, device) == pytest.approx(3.001, rel=1e-12)
+    assert compute.forward_seconds(work, DEVICE) == pytest.approx(1.001, rel=1e-12)
+
+
+def test_rows_of_any_length_slow_products_down() -> None:
+    large = Work(1e18, 0, "bfloat16")
+    slow = replace(large, is_aligned=False)
+    for way in (compute.forward_seconds, compute.backward_seconds):
+        assert way(slow, DEVICE) == pytest.approx(way(large, DEVICE) / compute.UNALIGNED, rel=1e-4)
+
+
+def test_what_is_swept_beside_a_product_is_not_hidden_by_it() -> None:
+    product = Work(1e12, 0, "bfloat16")
+    swept = replace(product, swept_bytes=3e9, back_swept_bytes=5e9)
+    assert compute.forward_seconds(swept, DEVICE) - compute.forward_seconds(product, DEVICE) == pytest.approx(3)
+    assert compute.backward_seconds(swept, DEVICE) - compute.backward_seconds(product, DEVICE) == pytest.approx(5)

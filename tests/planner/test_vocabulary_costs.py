@@ -10,7 +10,7 @@ from autopar.graph import Choice, op_name, operands
 from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.planner.build import Built, Request, build
-from autopar.planner.op_costs import pass_seconds
+from autopar.planner.op_costs import pass_seconds, work_of
 from autopar.planner.pipeline import Wanted
 from autopar.planner.vocabulary_costs import VocabularyCost
 from autopar.rules import RULES
@@ -54,8 +54,11 @@ def test_a_head_over_the_pipeline(vocabulary: str) -> None:
 
 
 def test_a_head_on_a_stage() -> None:
-    """Its backward has three passes, that of a whole one two."""
+    """Its backward has three products, that of a whole one two; both sweep over the logits, beside."""
     (node,) = (n for b in built(Mesh(), "stage", 4).model.blocks for n in b.ops if op_name(n) == CHUNKED)
-    whole = Choice((R,) * len(operands(node)), R)
-    forward, backward = pass_seconds(node, Op.of(node), RULES[CHUNKED], whole, 1, FAST.device)
-    assert backward == pytest.approx(3 * forward)
+    whole, op, device = Choice((R,) * len(operands(node)), R), Op.of(node), FAST.device
+    forward, backward = pass_seconds(node, op, RULES[CHUNKED], whole, 1, device)
+    work = work_of(op, RULES[CHUNKED], whole, 1)
+    there, back = (b / device.achievable_memory_bytes_per_second for b in (work.swept_bytes, work.back_swept_bytes))
+    assert 0 < there < forward
+    assert backward - there - back == pytest.approx(3 * (forward - there))

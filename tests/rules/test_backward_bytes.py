@@ -1,0 +1,114 @@
+"""What the backward of an elementwise op moves, counted in the kernels that autograd really runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.graph import Choice, Meta
+from autopar.planner.op_costs import work_of
+from autopar.rules import lookup
+from autopar.rules.base import Op
+from autopar.spmd import R
+
+aten: Any = torch.ops.aten
+
+
+class Moved(TorchDispatchMode):
+    """Bytes of all that kernels read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [x for x in (*args, result) if isinstance(x, Tensor)]
+        if not func.is_view and func is not aten.detach.default:
+            self.bytes += sum(x.nbytes for x in tensors)
+        return result
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float32, trained: bool = True) -> Tensor:
+    return torch.randn(shape).to(dtype).requires_grad_(trained)
+
+
+WIDE = (64, 128, 256)
+CASES: list[tuple[str, Callable[[], tuple[Any, ...]]]] = [
+    ("mul.Tensor", lambda: (leaf(*WIDE), leaf(*WIDE))),
+    ("mul.Tensor", lambda: (leaf(*WIDE), leaf(*WIDE, trained=False))),
+    ("mul.Tensor", lambda: (leaf(*WIDE), leaf(64, 128, 1))),
+    ("mul.Tensor", lambda: (leaf(*WIDE), leaf(256))),
+    ("mul.Tensor", lambda: (leaf(*WIDE, dtype=torch.bfloat16), leaf(1, 128, 256, trained=False))),
+    ("mul.Tensor", lambda: (leaf(*WIDE, dtype=torch.bfloat16), leaf(*WIDE))),
+    ("mul.Tensor", lambda: (leaf(*WIDE), 3.0)),
+    ("pow.Tensor_Scalar", lambda: (leaf(*WIDE), 3.0)),
+    ("add.Tensor", lambda: (leaf(*WIDE), 3.0)),
+    ("tanh.default", lambda: (leaf(*WIDE),)),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments"), CASES, ids=[name for name, _ in CASES])
+def test_as_many_bytes_as_autograd_moves(name: str, arguments: Callable[[], tuple[Any, ...]]) -> None:
+    packet, overload = name.split(".")
+    given = arguments()
+    tensors = [x for x in given if isinstance(x, Tensor)]
+    made = getattr(getattr(aten, packet), overload)(*given)
+    trained, slope = [x for x in tensors if x.requires_grad], torch.ones_like(made)
+    with Moved() as moved:
+        torch.autograd.grad(made, trained, slope)
+    metas = tuple(Meta(tuple(x.shape), x.dtype, x.requires_grad) for x in tensors)
+    result = Meta(tuple(made.shape), made.dtype, True)
+    counted = iter(metas)
+    op = Op(f"aten.{name}", tuple(next(counted) if isinstance(x, Tensor) else x for x in given), {}, metas, (result,))
+    work = work_of(op, lookup(op.name), Choice((R,) * len(metas), R), 1)
+    assert work.back_bytes == pytest.approx(moved.bytes, rel=0.02, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dtypes", "loose"),
+    [
+        ([WIDE, WIDE], ["float32", "float32"], (0, 0)),
+        ([WIDE, (256,)], ["float32", "float32"], (1, 1)),
+        ([WIDE, WIDE], ["bfloat16", "float32"], (1, 1)),
+        ([WIDE, (1, 1, 256)], ["bfloat16", "float32"], (2, 2)),
+        ([WIDE, (1, 128, 256)], ["float32", "float32"], (0, 0)),
+    ],
+)
+def test_kernels_that_load_one_element_at_a_time(
+    shapes: list[tuple[int, ...]], dtypes: list[str], loose: tuple[int, int]
+) -> None:
+    metas = tuple(Meta(s, getattr(torch, d), True) for s, d in zip(shapes, dtypes, strict=True))
+    op = Op("aten.mul.Tensor", metas, {}, metas, (Meta(WIDE, torch.float32, True),))
+    assert lookup(op.name).loose(op) == loose
+
+
+def test_casts_are_loose_where_they_widen() -> None:
+    narrow, wide = (Meta(WIDE, dtype, True) for dtype in (torch.bfloat16, torch.float32))
+    up = Op("aten.to.dtype", (narrow, torch.float32), {}, (narrow,), (wide,))
+    down = Op("aten.to.dtype", (wide, torch.bfloat16), {}, (wide,), (narrow,))
+    assert lookup(up.name).loose(up) == (1, 0)
+    assert lookup(down.name).loose(down) == (0, 1)
+
+
+def test_the_weight_of_a_norm_is_a_kernel_more() -> None:
+    x = Meta((64, 256), torch.float32, True)
+    bytes_ = []
+    for trained in (False, True):
+        weight = Meta((256,), torch.float32, trained)
+        op = Op("aten.rms_norm.default", (x, [256], weight), {}, (x, weight), (x,))
+        bytes_.append(work_of(op, lookup(op.name), Choice((R, R), R), 1).back_bytes)
+    assert bytes_[1] - bytes_[0] == 2 * x.bytes + 256 * 4
+
+
+@pytest.mark.parametrize(("classes", "dtype", "aligned"), [(50257, "bfloat16", False), (50264, "bfloat16", True)])
+def test_rows_that_begin_anywhere_are_seen(classes: int, dtype: str, aligned: bool) -> None:
+    kind = getattr(torch, dtype)
+    x, weight, made = Meta((64, 768), kind, True), Meta((classes, 768), kind, True), Meta((64, classes), kind, True)
+    op = Op("aten.linear.default", (x, weight), {}, (x, weight), (made,))
+    assert work_of(op, lookup(op.name), Choice((R, R), R), 1).is_aligned == aligned
