@@ -17,8 +17,10 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from autopar.graph import Block, RuntimeOp, info, is_getitem, operands
+from autopar.graph import Block, RuntimeOp, info, is_getitem, op_name, operands
 from autopar.planner.saved import BlockSaved
+from autopar.rules import lookup
+from autopar.rules.base import Op
 from autopar.rules.chunked import chunk_bytes
 
 _WEIGHTS = ("parameter", "buffer")
@@ -166,8 +168,9 @@ def _results(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _inside(node: fx.Node, kept: _Kept) -> int:
-    """Temporaries of its backward: torch's own ops make a gradient of what they made inside and kept."""
-    return chunk_bytes(node) if isinstance(node.target, RuntimeOp) else kept.inside[node]
+    """Temporaries of its backward; torch's own ops make a gradient of what they made inside and kept, too."""
+    inside = chunk_bytes(node) if isinstance(node.target, RuntimeOp) else kept.inside[node]
+    return inside + lookup(op_name(node)).whole_bytes(Op.of(node))
 
 
 def _passes_on(node: fx.Node, operand: fx.Node, found: BlockSaved) -> bool:

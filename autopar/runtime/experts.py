@@ -135,7 +135,7 @@ class _Combine(torch.autograd.Function):
         returned = _by_token(routing.to_tokens(rows), routing)
         ctx.save_for_backward(weights if for_rows else None, returned if for_weights else None)
         ctx.routing, ctx.dtypes = routing, (rows.dtype, weights.dtype)
-        return (returned * weights.unsqueeze(-1)).sum(1)
+        return _weighted(returned, weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -144,12 +144,30 @@ class _Combine(torch.autograd.Function):
         (grad,) = grads
         for_rows = for_weights = None
         if weights is not None:
-            leaving = _leaving(grad, routing)
-            leaving = leaving * weights.flatten().index_select(0, routing.order).unsqueeze(1)
-            for_rows = routing.to_experts(leaving.to(ctx.dtypes[0]))
+            for_rows = routing.to_experts(_weighted_leaving(grad, weights, routing, ctx.dtypes[0]))
         if returned is not None:
-            for_weights = torch.linalg.vecdot(returned.to(grad.dtype), grad.unsqueeze(1)).to(ctx.dtypes[1])
+            slots = [torch.linalg.vecdot(slot.to(grad.dtype), grad) for slot in returned.unbind(1)]
+            for_weights = torch.stack(slots, 1).to(ctx.dtypes[1])
         return for_rows, for_weights, None
+
+
+def _weighted(slots: Tensor, weights: Tensor) -> Tensor:
+    """``[n, h]``, of ``slots [n, k, h]`` the sum by ``weights [n, k]``: slot by slot, or products of all slots, in the
+    wider dtype, would be the most that a layer of experts holds."""
+    total = slots[:, 0] * weights[:, :1]
+    for slot in range(1, slots.shape[1]):
+        total.addcmul_(slots[:, slot], weights[:, slot, None])
+    return total
+
+
+def _weighted_leaving(x: Tensor, weights: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
+    """:func:`_leaving`, each row by the weight of its slot: some rows at a time, as in :func:`_weighted`."""
+    made, first, flat = x.new_empty((len(routing.order), *x.shape[1:]), dtype=dtype), 0, weights.flatten()
+    for slots in routing.order.chunk(routing.choices):
+        rows = x.index_select(0, slots // routing.choices)
+        made[first : first + len(slots)] = rows * flat.index_select(0, slots).unsqueeze(1)
+        first += len(slots)
+    return made
 
 
 def _by_token(slots: Tensor, routing: Routing) -> Tensor:

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from autopar import simulate
 from autopar.batch import flatten
-from autopar.graph import Model, info
+from autopar.graph import Model, info, op_name
 from autopar.planner.saved import Kept, kept_storages, saved_tensors
 from autopar.runtime import Axes, batches
 from autopar.runtime.job import build_modules
@@ -111,3 +111,24 @@ def test_cuda_keeps_masks_as_bools_and_seeds_of_attention() -> None:
     assert set(kept["cuda"].ops[attention].values) == {dropout, attention}
     seed_and_offset, log_sums = 2 * 8 + 8, 4 * 2 * 4 * 8
     assert kept["cuda"].ops[attention].extra_bytes == seed_and_offset + log_sums
+
+
+class Narrow(nn.Module):
+    """Values are not as wide as keys, which fused attention of CUDA takes, and that of a CPU doesn't."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 4, 256, 24, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = x * self.weight
+        return functional.scaled_dot_product_attention(q, q, q[..., :16], is_causal=True).sum()
+
+
+def test_cuda_keeps_no_scores_of_attention_with_narrow_values() -> None:
+    x = torch.ones(2, 4, 256, 24, dtype=torch.bfloat16)
+    (block,) = folded(Case(Narrow(), x)).blocks
+    (attention,) = (n for n in block.ops if "scaled_dot_product" in op_name(n))
+    scores = 2 * 4 * 256 * 256
+    assert saved_tensors(block, "cpu").ops[attention].extra_bytes > scores
+    assert saved_tensors(block, "cuda").ops[attention].extra_bytes < scores

@@ -26,6 +26,7 @@ from autopar.runtime import (
     route,
 )
 from autopar.runtime.later import accumulate
+from autopar.simulate.memory import MemoryTracker
 
 TOKENS, WIDTH, INNER, CHOICES = 16, 6, 10, 2
 
@@ -240,6 +241,18 @@ def test_dtypes(weights: torch.dtype) -> None:
     assert out.dtype == weights
     out.sum().backward()
     assert [t.grad.dtype for t in (x, inward, outward, share)] == [t.dtype for t in (x, inward, outward, share)]
+
+
+def test_products_of_all_choices_are_never_held_at_once() -> None:
+    """Beside the rows as they came back, which are narrow: a few terms of one choice."""
+    tokens, choices, width = 64, 8, 1024
+    rows = torch.ones(tokens * choices, width, dtype=torch.bfloat16)
+    weights = torch.ones(tokens, choices, requires_grad=True)
+    routing = route(torch.arange(choices).repeat(tokens, 1), choices)
+    with MemoryTracker() as tracker:
+        combine(rows, weights, routing).sum().backward()
+    term = tokens * width * torch.float32.itemsize
+    assert tracker.peak_bytes < (choices / 2 + 4) * term
 
 
 def test_grouped_product_of_torch_is_the_same() -> None:
