@@ -12,7 +12,9 @@ from autopar.graph import Block, Model, RuntimeOp, info, op_name, operands
 
 LINEAR: Final = "linear"
 MATMUL: Final = "matmul"
-_PRODUCTS: Final = {"aten.linear.default": LINEAR, "aten.matmul.default": MATMUL, "aten.mm.default": MATMUL}
+PRODUCTS: Final = {"aten.linear.default": LINEAR, "aten.matmul.default": MATMUL, "aten.mm.default": MATMUL}
+"""Ops that are such products -> what they are of."""
+
 _OF_TRANSPOSED: Final = {LINEAR: MATMUL, MATMUL: LINEAR}
 
 Accepts = Callable[[fx.Node, fx.Node], bool]
@@ -40,11 +42,11 @@ def _is_matrix(node: fx.Node) -> bool:
 
 def _replace_in(block: Block, weights: set[fx.Node], names: dict[str, str], accepts: Accepts | None) -> None:
     for node in block.ops:
-        function = _PRODUCTS.get(op_name(node))
+        function = PRODUCTS.get(op_name(node))
         if function is None or not _is_product_of_two(node):
             continue
         weight = operands(node)[1]
-        transposed = _is_transposition(weight) and operands(weight)[0] in weights
+        transposed = is_transposition(weight) and operands(weight)[0] in weights
         matrix = operands(weight)[0] if transposed else weight
         if matrix not in weights or (accepts is not None and not accepts(node, matrix)):
             continue
@@ -58,7 +60,7 @@ def _is_product_of_two(node: fx.Node) -> bool:
     return len(node.args) == len(operands(node)) == 2
 
 
-def _is_transposition(node: fx.Node) -> bool:
+def is_transposition(node: fx.Node) -> bool:
     """Whether ``node`` swaps the dims of its operand, if that is a matrix."""
     name = op_name(node)
     if name not in ("aten.transpose.int", "aten.permute.default"):

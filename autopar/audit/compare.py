@@ -116,7 +116,8 @@ def audit(planned: Planned) -> Audit:
     prices = Prices(Cluster.parse(plan.cluster_toml, origin="the plan"), job.mesh)
     seen = SeenCosts(job.schedule, see(job, batch), prices, [len(s.units) for s in plan.stage_plans])
     rows = [*_of_stages(timeline, seen), *_of_ranks(timeline, seen), *_of_exchanges(timeline, seen)]
-    rows.append(Row("step", plan.cost.step_seconds, step_seconds(job.schedule, seen.seconds)))
+    begins = [seen.begin_seconds(rank) for rank in range(job.schedule.ranks)]
+    rows.append(Row("step", plan.cost.step_seconds, step_seconds(job.schedule, seen.seconds, begins)))
     return Audit(tuple(rows), tuple(_unpriced(seen)))
 
 
@@ -132,6 +133,13 @@ _STAGE: Final = {
     "offload_seconds": "copy to the host",
 }
 """Fields of :class:`autopar.schedules.timeline.Costs` by what rows call them."""
+
+
+_RANK: Final = {
+    "step_seconds": "optimizer",
+    "begin_seconds": "totals of the batch",
+    "end_seconds": "loads and loss",
+}
 
 
 def _of_stages(timeline: Timeline, seen: SeenCosts) -> Iterator[Row]:
@@ -154,7 +162,10 @@ def _is_used(name: str, stage: int, seen: SeenCosts) -> bool:
 
 def _of_ranks(timeline: Timeline, seen: SeenCosts) -> Iterator[Row]:
     for rank in range(timeline.schedule.ranks):
-        yield Row(f"pipeline rank {rank}: optimizer", timeline.costs.step_seconds[rank], seen.step_seconds(rank))
+        for name, what in _RANK.items():
+            planned, found = getattr(timeline.costs, name)[rank], getattr(seen, name)(rank)
+            if planned or found:
+                yield Row(f"pipeline rank {rank}: {what}", planned, found)
 
 
 def _of_exchanges(timeline: Timeline, seen: SeenCosts) -> Iterator[Row]:
@@ -170,7 +181,5 @@ def _of_exchanges(timeline: Timeline, seen: SeenCosts) -> Iterator[Row]:
 
 def _unpriced(seen: SeenCosts) -> Iterator[Unpriced]:
     for rank in range(seen.schedule.ranks):
-        if once := seen.once_seconds(rank):
-            yield Unpriced(f"totals of the batch and the loss, on pipeline rank {rank}", once)
-        if packed := seen.packed_seconds(rank):
-            yield Unpriced(f"gradients copied to be sent together, on pipeline rank {rank}", packed)
+        if stray := seen.stray_seconds(rank):
+            yield Unpriced(f"the norm of the gradient, on pipeline rank {rank}", stray)

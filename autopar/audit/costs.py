@@ -7,14 +7,27 @@ side; nothing of the planner's own is read.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
 from autopar.audit.flops import is_by_shape
 from autopar.audit.prices import Prices
-from autopar.audit.record import MADE, PACKED, PUT_OFF, SENT, Message, Phase, is_of_matrices
+from autopar.audit.record import (
+    ENDED,
+    LOADS,
+    LOSS,
+    MADE,
+    PUT_OFF,
+    SENT,
+    TOTALS,
+    Message,
+    Moved,
+    Phase,
+    Where,
+    is_of_matrices,
+)
 from autopar.audit.run import Seen, first_offloads
 from autopar.cost_models import step
 from autopar.rules import lookup
@@ -23,7 +36,7 @@ from autopar.schedules.actions import Action, Schedule
 from autopar.schedules.flow import EXCHANGES, VOCABULARY_KINDS
 
 _EMPTY: Final = Phase()
-_COUNTED: Final = (MADE, PUT_OFF, SENT)
+_SENT: Final = (SENT, ENDED)
 _REDUCTIONS: Final = ("all_reduce", "reduce_scatter")
 
 
@@ -62,29 +75,39 @@ class SeenCosts:
         return self.prices.weights(self._phase("F", stage)) + self.accumulation_seconds(stage, put_off=True)
 
     def accumulation_seconds(self, stage: int, *, put_off: bool = False) -> float:
-        """Of adding up gradients, per microbatch. Of those seen, all but the first were added to a sum; where gradients
-        are scattered, each was sent."""
-        count = self.schedule.microbatches
-        seconds = self._moved_seconds(self.schedule.placement[stage], stage, (PUT_OFF, SENT) if put_off else _COUNTED)
-        return seconds / count
+        """Of adding up gradients, per microbatch."""
+        places = (PUT_OFF, *_SENT) if put_off else (MADE, PUT_OFF, *_SENT)
+        found = self.seen[self.schedule.placement[stage]].gradients
+        mine = (where for where in found if where.stage == stage)
+        return self._moved_seconds(found, mine, places)
 
-    def packed_seconds(self, rank: int) -> float:
-        """Of copies of gradients that are made to send them together, and of all of a split vocabulary's."""
-        stages = {**self.seen[rank].gradients}
-        split = self._moved_seconds(rank, VOCABULARY, _COUNTED) if VOCABULARY in stages else 0.0
-        return split + math.fsum(self._moved_seconds(rank, stage, (PACKED,)) for stage in stages)
+    def _table_seconds(self, rank: int, kind: str) -> float:
+        """The same of a split vocabulary's, in a pass. What is done with sums once a step counts with ``T``."""
+        kinds = (kind, "REDUCE_V", "STEP") if kind == "T" else (kind,)
+        found = self.seen[rank].gradients
+        mine = (where for where in found if where.stage == VOCABULARY and where.kind in kinds)
+        return self._moved_seconds(found, mine, (MADE, *_SENT))
 
-    def _moved_seconds(self, rank: int, stage: int, places: Collection[str]) -> float:
-        """Of a step: additions were seen once, since two microbatches were; what is sent in each backward, twice."""
-        count, device = self.schedule.microbatches, self.prices.cluster.device
-        seconds = []
-        for (is_added, place, before, after), elements in self.seen[rank].gradients.get(stage, {}).items():
-            if place in places:
-                price = step.add_seconds if is_added else step.copy_seconds
-                each = place in (SENT, PACKED) and self._scatters and count > 1
-                times = count - 1 if is_added else count / 2 if each else 1
-                seconds.append(times * price(elements, before, after, device))
-        return math.fsum(seconds)
+    def _moved_seconds(
+        self, found: Mapping[Where, Mapping[Moved, int]], mine: Iterable[Where], places: Collection[str]
+    ) -> float:
+        """Per microbatch."""
+        moves = ((where, moved, elements) for where in mine for moved, elements in found[where].items())
+        seconds = [self._times(w, m) * self._move_seconds(m, elements) for w, m, elements in moves if m.place in places]
+        return math.fsum(seconds) / self.schedule.microbatches
+
+    def _times(self, where: Where, moved: Moved) -> int:
+        """How often a step has what was seen of the first and the last microbatch, which all after the first are like.
+        But a sum is cast, and sent, once; what is sent in each backward is added once less."""
+        alike, last = self.schedule.microbatches - 1, self._last()
+        if moved.place == ENDED:
+            return alike if moved.is_added else 1
+        once = where.microbatch != last or not last or (moved.is_cast and moved.place != SENT)
+        return 1 if once else alike
+
+    def _move_seconds(self, moved: Moved, elements: int) -> float:
+        price = step.add_seconds if moved.is_added else step.copy_seconds
+        return price(elements, moved.before, moved.after, self.prices.cluster.device)
 
     def send_forward_seconds(self, stage: int) -> float:
         return self._sent("SEND_F", stage)
@@ -169,13 +192,16 @@ class SeenCosts:
         """Of a pass of a split vocabulary: what it runs of the text, what it sends meanwhile, and the arithmetic on
         logits. A lookup's gradient is the backward of its forward."""
         phase, forward = (self.seen[rank].phases.get(str(Action(name, 0)), _EMPTY) for name in (kind, "E"))
+        added = self._table_seconds(rank, kind)
         if kind == "G":
-            return self.prices.backward(forward) + self.prices.messages(phase.messages)
+            return self.prices.backward(forward) + self.prices.messages(phase.messages) + added
         products = (place for place, ran in enumerate(phase.ops) if ran.flops)
         first = next(products, 0) if kind == "S" else 0  # before it, what enters and targets
         kept = [ran for ran in phase.ops[first:] if is_of_matrices(ran.op)]  # not what is done per token
         ops = replace(phase, ops=[*phase.ops[:first], *kept])
-        return self.prices.forward(ops) + self.prices.messages(phase.messages) + self.prices.arithmetic(phase)
+        return math.fsum(
+            (self.prices.forward(ops), self.prices.messages(phase.messages), self.prices.arithmetic(phase), added)
+        )
 
     def offloads(self, stage: int) -> bool:
         """Whether what the stage keeps goes to the host."""
@@ -202,11 +228,22 @@ class SeenCosts:
         """All sums of tables' gradients start there."""
         return self.prices.together(_started(self.seen[0].phases.get("REDUCE_V", _EMPTY)))
 
-    def once_seconds(self, rank: int) -> float:
-        """Messages of a step that no action is for: before the first one, of clipping, and of the loss at the end."""
+    def begin_seconds(self, rank: int) -> float:
+        """Before the first action: totals of the batch, and what they are counted by."""
+        return self._beside_seconds(rank, TOTALS)
+
+    def end_seconds(self, rank: int) -> float:
+        """After the last: loads of experts, and the loss."""
+        return math.fsum(self._beside_seconds(rank, name) for name in (LOADS, LOSS))
+
+    def _beside_seconds(self, rank: int, name: str) -> float:
+        phase = self.seen[rank].phases.get(name, _EMPTY)
+        return self.prices.forward(phase) + self.prices.messages(phase.messages)
+
+    def stray_seconds(self, rank: int) -> float:
+        """Messages of a step that the plan doesn't know: of clipping, which is asked of a job."""
         phases = self.seen[rank].phases
-        stray = [*phases[""].messages, *phases.get("STEP", _EMPTY).messages]
-        return self.prices.messages(stray)
+        return self.prices.messages([*phases[""].messages, *phases.get("STEP", _EMPTY).messages])
 
     def seconds(self, rank: int, action: Action) -> float:
         """How long ``action`` takes on ``rank``; a receive takes none of its own."""
@@ -221,8 +258,11 @@ class SeenCosts:
             return self.gather_vocabulary_seconds
         if kind == "REDUCE_V":
             return self.reduce_vocabulary_seconds
-        if kind in ("STEP", "UPDATE"):
-            return 0.0 if kind == "STEP" and self.schedule.is_asynchronous else self.step_seconds(rank)
+        if kind == "STEP":
+            updates = 0.0 if self.schedule.is_asynchronous else self.step_seconds(rank)
+            return updates + self.end_seconds(rank)
+        if kind == "UPDATE":
+            return self.step_seconds(rank)
         name = _FIELDS.get(kind)
         return self._of_stage(name, stage) if name else 0.0
 

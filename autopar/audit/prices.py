@@ -30,7 +30,11 @@ _LATER = frozenset({"linear", "matmul", "grouped_linear"})
 """Functions of the runtime whose weight gradient ``W`` makes."""
 
 
-_RULES = {"embedding_rows": "embedding_sharded"}
+_RULES = {
+    "embedding_rows": "embedding_sharded",
+    "linear": "aten.linear.default",
+    "matmul": "aten.matmul.default",
+}
 """Functions of the runtime that no rule is for, since no graph has them, and those whose work they do."""
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType, FunctionType
@@ -47,9 +48,12 @@ _ADDS: Final = ("add_.Tensor", "add.Tensor")
 _COPIES: Final = ("copy_.default", "_to_copy.default")
 """What sums of gradients are made by, where products don't add to them."""
 
-MADE, PUT_OFF, SENT, PACKED = PLACES = "made", "put off", "sent", "packed"
-"""Gradients move as the backward makes them, as what was put off is made, as they are sent, and only to be sent
-together."""
+TOTALS, LOADS, LOSS = BESIDE = "totals of the batch", "loads of experts", "loss"
+"""What a step sums before its first action and after its last, as phases of their own."""
+
+MADE, PUT_OFF, SENT, ENDED = PLACES = "made", "put off", "sent", "sent at the end"
+"""Gradients move as the backward makes them, as what was put off is made, and as they are sent: in each backward, or
+once a step."""
 
 _TRAVELS: Final = frozenset({DISPATCH, DISPATCH_START, DISPATCH_END, COMBINE})
 _TURNS: Final = "cat.default"
@@ -136,6 +140,19 @@ class Moved(NamedTuple):
     before: int
     after: int
 
+    @property
+    def is_cast(self) -> bool:
+        return not self.is_added and self.before != self.after
+
+
+class Where(NamedTuple):
+    """Where gradients moved: of which stage (-1: a split vocabulary), in which kind of action, and of which microbatch
+    (-1: none)."""
+
+    stage: int
+    kind: str
+    microbatch: int
+
 
 class Kernel(NamedTuple):
     """What a pass of a split vocabulary computes beside forwards of the text's ops: ``flops`` of a product (0: it is
@@ -166,8 +183,8 @@ class Log:
     def __init__(self, files: Collection[str]) -> None:
         self.files = frozenset(files)
         self.phases: dict[str, Phase] = {"": Phase()}
-        self.kind = ""
-        self.gradients: defaultdict[int, Counter[Moved]] = defaultdict(Counter)
+        self.kind, self._at = "", (-1, -1)
+        self.gradients: defaultdict[Where, Counter[Moved]] = defaultdict(Counter)
         self._summing: list[tuple[int, str]] = []  # stages whose gradients are added up, the innermost last
         self._phase = self.phases[""]
         self._running: Ran | None = None  # in a forward
@@ -179,8 +196,18 @@ class Log:
     def begin(self, action: object) -> None:
         """What is seen from here on is of ``action``."""
         self.kind = getattr(action, "kind", "")
+        self._at = getattr(action, "stage", -1), getattr(action, "microbatch", -1)
         self._phase = self.phases.setdefault(str(action) if action else "", Phase())
         self._origin = None
+
+    @contextmanager
+    def within(self, name: str) -> Iterator[None]:
+        """Within, what is seen is of ``name``, and of no action."""
+        phase, self._phase = self._phase, self.phases.setdefault(name, Phase())
+        try:
+            yield
+        finally:
+            self._phase = phase
 
     @property
     def is_open(self) -> bool:
@@ -281,10 +308,13 @@ class Log:
             return
         stage, place = self._summing[-1]
         before, after = given[-1], made[0]
-        if name in _COPIES and place == SENT and before.dtype == after.dtype:
-            place = PACKED
         moved = Moved(name in _ADDS, place, before.element_size(), after.element_size())
-        self.gradients[stage][moved] += after.numel()
+        self.gradients[self._where(stage)][moved] += after.numel()
+
+    def _where(self, stage: int) -> Where:
+        """What happens to a gradient that ``stage`` sums is of the stage whose action runs, if it has one."""
+        running, microbatch = self._at
+        return Where(running if running >= 0 else stage, self.kind, microbatch)
 
     def sent(self, call: Call) -> None:
         """An operation that a process group is asked for."""
@@ -335,7 +365,7 @@ class Kernels(DispatchMode):  # type: ignore[misc]
         made = [tensor for tensor in _tensors(result) if is_fake(tensor)]
         self._log.turned(func.__name__, made)
         self._log.moved(func.__name__, list(_tensors([args, list(kwargs.values())])), made)
-        formula = flop_registry.get(func.overloadpacket)
+        formula = _formula(func)
         flops = formula(*args, **kwargs, out_val=result) if formula else 0
         self._log.products(flops)
         self._log.computed(func, flops, list(_tensors([args, list(kwargs.values())])), made)
@@ -343,6 +373,12 @@ class Kernels(DispatchMode):  # type: ignore[misc]
         if made and address(made[0].untyped_storage()) not in given:
             self._log.kernel(f"{func.namespace}.{func.__name__}", made, copied=bool(given))
         return result
+
+
+def _formula(func: Any) -> Callable[..., int] | None:
+    """Of a product's operations: torch knows those of ``addmm``, which ``addmm_`` are, too."""
+    packet = func.overloadpacket
+    return flop_registry.get(packet) or flop_registry.get(getattr(torch.ops.aten, packet.__name__.rstrip("_"), None))
 
 
 def watched(namespace: Mapping[str, Any], log: Log) -> dict[str, Any]:

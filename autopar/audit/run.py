@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,22 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from autopar.audit.record import MADE, PUT_OFF, SENT, Calls, Kernels, Log, Moved, Phase, watched
+from autopar.audit.record import (
+    ENDED,
+    LOADS,
+    LOSS,
+    MADE,
+    PUT_OFF,
+    SENT,
+    TOTALS,
+    Calls,
+    Kernels,
+    Log,
+    Moved,
+    Phase,
+    Where,
+    watched,
+)
 from autopar.errors import PlanError
 from autopar.runtime.axes import Axis
 from autopar.runtime.executor import Executor
@@ -29,12 +44,12 @@ from autopar.storages import fake_tensors
 @dataclass(frozen=True)
 class Seen:
     """What one rank did in a step with the first and the last microbatch (and one that a stage offloads, where these
-    aren't): by action, as its text. ``updated`` is how
-    many elements of parameters its optimizer updates; ``gradients``, by stage, how many of gradients were moved."""
+    aren't): by action, as its text. ``updated`` is how many elements of parameters its optimizer updates;
+    ``gradients`` how many of gradients were moved."""
 
     phases: Mapping[str, Phase]
     updated: int
-    gradients: Mapping[int, Counter[Moved]]
+    gradients: Mapping[Where, Counter[Moved]]
 
 
 def see(job: Job, batch: Mapping[str, Tensor]) -> list[Seen]:
@@ -70,12 +85,14 @@ def _see(job: Job, batch: Mapping[str, Tensor], rank: int, microbatches: Collect
 
     def program() -> Seen:
         axes = job.axes(rank, "cpu")
+        world = axes.world
         # Ranks tell each other which groups they want, and there is nobody to tell; how many rows go to which expert
         # is not known, so the fullest rank gets what was reckoned.
         axes = replace(axes, world=Axis.of("world", [rank], rank, None), imbalance=1.0)
         with fake_tensors():
             given = {path: torch.empty(tensor.shape, dtype=tensor.dtype) for path, tensor in batch.items()}
             executor = start(fake, axes)
+            executor.axes = replace(axes, world=world)
             updated = sum(parameter.numel() for parameter in executor.masters.values())
             _watch(executor, log, microbatches)
             with Kernels(log), Calls(log):
@@ -90,12 +107,22 @@ def _watch(executor: Executor, log: Log, microbatches: Collection[int]) -> None:
     executor.actions = tuple(a for a in executor.actions if a.microbatch in (-1, *microbatches))
     executor.optimizer = None
     executor.on_action = log.begin
+    for name, phase in (("_totals", TOTALS), ("_count_loads", LOADS), ("_loss", LOSS)):
+        setattr(executor, name, _within(phase, getattr(executor, name), log))
     for stage, reducer in executor.reducers.items():
         _watch_sums(reducer, stage, log)
     modules = [*executor.stages.values(), *([executor.vocabulary[0]] if executor.vocabulary else [])]
     for module in modules:
         namespace = type(module).__init__.__globals__
         namespace.update(watched(namespace, log))
+
+
+def _within(phase: str, method: Callable[..., Any], log: Log) -> Callable[..., Any]:
+    def called(*args: Any) -> Any:
+        with log.within(phase):
+            return method(*args)
+
+    return called
 
 
 def _watch_sums(reducer: Reducer, stage: int, log: Log) -> None:
@@ -107,8 +134,9 @@ def _watch_sums(reducer: Reducer, stage: int, log: Log) -> None:
         node.register_hook(lambda *_: log.summed())
     _watch_method(reducer, "accumulate", stage, PUT_OFF, log)
     for bucket in reducer.buckets:
-        for name in ("start", "settle"):
-            _watch_method(bucket, name, stage, SENT, log)
+        _watch_method(bucket, "start", stage, SENT if bucket.per_pass else ENDED, log)
+        for name in ("settle", "reduce"):
+            _watch_method(bucket, name, stage, ENDED, log)
 
 
 def _watch_method(item: object, name: str, stage: int, place: str, log: Log) -> None:

@@ -21,6 +21,7 @@ Seconds = Callable[[int, Action], float]
 _REDUCTIONS: Final = frozenset({"REDUCE", "REDUCE_V", "SCATTER", "GATHER", "GATHER_V", "GATHER_F", "GATHER_B"})
 _PASSES: Final = {"F": "GATHER_F", "B": "GATHER_B", "I": "GATHER_B"}
 _COPIES: Final = frozenset({"OFFLOAD", "FETCH"})
+_BEGIN: Final = "begin"
 
 Key = tuple[int, object]
 """An event: the pipeline rank (-1: all), and the action, or what of it is an event of its own."""
@@ -33,9 +34,9 @@ class _Event:
     waits: list[Key] = field(default_factory=list)  # it ends no earlier than these
 
 
-def step_seconds(schedule: Schedule, seconds: Seconds) -> float:
-    """Of a lowered schedule, until the last action has ended."""
-    events: dict[Key, _Event] = {}
+def step_seconds(schedule: Schedule, seconds: Seconds, begins: Sequence[float] = ()) -> float:
+    """Of a lowered schedule, until the last action has ended. Ranks start after ``begins`` (0 without them)."""
+    events: dict[Key, _Event] = {(rank, _BEGIN): _Event(each) for rank, each in enumerate(begins)}
     _Wiring(schedule, seconds, events).wire()
     ends = _ends(events)
     return max(ends.values(), default=0.0)
@@ -78,7 +79,7 @@ class _Wiring:
 
     def _rank(self, rank: int, actions: Sequence[Action]) -> None:
         """``before`` is the event that frees the rank; ``last`` by stream of the rank, the one before on it."""
-        before: list[Key] = []
+        before: list[Key] = [(rank, _BEGIN)] if (rank, _BEGIN) in self._events else []
         last: dict[object, list[Key]] = defaultdict(list)
         gathers = {a for a in actions if a.kind in _PASSES.values()}
         for action in actions:

@@ -31,6 +31,7 @@ PARTS: Final = {
     "reduction": "gradients summed at the end of a step",
     "host copies": "activations on their way to the host and back",
     "optimizer": "update of parameters",
+    "scalars": "totals of the batch, loads of experts and the loss, summed over ranks before and after all passes",
     BUBBLE: "waiting for other ranks' work",
 }
 """What a step's time is made of: names of :class:`CostPart`, and what each is."""

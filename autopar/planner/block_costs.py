@@ -17,6 +17,7 @@ from autopar.graph import AxisRef, Block, Choice, Meta, RuntimeOp, info, op_name
 from autopar.mesh import AXES, Mesh
 from autopar.passes.expert_roads import counts_seconds, exchange_axes, exchange_seconds, hops_of
 from autopar.passes.overlap_dispatch import meanwhile
+from autopar.passes.products import PRODUCTS, is_transposition
 from autopar.planner.op_costs import fullest, fullest_rows, pass_seconds
 from autopar.rules import lookup
 from autopar.rules.base import Op
@@ -175,29 +176,34 @@ def _sums(parts: Iterable[Mapping[Wire, Sequence[float]]]) -> dict[Wire, Both]:
 
 
 def weight_product(node: fx.Node) -> fx.Node | None:
-    """The other factor of a product with a parameter, whose weight gradient can be put off; else None."""
+    """The other factor of a product with a trained parameter, whose gradient can be put off; else None."""
     if not lookup(op_name(node)).flops(Op.of(node)):
         return None
     both = [operand for operand in operands(node) if not info(operand).is_object]
     dims = 2 if len(both) == len(operands(node)) else 3  # a weight for each expert, and the routing to them
     factors = [operand for operand in both if not _is_weight(operand, dims)]
-    return factors[0] if len(factors) == 1 and len(both) == 2 else None
+    if len(factors) != 1 or len(both) != 2 or (dims == 2 and (op_name(node) not in PRODUCTS or factors != both[:1])):
+        return None
+    return factors[0]
 
 
 def put_off_weights(block: Block) -> Iterator[fx.Node]:
     """The parameters of ``block`` whose gradients are made by such products."""
     for node in block.ops:
         if (factor := weight_product(node)) is not None:
-            weight = next(operand for operand in operands(node) if operand is not factor)
-            while op_name(weight) == "convert":
-                weight = operands(weight)[0]
-            yield weight
+            yield _stored(next(operand for operand in operands(node) if operand is not factor))
+
+
+def _stored(weight: fx.Node) -> fx.Node:
+    """What is converted, or transposed, to ``weight``."""
+    while op_name(weight) == "convert" or is_transposition(weight):
+        weight = operands(weight)[0]
+    return weight
 
 
 def _is_weight(node: fx.Node, dims: int) -> bool:
-    while op_name(node) == "convert":
-        node = operands(node)[0]
-    return info(node).role == "parameter" and len(info(node).meta.shape) == dims
+    node = _stored(node)
+    return info(node).role == "parameter" and info(node).meta.needs_grad and len(info(node).meta.shape) == dims
 
 
 def _op_cost(node: fx.Node, machine: Machine) -> _OpCost:

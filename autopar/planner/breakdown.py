@@ -42,6 +42,7 @@ _COLLECTIVES: Final = {
 }
 _MESSAGES: Final = ("messages", "pp", "send")
 _HOST: Final = ("host copies", "host", "copy")
+_SCALARS: Final = ("scalars", "", "")
 _WAITING: Final = (BUBBLE, "", "")
 _FACTORS: Final = 2
 """A product has two factors, and one more product in the backward for the gradient of each."""
@@ -208,7 +209,9 @@ class _Moves:
 def _walk(timeline: Timeline, rank: int, moves: _Moves, spent: _Spent) -> dict[tuple[str, int], float]:
     """Go through the rank's list: waits go to ``spent``; returns what is computed, by kind and stage."""
     busy: dict[tuple[str, int], list[float]] = defaultdict(list)
-    clock = 0.0
+    clock, last = timeline.costs.begin_seconds[rank], timeline.costs.end_seconds[rank]
+    if clock or last:
+        spent.exposed[_SCALARS] += [clock, last]
     for event in timeline.events:
         kind = event.action.kind
         if event.rank != rank or not (is_receive(event.action) or kind in COMPUTE or kind == "STEP"):
@@ -223,7 +226,7 @@ def _walk(timeline: Timeline, rank: int, moves: _Moves, spent: _Spent) -> dict[t
                 end = min(end, event.start_seconds + timeline.costs.seconds(rank, event.action))
                 if end < event.end_seconds:
                     _wait(end, event.end_seconds, moves.within(event), spent)
-            busy[kind, event.action.stage].append(end - event.start_seconds)
+            busy[kind, event.action.stage].append(end - event.start_seconds - (last if kind == "STEP" else 0.0))
         clock = event.end_seconds
     _wait(clock, timeline.makespan_seconds, [], spent)
     return {passes: math.fsum(terms) for passes, terms in busy.items()}

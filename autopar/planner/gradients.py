@@ -4,14 +4,15 @@ As :mod:`autopar.runtime.buckets` does it. A parameter that is its own master: a
 where ranks sum it, the first one of a step is copied into the bucket. Of a master in another dtype, the first gradient
 becomes one of that dtype when a second one is added to it. Where gradients are scattered in every backward (ZeRO 2 and
 3), each is sent in the master's dtype, and a rank adds up its own rows alone. Products that are put off add to a sum of
-their own dtype by themselves. A copy that only packs small gradients to be sent isn't counted.
+their own dtype by themselves. Gradients that are sent together are copied for that, those that are cast anyway at no
+further cost; a large one, which is sent alone, isn't.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from autopar.cost_models import step
 from autopar.graph import info
 from autopar.options import Options
 from autopar.planner.block_costs import put_off_weights
+from autopar.planner.packing import Kind, alone
 from autopar.planner.zero import MoveCosts
 
 
@@ -40,31 +42,48 @@ class Summed(NamedTuple):
     is_summed: bool
     is_scattered: bool
 
-    def added(self, elements: float, microbatches: int, device: Device, *, put_off: bool = False) -> float:
+    def added(
+        self, elements: float, microbatches: int, device: Device, *, put_off: bool = False, follows: bool = False
+    ) -> float:
         """Seconds of an update, for so many elements of parameters on a rank, as gradients are made. ``put_off``: by
-        products that are."""
-        if self.is_scattered or (put_off and self.dtype == self.master):
+        products that are. ``follows``: each microbatch has made one before, elsewhere on the rank."""
+        if (self.is_scattered and not follows) or (put_off and self.dtype == self.master):
             return 0.0
         more, made, own = microbatches - 1, self.dtype.itemsize, self.master.itemsize
+        if follows:
+            return microbatches * step.add_seconds(elements, made, own, device)
         added = more * step.add_seconds(elements, made, own, device)
-        if self._is_in_place:
+        if self.is_in_place:
             return added + (step.copy_seconds(elements, own, own, device) if self.is_summed else 0.0)
         return added + (self._cast(elements, self.dtype, self.master, device) if more else 0.0)
 
-    def sent(self, elements: float, microbatches: int, device: Device, part: float | None = None) -> float:
-        """The same, as gradients are sent; ``part`` is the rank's of them, with padding (None: there is none)."""
-        if self._is_in_place:
+    def sent(
+        self,
+        elements: float,
+        microbatches: int,
+        device: Device,
+        part: float | None = None,
+        *,
+        packed: bool = False,
+        again: bool = False,
+    ) -> float:
+        """The same, as gradients are sent; ``part`` is the rank's of them, with padding (None: there is none).
+        ``packed``: with others, or with padding; ``again``: ``part`` is summed over further ranks."""
+        if self.is_in_place:
             return 0.0
         part = elements / self.shards if part is None else part
-        arrived = self._cast(part, self.travels, self.master, device)
+        held = self.master if microbatches > 1 and not self.is_scattered else self.dtype
+        width = held.itemsize, self.travels.itemsize
+        laid_out = step.copy_seconds(elements, *width, device) if packed or held != self.travels else 0.0
+        arrived = (3 if again else 1) * self._cast(part, self.travels, self.master, device)  # and there and back
         if self.is_scattered:
             added = (microbatches - 1) * step.add_seconds(part, self.travels.itemsize, self.master.itemsize, device)
-            return microbatches * self._cast(elements, self.dtype, self.travels, device) + arrived + added
-        held = self.master if microbatches > 1 else self.dtype
-        return self._cast(elements, held, self.travels, device) + arrived
+            return microbatches * laid_out + arrived + added
+        return laid_out + arrived
 
     @property
-    def _is_in_place(self) -> bool:
+    def is_in_place(self) -> bool:
+        """Whether autograd adds to what is sent, if any is."""
         return self.is_own and (not self.is_summed or self.travels == self.master)
 
     @staticmethod
@@ -90,21 +109,51 @@ class GradientCosts:
 
     def accumulation(self, calls: Sequence[int]) -> Accumulation:
         """What the backward of a microbatch through ``calls`` takes for it, on the average of an update."""
-        elements: Counter[tuple[Summed, bool]] = Counter()
-        stored: Counter[tuple[Summed, bool]] = Counter()
-        for name, node in self.moves.trained(calls):
-            key = self._summed(name, node), node in self._put_off
-            elements[key] += info(node).meta.numel
-            stored[key] += self.moves.whole_elements(name, node) // key[0].shards
-        device = self.moves.machine.device
-        made: list[float] = []
-        later: list[float] = []
-        for (summed, put_off), count in elements.items():
-            added = summed.added(count, self.microbatches, device, put_off=put_off) / self.microbatches
-            (later if put_off else made).append(added)
-            sent = summed.sent(count, self.microbatches, device, stored[summed, put_off])
-            later.append(sent / self.microbatches)
-        return Accumulation(math.fsum((*made, *later)), math.fsum(later))
+        key = self.moves.key(calls)
+        if key not in self._known:
+            self._known[key] = self._accumulation(calls)
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[Hashable, Accumulation]:
+        return {}
+
+    def _accumulation(self, calls: Sequence[int]) -> Accumulation:
+        moves, count, device = self.moves, self.microbatches, self.moves.machine.device
+        kept = {name: (self._summed(name, node), node) for name, node in moves.trained(calls, borrowed=True)}
+        own = {name: summed for name, (summed, _) in kept.items() if name not in moves.borrowed(calls)}
+        alone, lent = self._alone(calls, own), moves.lent(calls)
+        made: Counter[tuple[Summed, bool, bool]] = Counter()
+        sent: Counter[tuple[Summed, bool, bool]] = Counter()
+        stored: Counter[tuple[Summed, bool, bool]] = Counter()
+        for name, (summed, node) in kept.items():
+            made[summed, node in self._put_off, name in lent] += info(node).meta.numel
+            if name in own:
+                again = summed.travels != summed.master and moves.is_summed_again(name, node)
+                key = summed, name not in alone, again
+                sent[key] += info(node).meta.numel
+                stored[key] += moves.whole_elements(name, node) // summed.shards
+        now, later = (
+            [
+                summed.added(elements, count, device, put_off=put_off, follows=follows)
+                for (summed, put_off, follows), elements in made.items()
+                if put_off == late
+            ]
+            for late in (False, True)
+        )
+        later += [
+            summed.sent(elements, count, device, stored[summed, packed, again], packed=packed, again=again)
+            for (summed, packed, again), elements in sent.items()
+        ]
+        return Accumulation(math.fsum((*now, *later)) / count, math.fsum(later) / count)
+
+    def _alone(self, calls: Sequence[int], kept: Mapping[str, Summed]) -> Collection[str]:
+        """The gradients that nothing packs."""
+        if all(summed.is_in_place for summed in kept.values()):
+            return kept
+        weights = [weight for weight in self.moves.weights(calls) if weight.name in kept]
+        kinds = {name: None if s.is_in_place else Kind(s.shards, s.master) for name, s in kept.items()}
+        return alone(weights, kinds, {name for name, summed in kept.items() if summed.is_scattered})
 
     def _summed(self, name: str, node: fx.Node) -> Summed:
         moves, dtype = self.moves, info(node).meta.dtype

@@ -9,12 +9,15 @@ several stages are made of their masters one by one, and their gradients are sen
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
+
+import torch
 
 from autopar.graph import Model
 from autopar.planner.block_costs import DataLine
-from autopar.schedules.weight_moves import BUCKET_BYTES, LARGE_BYTES
+from autopar.schedules.weight_moves import BUCKET_BYTES, BUCKETS, LARGE_BYTES
 
 
 class Weight(NamedTuple):
@@ -32,6 +35,14 @@ class Weight(NamedTuple):
     over: object
     spanning: bool = False
     tied: bool = False
+
+
+class Kind(NamedTuple):
+    """What gradients have in common that are sent together once a step, beside the ranks that have terms: over how many
+    ranks their rows are stored, and the dtype of their masters."""
+
+    shards: int
+    master: torch.dtype
 
 
 class Message(NamedTuple):
@@ -79,6 +90,39 @@ def scatters(weights: Sequence[Weight]) -> Iterator[Message]:
         if sum(each.as_used for each in buckets[key]) >= BUCKET_BYTES:
             yield _bucket(buckets.pop(key))
     yield from map(_bucket, buckets.values())
+
+
+def alone(weights: Sequence[Weight], kinds: Mapping[str, Kind | None], scattered: Collection[str]) -> set[str]:
+    """Names of the ``weights`` of a stage, in the order of their use, whose gradients are sent as they were made: none
+    travels with them, and they need no padding.
+
+    ``kinds`` are by name, None for gradients that are never packed. ``scattered`` are sent in every backward.
+    """
+    own = [weight for weight in reversed(weights) if not weight.tied]
+    passing = groupby((weight for weight in own if weight.name in scattered), lambda weight: weight.unit)
+    ended = [weight for weight in own if weight.name not in scattered]
+    tied = sorted((weight for weight in weights if weight.tied), key=lambda weight: weight.name)
+    small = min(BUCKET_BYTES, max(sum(weight.as_used for weight in weights) // BUCKETS, LARGE_BYTES))
+    filled = [(list(unit), BUCKET_BYTES) for _, unit in passing] + [(ended, small), (tied, BUCKET_BYTES)]
+    buckets = (bucket for together, limit in filled for bucket in _filled(together, kinds, limit))
+    return {first.name for first, *more in buckets if not more and first.as_used == first.gathered}
+
+
+def _filled(weights: Iterable[Weight], kinds: Mapping[str, Kind | None], limit: int) -> Iterator[tuple[Weight, ...]]:
+    """Buckets, of gradients in the order in which they are made."""
+    open_: dict[tuple[Kind, int], list[Weight]] = defaultdict(list)
+    for weight in weights:
+        kind = kinds[weight.name]
+        if kind is None:
+            continue
+        if kind.shards > 1 and weight.as_used >= LARGE_BYTES and weight.as_used == weight.gathered:
+            yield (weight,)
+            continue
+        key = kind, id(weight.over)
+        open_[key].append(weight)
+        if sum(each.as_used for each in open_[key]) >= limit:
+            yield tuple(open_.pop(key))
+    yield from map(tuple, open_.values())
 
 
 def _bucket(together: Sequence[Weight]) -> Message:

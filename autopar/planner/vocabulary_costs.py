@@ -89,13 +89,14 @@ def vocabulary_cost(
 
 @dataclass(frozen=True)
 class _Journeys:
-    """Bytes of what the last stage gives to the head, and of what the first gets from the embedding (0: it is in that
-    stage), as they cross the pipeline; seconds of the changes of type around these and of what they need of the batch,
-    forward and backward."""
+    """Bytes of what the last stage gives to the head, of what the first gets from the embedding (0: it is in that
+    stage), and of the gradient that it gives back (0: there is none), as they cross the pipeline; seconds of the
+    changes of type around these and of what they need of the batch, forward and backward."""
 
     hidden_bytes: int
     entering: Both
     embedded_bytes: int = 0
+    returned_bytes: int = 0
     leaving: Both = (0.0, 0.0)
 
 
@@ -129,7 +130,8 @@ def _journeys(model: Model, calls: VocabularyCalls, machine: Machine, costs: Seq
         changes_sent(model, [Edge(embedded.value, embedded.changes)], set(), machine).values(),
         sent_by(model.block_of(model.calls[calls.embedding]).ops, machine).values(),
     )
-    return _Journeys(hidden.meta.bytes, entering, embedded.meta.bytes, leaving)
+    returned_bytes = embedded.meta.bytes if embedded.meta.needs_grad else 0
+    return _Journeys(hidden.meta.bytes, entering, embedded.meta.bytes, returned_bytes, leaving)
 
 
 def _added(*parts: Iterable[Both]) -> Both:
@@ -191,9 +193,10 @@ def _embedding_seconds(block: Block, machine: Machine, journeys: _Journeys) -> d
     ranks, link = machine.sizes["pp"], machine.links["pp"]
     passes = [op_seconds(node, machine.device) for node in block.ops]
     leaves, returns = journeys.leaving
+    returned = journeys.returned_bytes
     return {
         "E": leaves + math.fsum(forward for forward, _ in passes),
         "G": returns + math.fsum(backward for _, backward in passes),
         "SUM_E": collective.seconds("reduce", journeys.embedded_bytes, ranks, link),
-        "CAST_E": collective.seconds("broadcast", journeys.embedded_bytes, ranks, link),
+        "CAST_E": collective.seconds("broadcast", returned, ranks, link) if returned else 0.0,
     }

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Final
 
 import torch
 from torch import fx
@@ -19,10 +20,13 @@ from autopar.mesh import DATA
 from autopar.options import Options
 from autopar.passes.hoist import parameter_sums
 from autopar.passes.recompute import own_modules
+from autopar.planner.alike import Alike
 from autopar.planner.block_costs import DataLine, Machine
 from autopar.planner.packing import Weight, gathers, scatters, units_of
 from autopar.planner.rank_memory import rank_shape, stored_elements, table_dims
 from autopar.schedules.weight_moves import WeightMoves
+
+_NONE: Final = frozenset[str]()
 
 
 def weight_moves(model: Model, options: Options, lines: Iterable[DataLine]) -> WeightMoves:
@@ -65,18 +69,53 @@ class MoveCosts:
 
         ``parts``: over so many ranks beside are the rows of each split.
         """
-        key = tuple(calls), parts
+        key = self.key(calls), parts
         if key not in self._gathers:
             seconds = []
-            for message in gathers(self._weights(calls, parts)):
+            for message in gathers(self.weights(calls, parts, borrowed=self._streams)):
                 line = message.weights[0].line
                 seconds.append(_seconds("all_gather", message.bytes_, self.shards(line), line.shard))
                 seconds.append(self._host(message.bytes_, line))
             self._gathers[key] = math.fsum(seconds)
         return self._gathers[key]
 
+    def key(self, calls: Sequence[int]) -> Hashable:
+        """Equal for stages whose weights move alike."""
+        return self._alike.key(calls), self.borrowed(calls), self.lent(calls)
+
+    def borrowed(self, calls: Sequence[int]) -> frozenset[str]:
+        """Weights of a stage that an earlier one of its rank has too: they are moved with that one's, and once."""
+        return self._borrowed.get(tuple(calls), (_NONE, _NONE))[0]
+
+    def lent(self, calls: Sequence[int]) -> frozenset[str]:
+        """Weights of a stage that a later one of its rank borrows."""
+        return self._borrowed.get(tuple(calls), (_NONE, _NONE))[1]
+
     @cached_property
-    def _gathers(self) -> dict[tuple[tuple[int, ...], int], float]:
+    def _borrowed(self) -> dict[tuple[int, ...], tuple[frozenset[str], frozenset[str]]]:
+        """Stage -> what it borrows, and lends; those that do neither are absent."""
+        if len(set(self.placement)) == len(self.placement) or not self._tied:
+            return {}
+        stages = [
+            (home, tuple(stage), frozenset(n for call in stage for n in self.model.calls[call].parameters) & self._tied)
+            for home, stage in zip(self.placement, self.stages, strict=True)
+        ]
+        found = {}
+        for number, (home, stage, names) in enumerate(stages):
+            before, after = (
+                frozenset(name for other, _, theirs in some if other == home for name in theirs & names)
+                for some in (stages[:number], stages[number + 1 :])
+            )
+            if before or after:
+                found[stage] = before, after - before
+        return found
+
+    @cached_property
+    def _alike(self) -> Alike:
+        return Alike(self.model)
+
+    @cached_property
+    def _gathers(self) -> dict[tuple[Hashable, int], float]:
         return {}
 
     def arrivals(self, forward_seconds: Sequence[float]) -> tuple[float, ...]:
@@ -101,15 +140,33 @@ class MoveCosts:
         """One SCATTER of their gradients."""
         if self.options.zero < 2:
             return 0.0
-        messages = scatters(list(self._weights(calls)))
-        lines = ((message.bytes_, message.weights[0].line) for message in messages)
-        return math.fsum(_seconds("reduce_scatter", bytes_, self.shards(line), line.shard) for bytes_, line in lines)
+        key = self.key(calls)
+        if key not in self._scatters:
+            messages = scatters(list(self.weights(calls)))
+            lines = ((message.bytes_, message.weights[0].line) for message in messages)
+            seconds = [_seconds("reduce_scatter", bytes_, self.shards(line), line.shard) for bytes_, line in lines]
+            self._scatters[key] = math.fsum(seconds)
+        return self._scatters[key]
+
+    @cached_property
+    def _scatters(self) -> dict[Hashable, float]:
+        return {}
 
     def reduce_seconds(self, calls: Sequence[int], parts: int = 1) -> float:
         """What REDUCE has left to sum, and to copy to the host: of each parameter over all ranks that have terms.
 
         ``parts`` as in :meth:`gather_seconds`; of such tables all is summed once, at the end.
         """
+        key = self.key(calls), parts
+        if key not in self._reduces:
+            self._reduces[key] = self._reduce_seconds(calls, parts)
+        return self._reduces[key]
+
+    @cached_property
+    def _reduces(self) -> dict[tuple[Hashable, int], float]:
+        return {}
+
+    def _reduce_seconds(self, calls: Sequence[int], parts: int) -> float:
         by_over: dict[int, tuple[_Over, int]] = {}
         for name, node in self.trained(calls):
             over = self._over(name, node)
@@ -142,6 +199,12 @@ class MoveCosts:
         """Whether several ranks have terms of a parameter's gradient."""
         over = self._over(name, node)
         return bool(over.further) or len(over.holders) > 1 or (bool(over.axes) and over.line.size > 1)
+
+    def is_summed_again(self, name: str, node: fx.Node) -> bool:
+        """Whether the sum of those who share rows is one term of a sum over further ranks."""
+        over = self._over(name, node)
+        shards = self.shards(over.line)
+        return shards > 1 and (self._joint(over, shards)[0] if over.is_other else over.line.size // shards) > 1
 
     def _once_seconds(self, sent: int, line: DataLine, parts: int) -> float:
         """The part of the sums within shards, where it isn't a SCATTER's."""
@@ -234,25 +297,35 @@ class MoveCosts:
         on_host = not {"optimizer", "parameters"}.isdisjoint(self.options.offload) and rate
         return bytes_ / self.shards(line) / rate if on_host else 0.0
 
-    def _weights(self, calls: Sequence[int], parts: int = 1) -> Iterator[Weight]:
-        """Of a stage, in the order of their first use. Under ZeRO 3 weights that aren't trained are split, too."""
+    @property
+    def _streams(self) -> bool:
+        """Whether weights are gathered for each pass."""
+        return self.options.zero == 3 or "parameters" in self.options.offload
+
+    def weights(self, calls: Sequence[int], parts: int = 1, *, borrowed: bool = False) -> Iterator[Weight]:
+        """Of a stage, in the order of their first use. Under ZeRO 3 weights that aren't trained are split, too.
+        ``parts`` as in :meth:`gather_seconds`, ``borrowed`` as in :meth:`trained`."""
         units = units_of(self.model, calls, self._own)
-        streamed = self.options.zero == 3 or "parameters" in self.options.offload
-        users = Counter(name for i in calls for name in {*self.model.calls[i].parameters}) if streamed else {}
-        for call, name, node in self._used(calls, frozen=self.options.zero == 3):
-            over, width = self._over(name, node), info(node).meta.dtype.itemsize
+        users = Counter(name for i in calls for name in {*self.model.calls[i].parameters}) if self._streams else {}
+        for call, name, node in self._used(calls, frozen=self.options.zero == 3, borrowed=borrowed):
+            over, meta = self._over(name, node), info(node).meta
+            shape = rank_shape(meta.shape, self._table_dims[name], parts) if parts > 1 else meta.shape
             is_sent = bool(over.axes) and self.model.parameters[name].trainable
             yield Weight(
                 name,
                 units[call],
-                as_used=info(node).meta.bytes,
-                gathered=self.whole_elements(name, node, parts) * width,
+                as_used=math.prod(shape) * meta.dtype.itemsize,
+                gathered=self.whole_elements(name, node, parts) * meta.dtype.itemsize,
                 sent=self._sent_bytes(name, node) if is_sent else 0,
                 line=over.line,
                 over=over,
                 spanning=users.get(name, 1) > 1,
                 tied=name in self._tied,
             )
+
+    @cached_property
+    def _table_dims(self) -> dict[str, int]:
+        return table_dims(self.model)
 
     @cached_property
     def _own(self) -> frozenset[int]:
@@ -263,7 +336,7 @@ class MoveCosts:
         and send as terms of a gradient. ``parts`` ranks of the pipeline have rows each, of a vocabulary table."""
         if (node, parts) not in self._wholes:
             shards = self.shards_of(name, node)
-            shape = rank_shape(info(node).meta.shape, table_dims(self.model)[name] if parts > 1 else None, parts)
+            shape = rank_shape(info(node).meta.shape, self._table_dims[name] if parts > 1 else None, parts)
             self._wholes[node, parts] = shards * stored_elements(self.model.parameters[name], shape, shards)
         return self._wholes[node, parts]
 
@@ -271,18 +344,21 @@ class MoveCosts:
     def _wholes(self) -> dict[tuple[fx.Node, int], int]:
         return {}
 
-    def trained(self, calls: Sequence[int]) -> Iterator[tuple[str, fx.Node]]:
-        """The trained parameters of calls by name, each once."""
-        yield from ((name, node) for _, name, node in self._used(calls))
+    def trained(self, calls: Sequence[int], *, borrowed: bool = False) -> Iterator[tuple[str, fx.Node]]:
+        """The trained parameters of calls by name, each once; with those that are :meth:`borrowed`, or without."""
+        yield from ((name, node) for _, name, node in self._used(calls, borrowed=borrowed))
 
-    def _used(self, calls: Sequence[int], *, frozen: bool = False) -> Iterator[tuple[int, str, fx.Node]]:
-        """The trained parameters of calls by name, each once; maybe those that aren't, too."""
+    def _used(
+        self, calls: Sequence[int], *, frozen: bool = False, borrowed: bool = False
+    ) -> Iterator[tuple[int, str, fx.Node]]:
+        """The trained parameters of calls by name, each once; maybe those that aren't, or are :meth:`borrowed`, too."""
         seen: set[str] = set()
+        others = _NONE if borrowed else self.borrowed(calls)
         for index in calls:
             call = self.model.calls[index]
             for name, node in zip(call.parameters, self._parameters[call.block], strict=True):
                 known = self.model.parameters[name]
-                if (known.trainable or frozen) and not known.is_buffer and name not in seen:
+                if (known.trainable or frozen) and not known.is_buffer and name not in (*seen, *others):
                     seen.add(name)
                     yield index, name, node
 

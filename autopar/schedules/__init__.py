@@ -12,7 +12,7 @@ from autopar.schedules.one_f_one_b import one_f_one_b
 from autopar.schedules.pass_times import PassTimes
 from autopar.schedules.progress import run_order
 from autopar.schedules.registry import SCHEDULES, Row, generate, placement
-from autopar.schedules.timeline import Costs, Event, Timeline, simulate_timeline
+from autopar.schedules.timeline import Costs, Event, Timeline, Timelines, simulate_timeline
 
 __all__ = [
     "SCHEDULES",
@@ -24,6 +24,7 @@ __all__ = [
     "Row",
     "Schedule",
     "Timeline",
+    "Timelines",
     "check",
     "format_list",
     "generate",

@@ -1,7 +1,7 @@
 """The timeline of a lowered schedule as a program over numbered clocks, made once, run for any costs.
 
 Clocks are when ranks, their reductions and copies, channels and exchanges are free next, and when a message, a gather,
-a copy or an exchange is there. All start at 0. A step reads some, takes its seconds, and sets some:
+a copy or an exchange is there. All but the ranks' start at 0. A step reads some, takes its seconds, and sets some:
 
 ==============  ===================================================  ============================================
 step            starts at the latest of                              sets
@@ -63,9 +63,10 @@ class Sweep:
     posts: tuple[tuple[int, int], ...]
     clocks: int
 
-    def run(self, seconds: Sequence[float]) -> tuple[list[float], list[float]]:
-        """When each step starts and ends, with the seconds of each of ``taken``."""
-        clocks = [0.0] * self.clocks
+    def run(self, seconds: Sequence[float], begins: Sequence[float] = ()) -> tuple[list[float], list[float]]:
+        """When each step starts and ends, with the seconds of each of ``taken``. A rank is free from ``begins`` on (0
+        without them)."""
+        clocks = [*begins, *[0.0] * (self.clocks - len(begins))]
         starts: list[float] = []
         ends: list[float] = []
         for code, place, rank, one, other, aside in self.steps:

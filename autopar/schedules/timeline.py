@@ -39,7 +39,8 @@ class Costs:
     ``gather_seconds[s]`` is one gather of all of stage s's weights, ``scatter_seconds[s]`` one SCATTER of its
     gradients, ``gather_vocabulary_seconds`` a gather of the vocabulary tables, ``reduce_vocabulary_seconds`` the
     reduction of their gradients; none without them. An OFFLOAD or FETCH of stage s moves ``offload_bytes[s]`` of its
-    ``activation_bytes`` in ``offload_seconds[s]``; none without them.
+    ``activation_bytes`` in ``offload_seconds[s]``; none without them. Per pipeline rank, ``begin_seconds`` pass before
+    its first action, and its STEP ends with ``end_seconds``: sums of scalars over ranks; none without them.
     """
 
     forward_seconds: tuple[float, ...]
@@ -59,11 +60,16 @@ class Costs:
     reduce_vocabulary_seconds: float = 0.0
     offload_seconds: tuple[float, ...] = ()
     offload_bytes: tuple[int, ...] = ()
+    begin_seconds: tuple[float, ...] = ()
+    end_seconds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("gather_seconds", "scatter_seconds", "offload_seconds", "offload_bytes"):
             if not getattr(self, name):
                 object.__setattr__(self, name, (0,) * len(self.forward_seconds))
+        for name in ("begin_seconds", "end_seconds"):
+            if not getattr(self, name):
+                object.__setattr__(self, name, (0.0,) * len(self.step_seconds))
         if not self.weight_seconds:
             object.__setattr__(self, "weight_seconds", tuple(seconds / 2 for seconds in self.backward_seconds))
         if not self.later_bytes:
@@ -111,8 +117,10 @@ class Costs:
         name = _SECONDS.get(action.kind)
         if name is None:
             return 0.0
+        if action.kind == "STEP":
+            return self.step_seconds[rank] + self.end_seconds[rank]
         values: tuple[float, ...] = getattr(self, name)
-        return values[rank if action.kind in ("STEP", "UPDATE") else action.stage]
+        return values[rank if action.kind == "UPDATE" else action.stage]
 
     def kept_bytes(self, action: Action) -> int:
         """By how much ``action`` changes what its rank keeps for backwards; a backward frees at its end."""
@@ -128,7 +136,7 @@ class Costs:
         return changes.get(action.kind, 0)
 
     def without_communication(self) -> Costs:
-        free = (0.0,) * len(self.forward_seconds)
+        free, none = (0.0,) * len(self.forward_seconds), (0.0,) * len(self.step_seconds)
         passes = {kind: seconds for kind, seconds in self.vocabulary_seconds.items() if kind in VOCABULARY_KINDS}
         return replace(
             self,
@@ -141,6 +149,8 @@ class Costs:
             reduce_vocabulary_seconds=0.0,
             offload_seconds=free,
             vocabulary_seconds=passes,
+            begin_seconds=none,
+            end_seconds=none,
         )
 
 
@@ -161,7 +171,7 @@ _SECONDS: Final[Mapping[str, str]] = {
     "UPDATE": "step_seconds",
 }
 _OF_TABLES: Final = ("gather_vocabulary_seconds", "reduce_vocabulary_seconds")
-_PER_RANK: Final = ("step_seconds", *_OF_TABLES)
+_PER_RANK: Final = ("step_seconds", "begin_seconds", "end_seconds", *_OF_TABLES)
 _OCCUPIES_RANK: Final = (*COMPUTE, "STEP")
 _COUNTS: Final[Mapping[str, int]] = {"F": +1, "B": -1, "W": -1}
 
@@ -223,8 +233,9 @@ class Timeline:
 
     @cached_property
     def exposed_communication_seconds(self) -> float:
-        free = self.swept.sweep.run(_seconds(self.schedule, self.swept.sweep, self.costs.without_communication()))
-        return self.makespan_seconds - max(free[1])
+        free = self.costs.without_communication()
+        _, ends = self.swept.sweep.run(_seconds(self.schedule, self.swept.sweep, free), free.begin_seconds)
+        return self.makespan_seconds - max(ends)
 
     @property
     def idle_seconds(self) -> tuple[float, ...]:
@@ -253,6 +264,20 @@ class Timeline:
         return sum(self.idle_seconds) / total if total else 0.0
 
 
+@dataclass
+class Timelines:
+    """Timelines of schedules that a generator and ``lower`` made; each is looked through once for all costs."""
+
+    _sweeps: dict[Schedule, Sweep] = field(default_factory=dict)
+
+    def of(self, schedule: Schedule, costs: Costs) -> Timeline:
+        """:func:`simulate_timeline` of trusted lists."""
+        _check_costs(schedule, costs)
+        if schedule not in self._sweeps:
+            self._sweeps[schedule] = sweep_of(schedule)
+        return _timeline(schedule, costs, self._sweeps[schedule])
+
+
 def simulate_timeline(schedule: Schedule, costs: Costs, *, trusted: bool = False) -> Timeline:
     """Run a lowered schedule in simulated time. ``trusted``: its lists are as a generator and ``lower`` made them.
 
@@ -262,8 +287,11 @@ def simulate_timeline(schedule: Schedule, costs: Costs, *, trusted: bool = False
     if not trusted:
         check(schedule)
     _check_costs(schedule, costs)
-    sweep = sweep_of(schedule)
-    starts, ends = sweep.run(_seconds(schedule, sweep, costs))
+    return _timeline(schedule, costs, sweep_of(schedule))
+
+
+def _timeline(schedule: Schedule, costs: Costs, sweep: Sweep) -> Timeline:
+    starts, ends = sweep.run(_seconds(schedule, sweep, costs), costs.begin_seconds)
     changes = [costs.kept_bytes(action) for _, action in sweep.taken]
     counts = [_COUNTS.get(action.kind, 0) for _, action in sweep.taken]
     timeline = Timeline(
@@ -281,9 +309,12 @@ def simulate_timeline(schedule: Schedule, costs: Costs, *, trusted: bool = False
 
 
 def _seconds(schedule: Schedule, sweep: Sweep, costs: Costs) -> list[float]:
-    """Of each of the sweep's kinds of action; in an asynchronous schedule, every UPDATE was a STEP."""
+    """Of each of the sweep's kinds of action; in an asynchronous schedule, every UPDATE updated what STEP would."""
     updated = schedule.is_asynchronous
-    return [0.0 if updated and action.kind == "STEP" else costs.seconds(rank, action) for rank, action in sweep.taken]
+    return [
+        costs.end_seconds[rank] if updated and action.kind == "STEP" else costs.seconds(rank, action)
+        for rank, action in sweep.taken
+    ]
 
 
 def _busy(sweep: Sweep, rank: int, starts: Sequence[float], ends: Sequence[float]) -> float:

@@ -30,6 +30,9 @@ LARGE_BYTES: Final = 2**20
 BUCKET_BYTES: Final = 25 * 2**20
 """Gradients that travel together are sent once there are so many bytes of them."""
 
+BUCKETS: Final = 8
+"""So many buckets a stage has at least, of what is sent at the end of a step, or no sum could begin before it."""
+
 
 @dataclass(frozen=True)
 class WeightMoves:

@@ -104,6 +104,9 @@ SLOW_PLANS: Final = (
     Plan("gpt2", {"pp": 2, "dp": 2}, {"vocabulary": "vocab-2", "zero": 3, **BF16}, torch.float32, cluster=NODES),
     Plan("head_smoothed", {"pp": 2, "dp": 2}, {"vocabulary": "vocab-2", "zero": 1}, cluster=NODES),
     Plan("llama_tied", {"pp": 2, "dp": 2}, {"zero": 3}, cluster=NODES),
+    Plan("llama_tied", {"pp": 2, "dp": 2}, {"zero": 1, **BF16, "reduce_dtype": "bfloat16"}, torch.float32),
+    Plan("nano_gpt", {"pp": 2}, {"schedule": "zb-v"}),  # both ends, with one table, are on one rank
+    Plan("nano_gpt", {"pp": 2, "dp": 2}, {"schedule": "v-half", "zero": 2}),
     Plan("moe_deepseek_v3", {"dp": 4, "ep": 2, "tp": 2}, cluster=NODES),  # sums of several weights on the same ranks
     Plan("moe_deepseek_v3", {"dp": 2, "ep": 4, "tp": 2}, {"zero": 1}, batch=16, cluster=NODES),  # rows over two axes
     Plan("moe_mixtral", {"dp": 4, "ep": 4}, {"recompute": "full"}, cluster=NODES),

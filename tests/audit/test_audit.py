@@ -10,18 +10,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import autopar
 from autopar.audit import Audit
 from autopar.audit.step import step_seconds
-from autopar.planner import between, block_costs, gradients, zero
+from autopar.planner import between, block_costs, gradients, pipeline, table_gradients, zero
 from autopar.planner.activations import Activations
+from autopar.planner.scalars import Scalars
 from autopar.planner.vocabulary_passes import HeadPasses
 from autopar.schedules import Costs, generate, lower, simulate_timeline
 from autopar.schedules.weight_moves import WeightMoves
 from tests.audit.cases import FAST_PLANS, PINNED, SLOW_PLANS, Plan
 from tests.fast_cluster import FAST
 from tests.models import MLP, Case, prepared
+from tests.ranks import test_uncommon_weights as uncommon
 
 
 def check(found: Audit) -> None:
@@ -81,7 +84,7 @@ def test_a_wrong_price_of_adding_up_gradients_is_seen(monkeypatch: pytest.Monkey
 
 
 def test_gradients_that_are_scattered_are_added_up_as_planned() -> None:
-    """Rows that two ranks can't share evenly are padded to be sent, which no plan counts."""
+    """Some have rows that two ranks can't share evenly."""
     options = {"schedule": "zb-h1", "zero": 2, "precision": "bf16"}
     found = Plan("mlp", {"pp": 2, "dp": 2}, options, torch.float32).compile().audit()
     rows = {row.what: row for row in found.rows}
@@ -101,6 +104,49 @@ def test_wrong_prices_of_a_split_vocabulary_are_seen(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(HeadPasses, "_pulled", lambda self, into: pulled(self, into) * (1.01 if into == "x" else 1))
     found = {row.what for row in plan.compile().audit().different}
     assert found == {"pipeline rank 0: S", "pipeline rank 1: S", "step"}, "vocab-2 makes the input's gradient early"
+
+
+def test_wrong_prices_beside_the_passes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scalars before and after, gradients of split tables."""
+    plan = Plan("head_smoothed", {"pp": 2, "dp": 2}, {"vocabulary": "vocab-2"})
+    right, tables = pipeline.scalars, table_gradients.table_seconds
+    more: Callable[[Any], Any] = lambda each: tuple(1.01 * seconds for seconds in each)  # noqa: E731
+    monkeypatch.setattr(pipeline, "scalars", lambda *given: Scalars(*map(more, right(*given))))
+    ends = {f"pipeline rank {rank}: {what}" for rank in (0, 1) for what in ("totals of the batch", "loads and loss")}
+    assert {row.what for row in plan.compile().audit().different} == {*ends, "step"}
+    monkeypatch.undo()
+    wrong = lambda *given: {kind: 1.01 * seconds for kind, seconds in tables(*given).items()}  # noqa: E731
+    monkeypatch.setattr(table_gradients, "table_seconds", wrong)
+    passes = {f"pipeline rank {rank}: {kind}" for rank in (0, 1) for kind in "TG"}
+    assert {row.what for row in plan.compile().audit().different} == {*passes, "step"}
+
+
+@pytest.mark.parametrize("model", [uncommon.Adapters, uncommon.Turned])
+def test_what_gradients_are_put_off(model: type[nn.Module]) -> None:
+    """None of frozen weights, those of transposed ones."""
+    given = prepared(lambda: uncommon.case(model))
+    pinned = {**PINNED, "mesh": {"pp": 2}, "microbatches": 4, "schedule": "zb-h1", "cluster": FAST}
+    check(autopar.compile(given.model, 2, sample=given.batch, **pinned).audit())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"zero": 1}, *(pytest.param(each, marks=pytest.mark.slow) for each in ({"zero": 2}, {"precision": "bf16"}))],
+    ids=str,
+)
+def test_gradients_are_copied_to_be_sent_together(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for large ones, and those that find no others."""
+    wide = prepared(lambda: Case(MLP(layers=4, width=512), (torch.randn(8, 8), torch.randn(8, 4))), torch.float32)
+
+    def found() -> Audit:
+        pinned = {**PINNED, "mesh": {"dp": 2}, "microbatches": 2, "cluster": FAST, **options}
+        return autopar.compile(wide.model, 2, sample=wide.batch, **pinned).audit()
+
+    check(found())
+    monkeypatch.setattr(gradients, "alone", lambda weights, *_: {weight.name for weight in weights})
+    assert "stage 0: backward" in {row.what for row in found().different}
+    monkeypatch.setattr(gradients, "alone", lambda *_: set())
+    assert found().ok != ("zero" in options), "large ones are sent alone under ZeRO"
 
 
 @pytest.mark.parametrize(
