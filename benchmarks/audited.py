@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from autopar.api import Programs
 from autopar.audit import audit
 from autopar.plan import Plan
 from autopar.planner.build import Built
 from autopar.planner.pipeline import Pipeline
+from autopar.programs import Programs
 from autopar.runtime.job import Job
 from autopar.runtime.optimizers import adamw
 from autopar.runtime.weights import StateSource

@@ -37,9 +37,9 @@ PARTS: Final[Mapping[str, tuple[str, ...]]] = {
     "capture": ("autopar.preparation.capture",),
     "passes": ("autopar.preparation.Prepared.__getitem__",),
     "search": ("autopar.search.choose.searching", "autopar.search.loop.Search.run"),
-    "build": ("autopar.search.choose.build",),
+    "build": ("autopar.search.choose.build", "autopar.search.choose.finish"),
     "memory": ("autopar.api.predicted_memory",),
-    "emit": ("autopar.api.emit", "autopar.api.emit_vocabulary"),
+    "emit": ("autopar.programs.emit", "autopar.programs.emit_vocabulary"),
 }
 """The functions that each part is the time of; what ``compile`` does outside of them is the rest."""
 

@@ -89,8 +89,9 @@ ARROWS: dict[str, set[str]] = {
     "model_names": BELOW_API,
     "report": VALUES | {"cost_models", "schedules", "runtime", "simulate", "storages"},
     "preparation": VALUES | {"capture", "passes"},
+    "programs": {"codegen", "planner", "runtime"},
     "search": PLANNING | {"report"},  # of the report, what it says while it searches
-    "api": BELOW_API | {"audit", "preparation", "search", "verification", "write"},
+    "api": BELOW_API | {"audit", "preparation", "programs", "search", "verification", "write"},
     "autopar": BELOW_API | {"api", "preparation", "verification"},  # autopar/__init__.py, the public names
     "calibrate": {"errors", "mesh", "cluster", "cost_models", "runtime"},
     "command_options": {"errors", "options", "cluster", "plan", "api", "model_names", "report"},

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from torch import fx
@@ -11,46 +11,13 @@ from torch import fx
 from autopar.codegen import comments
 from autopar.codegen.block import Writer
 from autopar.codegen.cuts import Part
-from autopar.codegen.function import PYTHON_NAMES, Atom, Function, identifier
+from autopar.codegen.function import Atom, Function, identifier
 from autopar.codegen.job import Job
 from autopar.codegen.names import bases
 from autopar.codegen.regions import named, region_code
 from autopar.codegen.runs import Run, number, runs
-from autopar.codegen.text import STACKED, Line, attribute, human_bytes, is_index, literal, spans
-from autopar.graph import INPUT_CALL, Call, Meta, RuntimeOp, Value, info
-
-RUNTIME_NAMES = (
-    *("Axes", "Container", "I", "Input", "P", "Parameter", "Program", "R", "Router", "S", "Tensor", "Total"),
-    "VocabularyProgram",
-    *("all_gather", "all_reduce", "all_to_all", "convert", "declare", "kept_in_8_bits", "recompute"),
-    *("reduce_scatter", "rng"),
-)
-_OWN_NAMES = ("Stage", "Vocabulary", "PROGRAM", "aten", "nn", "torch", "self", "i")
-
-
-def runtime_names(job: Job) -> frozenset[str]:
-    """What the text may import from the runtime."""
-    ops = {str(n.target) for b in job.model.blocks for n in b.ops if isinstance(n.target, RuntimeOp)}
-    return frozenset(RUNTIME_NAMES) | ops
-
-
-def class_names(job: Job) -> dict[int, str]:
-    """Block -> its class; never a name that the module has already."""
-    taken = {*runtime_names(job), *_OWN_NAMES, *PYTHON_NAMES}
-    names: dict[int, str] = {}
-    for block in sorted({job.model.calls[c].block for c in job.stage_of if c not in job.inlined}):
-        base = identifier(job.model.blocks[block].name)
-        name = base if base not in taken else f"{base}Layer"
-        while name in taken:
-            name += "_"
-        names[block] = name
-        taken.add(name)
-    return names
-
-
-def reserved(job: Job) -> frozenset[str]:
-    """What no variable may be called."""
-    return runtime_names(job).union(_OWN_NAMES, PYTHON_NAMES, class_names(job).values())
+from autopar.codegen.text import STACKED, Line, Row, attribute, human_bytes, is_index, layout, literal, spans
+from autopar.graph import INPUT_CALL, Call, Meta, Value, info
 
 
 @dataclass(frozen=True)
@@ -64,25 +31,64 @@ class Declaration:
         return Line(indent, f"declare(self, {path or literal(self.path)}, {self.what})")
 
 
-def layer_class(job: Job, block: int, calls: Sequence[int]) -> list[Line]:
-    """The class of one block, for the ``calls`` of a stage."""
-    first = job.model.calls[calls[0]]
-    own = [k for k in range(len(first.parameters)) if k not in job.borrowed[block]]
-    declarations = [
-        Declaration(first.parameters[k].removeprefix(f"{first.path}."), _tensor(job, first, k)) for k in own
-    ]
-    served = paths_text([job.model.calls[c].path for c in calls])
-    functions = _layer_methods(job, block, calls[0], own)
+@dataclass
+class LayerClasses:
+    """The classes of a job's layers. Calls of a block that differ in their names and numbers alone share one, which is
+    written once."""
+
+    job: Job
+    _written: dict[Hashable, tuple[Line, list[str]]] = field(default_factory=dict, init=False)
+
+    def rows(self, block: int, calls: Sequence[int]) -> list[str]:
+        """The class of one block, for the ``calls`` of a stage."""
+        job, index = self.job, calls[0]
+        first = job.model.calls[index]
+        own = [k for k in range(len(first.parameters)) if k not in job.borrowed[block]]
+        names = _local_names(job, index, own)
+        declarations = [Declaration(names.parameters[k], _tensor(job, first, k)) for k in own]
+        key = block, names, tuple(declarations)
+        if key not in self._written:
+            functions = _layer_methods(job, block, index, own, names)
+            head, *body = _layer_class(job, block, declarations, functions)
+            self._written[key] = head, layout(body)
+        head, rows = self._written[key]
+        served = paths_text([job.model.calls[c].path for c in calls]) + _stored(job, first, own)
+        return [*layout([replace(head, comment=served)]), *(_of_call(row, index) for row in rows)]
+
+
+def _of_call(row: str, index: int) -> str:
+    """The row, whose op is one of this call."""
+    return Row.of(row, replace(row.origin, call=index)) if isinstance(row, Row) else row
+
+
+@dataclass(frozen=True)
+class _LocalNames:
+    """What a layer calls its ``parameters`` (those that are its own, as they lie in it), ``inputs`` and ``outputs``."""
+
+    parameters: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+def _local_names(job: Job, index: int, own: Collection[int]) -> _LocalNames:
+    call = job.model.calls[index]
+    return _LocalNames(
+        tuple(
+            name.removeprefix(f"{call.path}.") if k in own else identifier("_".join(name.split(".")[-2:]))
+            for k, name in enumerate(call.parameters)
+        ),
+        tuple(_input_name(job, value) for value in call.operands),
+        tuple(job.names[Value(index, k)] for k in range(len(job.model.blocks[call.block].outputs))),
+    )
+
+
+def _layer_class(
+    job: Job, block: int, declarations: Sequence[Declaration], functions: Sequence[Function]
+) -> list[Line]:
     methods = [line for function in functions for line in [*function.lines(job.axes), Line(0, "")]][:-1]
     if job.options.activations == "8bit":
         methods.insert(0, Line(1, "@kept_in_8_bits", "lossy: what the backward needs"))
-    return _class(
-        class_names(job)[block],
-        served + _stored(job, first, own),
-        declarations,
-        [declaration.line() for declaration in declarations],
-        methods,
-    )
+    return _class(job.class_names[block], "", declarations, [each.line() for each in declarations], methods)
 
 
 def _stored(job: Job, call: Call, own: Sequence[int]) -> str:
@@ -96,22 +102,19 @@ def _stored(job: Job, call: Call, own: Sequence[int]) -> str:
     return ""
 
 
-def _layer_methods(job: Job, block: int, index: int, own: Sequence[int]) -> list[Function]:
+def _layer_methods(job: Job, block: int, index: int, own: Collection[int], names: _LocalNames) -> list[Function]:
     """``forward``, and a method for each region that is recomputed."""
-    code, call = job.model.blocks[block], job.model.calls[index]
-    function = Function("forward", [], reserved(job))
+    code = job.model.blocks[block]
+    function = Function("forward", [], job.reserved)
     given: dict[fx.Node, Atom] = {}
-    inputs = {node: _input_name(job, value) for node, value in zip(code.inputs, call.operands, strict=True)}
+    inputs = dict(zip(code.inputs, names.inputs, strict=True))
     for node, base in inputs.items():
         given[node] = function.argument(base, comments.typed(info(node).meta, info(node).types()))
     for k, node in enumerate(code.parameters):
-        if k in own:
-            given[node] = attribute(call.parameters[k].removeprefix(f"{call.path}."))
-        else:
-            given[node] = function.argument(identifier("_".join(call.parameters[k].split(".")[-2:])))
-    outputs = {node: job.names[Value(index, k)] for k, node in enumerate(code.outputs)}
+        given[node] = attribute(names.parameters[k]) if k in own else function.argument(names.parameters[k])
+    outputs = dict(zip(code.outputs, names.outputs, strict=True))
     writer = Writer(function, bases(code, inputs, outputs), count(), index)
-    taken = {call.parameters[k].removeprefix(f"{call.path}.").split(".")[0] for k in own}
+    taken = {names.parameters[k].split(".")[0] for k in own}
     parts = [region_code(code, region) for region in job.regions.get(block, ())]
     function.results = tuple(writer.write(code, given, set(code.ops), named(parts, taken)))
     return [function, *writer.methods]
@@ -158,8 +161,8 @@ def _class(
 
 
 def _layers(job: Job, run: Run) -> list[Declaration]:
-    name = class_names(job)
-    return [Declaration(job.model.calls[c].path, f"{name[job.model.calls[c].block]}(axes)") for c in run.calls]
+    names, calls = job.class_names, job.model.calls
+    return [Declaration(calls[c].path, f"{names[calls[c].block]}(axes)") for c in run.calls]
 
 
 def _layer_lines(run: Run, layers: Sequence[Declaration]) -> list[Line]:

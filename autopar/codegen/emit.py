@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import ast
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
-from autopar.codegen.classes import layer_class, reserved, runtime_names, stage_class
+from autopar.codegen.classes import LayerClasses, stage_class
 from autopar.codegen.cuts import Part, parts
 from autopar.codegen.header import header
 from autopar.codegen.interface import program_lines, program_of
@@ -37,6 +38,11 @@ class EmittedStage:
     text: str
     program: Program
     lines: Mapping[int, Origin]
+
+    def of_plan(self, digest: str) -> EmittedStage:
+        """The same, of the plan with this ``digest``."""
+        text = self.text.replace(self.program.plan_digest, digest)
+        return replace(self, text=text, program=replace(self.program, plan_digest=digest))
 
 
 def emit(
@@ -80,15 +86,15 @@ def emit(
         experts=experts,
         placement=placement,
     )
-    return tuple(_emit_stage(job, part) for part in parts(job))
+    classes = LayerClasses(job)
+    return tuple(_emit_stage(job, part, classes) for part in parts(job))
 
 
-def _emit_stage(job: Job, part: Part) -> EmittedStage:
-    names = reserved(job)
-    run, count = forward(job, part, names), totals(job, part, names)
+def _emit_stage(job: Job, part: Part, layers: LayerClasses) -> EmittedStage:
+    run, count = forward(job, part, job.reserved), totals(job, part, job.reserved)
     methods = [*([*count.lines(job.axes), Line(0, "")] if count else []), *run.lines(job.axes)]
     program = program_of(job, part, run)
-    classes = [line for block in _blocks(job, part) for line in ["", "", *block]]
+    classes = [line for block in _blocks(job, part, layers) for line in ["", "", *block]]
     body = [
         *classes,
         "",
@@ -109,19 +115,22 @@ def rows(text: Sequence[str]) -> Iterator[str]:
         yield from [entry] if isinstance(entry, Row) else entry.split("\n")
 
 
-def _blocks(job: Job, part: Part) -> list[list[str]]:
+def _blocks(job: Job, part: Part, layers: LayerClasses) -> list[list[str]]:
     calls: dict[int, list[int]] = {}
     for call in part.calls:
         if call not in job.inlined:
             calls.setdefault(job.model.calls[call].block, []).append(call)
-    return [layout(layer_class(job, block, served)) for block, served in calls.items()]
+    return [layers.rows(block, served) for block, served in calls.items()]
+
+
+_READ: Final = re.compile(r'"(?:\\.|[^"\\])*"|#.*|(?<![\w.])(?<!def )([A-Za-z_]\w*)\b(?!=[^=])')
+"""A name that is read, in the first group; or a string, or a comment. Names of attributes and of arguments aren't."""
 
 
 def imports(job: Job, body: Sequence[str]) -> list[str]:
     """What the body reads of the runtime; local variables never have these names."""
-    tree = ast.parse("\n".join(body))
-    read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    names = sorted(runtime_names(job) & read, key=lambda n: (n.upper() != n, not n[0].isupper(), n))
+    read = set(_READ.findall("\n".join(body)))
+    names = sorted(job.runtime_names & read, key=lambda n: (n.upper() != n, not n[0].isupper(), n))
     line = f"from autopar.runtime import {', '.join(names)}"
     if len(line) > 110:
         line = f"from autopar.runtime import ({', '.join(names)})"

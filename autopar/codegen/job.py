@@ -5,18 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Final
 
 from torch import fx
 
+from autopar.codegen.function import PYTHON_NAMES, identifier
 from autopar.codegen.names import value_names
 from autopar.errors import StageError
-from autopar.graph import INPUT_CALL, Call, Meta, Model, Value, info
+from autopar.graph import INPUT_CALL, Call, Meta, Model, RuntimeOp, Value, info
 from autopar.mesh import AXES, Mesh
 from autopar.options import Options
 from autopar.passes.recompute import Regions, own_modules
-from autopar.passes.routers import router_calls, weights_of
+from autopar.passes.routers import RouterCall, router_calls, weights_of
 from autopar.passes.vocabulary import STAGELESS, VocabularyCalls, vocabulary_calls
 from autopar.plan import ExpertsPlan
+
+RUNTIME_NAMES: Final = (
+    *("Axes", "Container", "I", "Input", "P", "Parameter", "Program", "R", "Router", "S", "Tensor", "Total"),
+    "VocabularyProgram",
+    *("all_gather", "all_reduce", "all_to_all", "convert", "declare", "kept_in_8_bits", "recompute"),
+    *("reduce_scatter", "rng"),
+)
+_OWN_NAMES: Final = ("Stage", "Vocabulary", "PROGRAM", "aten", "nn", "torch", "self", "i")
 
 
 @dataclass(frozen=True)
@@ -39,6 +49,36 @@ class Job:
     @cached_property
     def names(self) -> dict[Value, str]:
         return value_names(self.model)
+
+    @cached_property
+    def runtime_names(self) -> frozenset[str]:
+        """What the text may import from the runtime."""
+        ops = {str(n.target) for b in self.model.blocks for n in b.ops if isinstance(n.target, RuntimeOp)}
+        return frozenset(RUNTIME_NAMES) | ops
+
+    @cached_property
+    def class_names(self) -> dict[int, str]:
+        """Block -> its class; never a name that the module has already."""
+        taken = {*self.runtime_names, *_OWN_NAMES, *PYTHON_NAMES}
+        names: dict[int, str] = {}
+        for block in sorted({self.model.calls[c].block for c in self.stage_of if c not in self.inlined}):
+            base = identifier(self.model.blocks[block].name)
+            name = base if base not in taken else f"{base}Layer"
+            while name in taken:
+                name += "_"
+            names[block] = name
+            taken.add(name)
+        return names
+
+    @cached_property
+    def reserved(self) -> frozenset[str]:
+        """What no variable may be called."""
+        return self.runtime_names.union(_OWN_NAMES, PYTHON_NAMES, self.class_names.values())
+
+    @cached_property
+    def routers(self) -> tuple[RouterCall, ...]:
+        """Where tokens are given to experts, in the model's order."""
+        return tuple(router_calls(self.model))
 
     @cached_property
     def stage_of(self) -> dict[int, int]:
@@ -87,7 +127,7 @@ class Job:
     def order_of(self) -> dict[str, tuple[int, ...]]:
         """Parameter -> the order of its rows, where that isn't the model's."""
         found: dict[str, tuple[int, ...]] = {}
-        for router in router_calls(self.model) if self.experts else ():
+        for router in self.routers if self.experts else ():
             if router.layer in self.experts:
                 found |= dict.fromkeys(weights_of(self.model, router), tuple(self.experts[router.layer].order))
         return found

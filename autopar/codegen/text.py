@@ -82,6 +82,8 @@ def human_bytes(count: int) -> str:
 
 def spans(numbers: Iterable[int]) -> str:
     """``0 … 3, 6`` for 0, 1, 2, 3, 6."""
+    if isinstance(numbers, range) and numbers.step == 1 and len(numbers) > 1:  # may be of all ranks
+        return f"{numbers[0]} … {numbers[-1]}"
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

@@ -7,12 +7,12 @@ the cross entropy between ``shape`` and ``tail`` is the runtime's, over all rank
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from autopar.codegen import comments
-from autopar.codegen.classes import reserved, stage_parameters, vocabulary_class
+from autopar.codegen.classes import stage_parameters, vocabulary_class
 from autopar.codegen.cuts import Part, vocabulary_part
 from autopar.codegen.emit import imports, rows
 from autopar.codegen.function import Atom, Function
@@ -42,6 +42,11 @@ class EmittedVocabulary:
     program: VocabularyProgram
     lines: Mapping[int, Origin]
 
+    def of_plan(self, digest: str) -> EmittedVocabulary:
+        """The same, of the plan with this ``digest``."""
+        text = self.text.replace(self.program.plan_digest, digest)
+        return replace(self, text=text, program=replace(self.program, plan_digest=digest))
+
 
 def emit_vocabulary(
     model: Model,
@@ -65,7 +70,7 @@ def emit_vocabulary(
     part = vocabulary_part(job, calls)
     head = head_of(local.block_of(local.calls[calls.head]))
     _check(job, part, head)
-    methods = _Methods(job, part, calls, head, reserved(job)).all()
+    methods = _Methods(job, part, calls, head, job.reserved).all()
     written = [line for function in methods.values() for line in [*function.lines(job.axes), Line(0, "")]][:-1]
     program = vocabulary_program(job, part, head, methods)
     body = ["", "", *layout(vocabulary_class(job, part, written)), "", "", *program_lines(job, part, program)]

@@ -27,12 +27,12 @@ class HasPlan(Protocol):
 T = TypeVar("T", bound=HasPlan)
 
 
-def within_budget(lay_out: Callable[[int], T], exact: Callable[[T], T], budget_bytes: int) -> T:
-    """The plan of ``lay_out(spared)``, whose solvers leave ``spared`` bytes of the budget free, that really fits.
+def within_budget(lay_out: Callable[[int], T], exact: Callable[[T], T], budget_bytes: int, spared: int = 0) -> T:
+    """The plan of ``lay_out(spared)``, whose solvers leave ``spared`` bytes of the budget free, that really fits; at
+    first as many as are given.
 
     ``exact`` gives it with what ranks hold. Raises BudgetError with a budget that would do.
     """
-    spared = 0
     for left in reversed(range(_ROUNDS)):
         try:
             found = lay_out(spared)

@@ -6,7 +6,7 @@ is emitted from) so that what is executed is what was costed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -32,6 +32,7 @@ from autopar.planner.breakdown import Work, cost_plan, model_work
 from autopar.planner.budget import within_budget
 from autopar.planner.compression import KeptBytes, check_compression, describe
 from autopar.planner.expert_costs import Load, Reckoning, experts_plans, reckon
+from autopar.planner.fitting import Layout
 from autopar.planner.modes import mode_of
 from autopar.planner.node_plans import node_plans
 from autopar.planner.offload import host_peak_bytes, require_host
@@ -109,23 +110,41 @@ def build(
     Raises ShardingError, StageError, ScheduleError, ArgumentError or PlanError.
     """
     placed = place(model, request, pinned)
+    request = placed.request
+    machine = Machine.of(request.cluster, request.mesh, request.options.zero_ranks)
+    costs = [block_cost(block, machine) for block in placed.model.blocks]
+    activations = activations_of(placed.model, costs, machine, request.options)
+    return finish(placed, costs, activations, pinned, measured)
+
+
+def finish(
+    placed: Placed,
+    costs: list[BlockCost],
+    activations: Activations,
+    pinned: Plan | None = None,
+    measured: Callable[[Built], Built] | None = None,
+    known: Mapping[int, Layout] | None = None,
+) -> Built:
+    """:func:`build`, from a model that is placed. ``known`` are layouts of it that were found before, by the bytes that
+    they spared; the leanest of them is tried first."""
     model, request = placed.model, placed.request
     machine = Machine.of(request.cluster, request.mesh, request.options.zero_ranks)
-    costs = [block_cost(block, machine) for block in model.blocks]
-    activations = activations_of(model, costs, machine, request.options)
     wanted = replace(request.wanted, head_chunks=request.options.head_chunks)
-    pins = pins_of(pinned, model) if pinned else None
+    pins, found = pins_of(pinned, model) if pinned else None, known or {}
 
     def laid_out(spared_bytes: int) -> Built:
-        spared = replace(wanted, spared_bytes=spared_bytes)
-        pipeline = lay_out(model, costs, machine, request.microbatches, spared, request.options, activations, pins)
+        spared, before = replace(wanted, spared_bytes=spared_bytes), found.get(spared_bytes)
+        pipeline = lay_out(
+            model, costs, machine, request.microbatches, spared, request.options, activations, pins, before
+        )
         plan = pinned or _plan(placed, pipeline, costs, machine)
         require_host(request.options, machine.device, max(rank.host_bytes for rank in plan.rank_plans))
         return Built(plan, model, pipeline)
 
     if pinned is not None or measured is None:
         return laid_out(0)
-    return within_budget(laid_out, measured, request.options.budget_bytes or machine.device.memory_bytes)
+    budget = request.options.budget_bytes or machine.device.memory_bytes
+    return within_budget(laid_out, measured, budget, max(found, default=0))
 
 
 @dataclass(frozen=True)

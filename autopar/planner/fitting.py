@@ -9,7 +9,7 @@ faster. Where nothing has to be recomputed and no cut is faster than the one tha
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -33,6 +33,10 @@ from autopar.planner.stages import (
 _ROUNDS = 4  # of cutting and choosing; more have never changed anything
 
 
+Cuts = dict[tuple[tuple[Unit, ...], int | None], Partition | None]
+"""By units and the budget, the fastest; None where none fits."""
+
+
 @dataclass(frozen=True)
 class Fit:
     """A cut, and for each call (in the model's numbering) what it recomputes; ``pace``: of such fits, the step that
@@ -44,10 +48,31 @@ class Fit:
 
 
 @dataclass(frozen=True)
+class Layout:
+    """How a pipeline fits: its cut with what calls recompute; the stages whose activations go to the host, None where
+    none may."""
+
+    fit: Fit
+    offloads: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Pins:
+    """What a plan says: the first unit of each stage, the list of a schedule that has no name, and for each unit the
+    names of the first and last op of each region that it recomputes; the stages whose activations are offloaded."""
+
+    starts: Sequence[int]
+    actions: str | None
+    recompute: Sequence[Sequence[Sequence[str]]]
+    offloads: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
 class Demand:
     """What is to be fitted: ``units`` are those of ``calls``; ``inflight`` and ``placement`` are per stage; a rank has
     ``budget_bytes``, of which ``reserved_bytes`` are taken. ``microbatches`` are those of a step. ``even``: equally
-    many layers per stage, whatever they cost. ``mode`` is ``options.recompute``."""
+    many layers per stage, whatever they cost. ``mode`` is ``options.recompute``. ``known`` are cuts that were found for
+    other demands of the same stages."""
 
     model: Model
     calls: Sequence[int]
@@ -60,6 +85,7 @@ class Demand:
     reserved_bytes: int
     even: bool
     mode: str
+    known: Cuts = field(default_factory=dict)
 
     @property
     def free_bytes(self) -> int:
@@ -116,8 +142,11 @@ def _fitted(demand: Demand, options: Mapping[int, tuple[Alternative, ...]]) -> F
 
 
 def _fastest(demand: Demand, units: Sequence[Unit], budget_bytes: int | None) -> Partition | None:
-    shared = demand.activations.shared_bytes
-    return find_partition(units, demand.inflight, budget_bytes, demand.placement, shared, demand.microbatches)
+    key = tuple(units), budget_bytes
+    if key not in demand.known:
+        stages = demand.inflight, budget_bytes, demand.placement, demand.activations.shared_bytes, demand.microbatches
+        demand.known[key] = find_partition(units, *stages)
+    return demand.known[key]
 
 
 def _with_recomputation(demand: Demand, without: Fit | None, bound_seconds: float) -> Fit:

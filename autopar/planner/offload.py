@@ -19,7 +19,8 @@ from typing import Final
 from autopar.cluster import Device
 from autopar.errors import ArgumentError, BudgetError
 from autopar.options import Options
-from autopar.schedules import Costs, Schedule, Timeline, simulate_timeline
+from autopar.schedules import Costs, Schedule, Timeline, Timelines
+from autopar.schedules.kept import kept_stages
 from autopar.schedules.offloads import offload_activations
 
 _JOINT: Final = 64
@@ -27,35 +28,45 @@ _JOINT: Final = 64
 Stages = tuple[int, ...]
 
 
-def choose(schedule: Schedule, costs: Costs, free_bytes: Sequence[int]) -> Stages | None:
+def choose(
+    schedule: Schedule, costs: Costs, free_bytes: Sequence[int], timelines: Timelines | None = None
+) -> Stages | None:
     """The stages of a lowered schedule to offload; none of a rank that has room. None: nothing fits.
 
     ``free_bytes`` per pipeline rank: what it has left for activations.
     """
-    without = simulate_timeline(schedule, costs, trusted=True)
+    timelines = timelines or Timelines()
+    without = timelines.of(schedule, costs)
     peaks, least = without.peak_activation_bytes, without.makespan_seconds
     ranks = [rank for rank, (peak, free) in enumerate(zip(peaks, free_bytes, strict=True)) if peak > free]
     own = {rank: _by_wait(schedule, costs, rank) for rank in ranks}
     if math.prod(2 ** len(stages) - 1 for stages in own.values()) > _JOINT:
-        return _growing(schedule, costs, free_bytes, without)
+        return _growing(schedule, costs, free_bytes, without, timelines)
     every = [tuple(chain(*some)) for some in product(*map(_subsets, own.values()))]
-    return _best(schedule, costs, free_bytes, every, least)
+    return _best(schedule, costs, free_bytes, every, least, timelines)
 
 
-def _growing(schedule: Schedule, costs: Costs, free_bytes: Sequence[int], without: Timeline) -> Stages | None:
-    """As few stages of each rank as fit, those that wait the longest first: by what the ones before made room for."""
+def _growing(
+    schedule: Schedule, costs: Costs, free_bytes: Sequence[int], without: Timeline, timelines: Timelines
+) -> Stages | None:
+    """As few stages of each rank as fit, those that wait the longest first: at first as many as would make room if
+    nothing of them stayed, then by what those made room for."""
     peaks = without.peak_activation_bytes
     waiting = {rank: _by_wait(schedule, costs, rank) for rank in range(schedule.ranks)}
-    counts = [0] * schedule.ranks
+    counts, kept = [0] * schedule.ranks, kept_stages(schedule)
     while over := [rank for rank, (peak, free) in enumerate(zip(peaks, free_bytes, strict=True)) if peak > free]:
         if any(counts[rank] == len(waiting[rank]) for rank in over):
             return None
         for rank in over:
-            made = max(1, without.peak_activation_bytes[rank] - peaks[rank])
-            more = (peaks[rank] - free_bytes[rank]) * counts[rank] // made
+            lacks = peaks[rank] - free_bytes[rank]
+            if counts[rank]:
+                more = lacks * counts[rank] // max(1, without.peak_activation_bytes[rank] - peaks[rank])
+            else:
+                room = accumulate(kept[stage] * costs.offload_bytes[stage] for stage in waiting[rank])
+                more = sum(bytes_ < lacks for bytes_ in room) + 1
             counts[rank] = min(len(waiting[rank]), counts[rank] + max(1, more))
         found = tuple(sorted(chain(*(waiting[rank][:count] for rank, count in enumerate(counts)))))
-        peaks = simulate_timeline(offload_activations(schedule, found), costs, trusted=True).peak_activation_bytes
+        peaks = timelines.of(offload_activations(schedule, found), costs).peak_activation_bytes
     return found if any(counts) else ()
 
 
@@ -68,15 +79,17 @@ def _by_wait(schedule: Schedule, costs: Costs, rank: int) -> list[int]:
     return sorted(waits, key=lambda stage: (-waits[stage], stage))
 
 
-def offloaded_stages(schedule: Schedule, costs: Costs, free_bytes: Sequence[int], budget_bytes: int) -> Stages:
+def offloaded_stages(
+    schedule: Schedule, costs: Costs, free_bytes: Sequence[int], budget_bytes: int, timelines: Timelines
+) -> Stages:
     """:func:`choose`, where a rank's whole budget is ``budget_bytes``.
 
     Raises BudgetError, which says what the rank that lacks the most keeps with all offloaded.
     """
-    found = choose(schedule, costs, free_bytes)
+    found = choose(schedule, costs, free_bytes, timelines)
     if found is not None:
         return found
-    leanest = simulate_timeline(offload_activations(schedule, range(schedule.stages)), costs, trusted=True)
+    leanest = timelines.of(offload_activations(schedule, range(schedule.stages)), costs)
     lacks = [peak - free for peak, free in zip(leanest.peak_activation_bytes, free_bytes, strict=True)]
     rank = lacks.index(max(lacks))
     raise BudgetError(
@@ -99,12 +112,13 @@ def _best(
     free_bytes: Sequence[int],
     choices: Sequence[Stages],
     least_seconds: float,
+    timelines: Timelines,
 ) -> Stages | None:
     """The best of ``choices`` with which all ranks fit. No copies make a step shorter than ``least_seconds``, that
     without any: of those that take no longer, the one that moves the least is the best."""
     found: list[tuple[float, int, Stages]] = []
     for moved, stages in sorted((sum(costs.offload_bytes[k] for k in some), tuple(sorted(some))) for some in choices):
-        timeline = simulate_timeline(offload_activations(schedule, stages), costs, trusted=True)
+        timeline = timelines.of(offload_activations(schedule, stages), costs)
         if all(peak <= free for peak, free in zip(timeline.peak_activation_bytes, free_bytes, strict=True)):
             found.append((timeline.makespan_seconds, moved, stages))
             if timeline.makespan_seconds <= least_seconds:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -19,22 +19,26 @@ from autopar.graph import Model
 from autopar.options import Options
 from autopar.passes.vocabulary import STAGELESS, VOCABULARY
 from autopar.planner.activations import Activations, Alternative
+from autopar.planner.alike import Alike
 from autopar.planner.between import between
 from autopar.planner.block_costs import BlockCost, Machine
-from autopar.planner.fitting import Demand, Fit, fit, pinned
+from autopar.planner.fitting import Cuts, Demand, Fit, Layout, Pins, fit, pinned
 from autopar.planner.gradients import Accumulation, GradientCosts
 from autopar.planner.makespan_bounds import makespan_bound
 from autopar.planner.modes import mode_of
 from autopar.planner.offload import offloaded_stages
 from autopar.planner.rank_memory import State, Storage, passing_bytes, rank_state, vocabulary_state
+from autopar.planner.scalars import scalars
 from autopar.planner.stages import Partition, Unit
 from autopar.planner.synthesis import synthesize
+from autopar.planner.table_gradients import with_gradients
 from autopar.planner.units import units_of
 from autopar.planner.vocabulary_costs import VocabularyCost, vocabulary_cost
 from autopar.planner.zero import MoveCosts, weight_moves
-from autopar.schedules import Costs, Schedule, Timeline, generate, lower, simulate_timeline
+from autopar.schedules import Costs, Schedule, Timeline, Timelines, generate, lower, simulate_timeline
 from autopar.schedules.flow import COMPUTE
 from autopar.schedules.greedy import Job
+from autopar.schedules.kept import kept_stages
 from autopar.schedules.offloads import LEAST_BYTES, offload_activations
 from autopar.schedules.pass_times import PassTimes
 from autopar.schedules.registry import SCHEDULES
@@ -58,10 +62,9 @@ class Wanted:
 @dataclass(frozen=True)
 class Pipeline:
     """``stages`` are the calls of each stage; ``inflight[k]`` how many microbatches of stage k its rank keeps when it
-    keeps the most. ``bound_seconds`` is a proven bound on the slowest rank's passes of one microbatch.
-    ``chosen`` is what each call recomputes, ``accumulations`` what a stage's backward takes to add up gradients,
-    ``transient_bytes`` what passes of each pipeline rank hold at most beside what it keeps, ``free_bytes`` what it had
-    left for activations."""
+    keeps the most. ``bound_seconds`` is a proven bound on the slowest rank's passes of one microbatch. ``layout`` is
+    how it fits, ``accumulations`` what stages' backwards take to add up gradients, ``transient_bytes`` what passes of
+    each pipeline rank hold at most beside what it keeps, ``free_bytes`` what it had left for activations."""
 
     stages: tuple[tuple[int, ...], ...]
     schedule: Schedule
@@ -70,10 +73,15 @@ class Pipeline:
     bound_seconds: float
     vocabulary: VocabularyCost | None
     activations: Activations
-    chosen: Mapping[int, Alternative]
+    layout: Layout
     accumulations: tuple[Accumulation, ...]
     transient_bytes: tuple[int, ...]
     free_bytes: tuple[int, ...]
+
+    @property
+    def chosen(self) -> Mapping[int, Alternative]:
+        """What each call recomputes."""
+        return self.layout.fit.chosen
 
     @cached_property
     def order_seconds(self) -> float:
@@ -86,8 +94,7 @@ class Pipeline:
 
     def recompute_seconds(self, stage: int) -> float:
         """What recomputation adds to the stage's backward of a microbatch."""
-        split = bool(self.schedule.split)
-        return math.fsum(self.chosen[i].rerun_seconds(split=split) for i in self.stages[stage])
+        return math.fsum(self.chosen[i].rerun_seconds(split=bool(self.schedule.split)) for i in self.stages[stage])
 
 
 _ROOMS = 3  # tries to make room for what a schedule keeps
@@ -96,14 +103,14 @@ _BOUNDLESS = 1 << 60
 
 
 @dataclass(frozen=True)
-class Pins:
-    """What a plan says: the first unit of each stage, the list of a schedule that has no name, and for each unit the
-    names of the first and last op of each region that it recomputes; the stages whose activations are offloaded."""
+class _Shared:
+    """What several cuts of one model have in common."""
 
-    starts: Sequence[int]
-    actions: str | None
-    recompute: Sequence[Sequence[Sequence[str]]]
-    offloads: Sequence[int] = ()
+    alike: Alike
+    timelines: Timelines = field(default_factory=Timelines)
+    states: dict[Hashable, int] = field(default_factory=dict)  # device bytes of a stage's parameters
+    passing: dict[Hashable, int] = field(default_factory=dict)  # of a rank's weights on their way
+    cuts: dict[Hashable, Cuts] = field(default_factory=dict)  # by where stages are and what these keep
 
 
 @dataclass(frozen=True)
@@ -120,6 +127,7 @@ class _Parts:
     options: Options
     vocabulary: VocabularyCost | None
     activations: Activations
+    shared: _Shared
 
     @property
     def budget_bytes(self) -> int:
@@ -154,8 +162,10 @@ def lay_out(
     options: Options,
     activations: Activations,
     pins: Pins | None = None,
+    known: Layout | None = None,
 ) -> Pipeline:
     """Cut ``model`` (local on all axes), choose what it recomputes, and schedule it; or take that from ``pins``.
+    ``known`` is what was chosen before, for these very arguments.
 
     Raises StageError, ScheduleError, ArgumentError or PlanError.
     """
@@ -163,14 +173,18 @@ def lay_out(
     storage = Storage(options, machine.mesh)
     units = units_of(model, calls, costs, machine, storage)
     vocabulary = vocabulary_cost(model, mode_of(wanted.vocabulary).head, costs, machine, wanted.head_chunks)
-    parts = _Parts(model, calls, units, costs, machine, microbatches, wanted, options, vocabulary, activations)
+    shared = _Shared(Alike(model))
+    parts = _Parts(model, calls, units, costs, machine, microbatches, wanted, options, vocabulary, activations, shared)
     if pins is not None and pins.actions is not None:
         written = Schedule.from_text(pins.actions)
         return _pipeline(parts, written, pins, lambda costs, free_bytes: written)
     if wanted.schedule != SYNTHESIZED:
-        name = _schedule_name(wanted, machine.sizes["pp"])
-        draft = _draft(parts, name)
-        return _pipeline(parts, draft, pins, partial(_named, parts, name, draft))
+        draft = _draft(parts, name := _schedule_name(wanted, machine.sizes["pp"]))
+        schedule_for = partial(_named, parts, name, draft)
+        if known is not None:
+            moved = known.offloads
+            return _scheduled(parts, draft, known.fit, schedule_for, offloads=moved is not None, moved=moved)
+        return _pipeline(parts, draft, pins, schedule_for)
     return _best_synthesized(parts, pins)
 
 
@@ -188,7 +202,8 @@ def _pipeline(
             "weights with them, which can't go to the host. Use a synchronous schedule, or leave offload out"
         )
     if pins is not None:
-        return _scheduled(parts, draft, _fit(parts, draft, pins, kept_stages(draft)), schedule_for, pins)
+        found = _fit(parts, draft, pins, kept_stages(draft))
+        return _scheduled(parts, draft, found, schedule_for, trusted=pins.actions is None, moved=pins.offloads)
     if not offloads:
         return _roomy(parts, draft, schedule_for)
     try:
@@ -228,7 +243,8 @@ def _offloading(
     ``without`` is the best that keeps all on the device, or why there is none. Raises the BudgetError that asks least.
     """
     inflight = kept_stages(draft)
-    lacks = _lacks(parts, draft, _fit(parts.sparing(-_BOUNDLESS), draft, None, inflight), inflight)
+    plain = _fit(parts.sparing(-_BOUNDLESS), draft, None, inflight)
+    lacks = _lacks(parts, draft, plain, inflight)
     best = None if isinstance(without, BudgetError) else without
     if best is not None and not lacks:
         return best
@@ -251,6 +267,8 @@ def _offloading(
             best, low = found, part
         else:
             high = part
+        if (cut.cut.starts, cut.chosen) == (plain.cut.starts, plain.chosen):
+            break  # nothing is recomputed: no more room changes anything
     if best is None:
         raise min(refusals, key=lambda error: error.needed_bytes)
     return best
@@ -270,11 +288,13 @@ def _scheduled(
     draft: Schedule,
     found: Fit,
     schedule_for: Callable[[Costs, list[int]], Schedule],
-    pins: Pins | None = None,
     *,
+    trusted: bool = True,
     offloads: bool = False,
+    moved: Sequence[int] | None = None,
 ) -> Pipeline:
-    """Scheduled by the costs of a cut and the bytes left for activations. ``schedule_for`` gives compute actions.
+    """Scheduled by the costs of a cut and the bytes left for activations. ``schedule_for`` gives compute actions, which
+    may be ``trusted`` to be an order; ``moved`` are the stages whose activations go to the host, if that is known.
 
     Raises BudgetError where it ``offloads`` activations and still keeps too many.
     """
@@ -290,19 +310,19 @@ def _scheduled(
     room = [sys.maxsize] * len(free) if offloads else list(free)
     posts = weight_moves(parts.model, parts.options, parts.machine.lines.values())
     schedule = lower(schedule_for(costs, room), costs.seconds, posts)
-    if pins is not None:
-        schedule = offload_activations(schedule, pins.offloads)
-    elif offloads:
-        schedule = offload_activations(schedule, offloaded_stages(schedule, costs, free, parts.budget_bytes))
+    if offloads and moved is None:
+        moved = offloaded_stages(schedule, costs, free, parts.budget_bytes, parts.shared.timelines)
+    if moved:
+        schedule = offload_activations(schedule, moved)
     return Pipeline(
         stages=stages,
         schedule=schedule,
-        timeline=simulate_timeline(schedule, costs, trusted=pins is None or pins.actions is None),
+        timeline=parts.shared.timelines.of(schedule, costs) if trusted else simulate_timeline(schedule, costs),
         inflight=kept_stages(schedule),
         bound_seconds=cut.bound_seconds,
         vocabulary=parts.vocabulary,
         activations=parts.activations,
-        chosen=found.chosen,
+        layout=Layout(found, tuple(moved or ()) if offloads else None),
         accumulations=accumulations,
         transient_bytes=transients,
         free_bytes=free,
@@ -365,9 +385,7 @@ def _synthesized(draft: Schedule, costs: Costs, free_bytes: list[int]) -> Schedu
     return _passes(found.schedule)
 
 
-def _transient_bytes(
-    parts: _Parts, stages: Sequence[Sequence[int]], chosen: Mapping[int, Alternative], storage: Storage
-) -> int:
+def _transient_bytes(parts: _Parts, stages: Sequence[Sequence[int]], chosen: Mapping[int, Alternative]) -> int:
     """What passes of a rank with these ``stages`` hold at most beside what the rank keeps; by the time of a call's
     backward, what later ones kept is gone."""
     most = parts.vocabulary.transient_bytes if parts.vocabulary else 0
@@ -377,7 +395,10 @@ def _transient_bytes(
         for i in reversed(stage):
             most = max(most, activations.transient_bytes(i, chosen[i]) - gone)
             gone += activations.call_bytes(i, chosen[i])
-    return most + passing_bytes(parts.model, stages, storage).always
+    key = tuple(map(parts.shared.alike.key, stages))
+    if key not in parts.shared.passing:
+        parts.shared.passing[key] = passing_bytes(parts.model, stages, parts.storage).always
+    return most + parts.shared.passing[key]
 
 
 def _transients(
@@ -386,7 +407,7 @@ def _transients(
     """:func:`_transient_bytes` of each pipeline rank."""
     homes = list(zip(draft.placement, stages, strict=True))
     mine = ([stage for home, stage in homes if home == rank] for rank in range(draft.ranks))
-    return tuple(_transient_bytes(parts, own, chosen, parts.storage) for own in mine)
+    return tuple(_transient_bytes(parts, own, chosen) for own in mine)
 
 
 def _free_bytes(
@@ -396,8 +417,15 @@ def _free_bytes(
     hold beside."""
     held = [parts.vocabulary_state.device_bytes + bytes_ for bytes_ in transients]
     for home, stage in zip(draft.placement, stages, strict=True):
-        held[home] += rank_state(parts.model, stage, parts.storage).device_bytes
+        held[home] += _state_bytes(parts, stage)
     return tuple(max(0, parts.budget_bytes - parts.wanted.spared_bytes - bytes_) for bytes_ in held)
+
+
+def _state_bytes(parts: _Parts, stage: Sequence[int]) -> int:
+    key, states = parts.shared.alike.key(stage), parts.shared.states
+    if key not in states:
+        states[key] = rank_state(parts.model, stage, parts.storage).device_bytes
+    return states[key]
 
 
 def compute_only(schedule: Schedule) -> str:
@@ -450,26 +478,6 @@ def _generate(parts: _Parts, name: str, chunks: int | None, times: PassTimes | N
     return generate(name, ranks, parts.microbatches, chunks=chunks, costs=times, head=head, embedding=embedding)
 
 
-def kept_stages(schedule: Schedule) -> tuple[int, ...]:
-    """Per stage, how many microbatches its rank keeps of it when it keeps the most of all its stages."""
-    most = [0] * schedule.stages
-    for rank, actions in enumerate(schedule.lists):
-        kept = {stage: 0 for stage, home in enumerate(schedule.placement) if home == rank}
-        total = peak = 0
-        for kind, _, stage, _ in actions:
-            if kind == "F":
-                total += 1
-                kept[stage] += 1
-            elif kind in ("B", "W"):
-                total -= 1
-                kept[stage] -= 1
-            if total > peak:
-                peak = total
-                for held, count in kept.items():
-                    most[held] = count
-    return tuple(most)
-
-
 def _fit(parts: _Parts, draft: Schedule, pins: Pins | None, inflight: tuple[int, ...]) -> Fit:
     """The cut, and what each call recomputes."""
     asynchronous = draft.is_asynchronous
@@ -491,6 +499,7 @@ def _fit(parts: _Parts, draft: Schedule, pins: Pins | None, inflight: tuple[int,
         reserved_bytes=parts.reserved_bytes,
         even=not mode_of(parts.wanted.vocabulary).balanced,
         mode="none" if asynchronous else parts.options.recompute,
+        known=parts.shared.cuts.setdefault((draft.placement, inflight), {}),
     )
     if pins is None:
         return fit(demand)
@@ -534,9 +543,8 @@ def _puts_off(parts: _Parts, draft: Schedule) -> bool:
 
 def _accumulations(parts: _Parts, moves: MoveCosts, draft: Schedule) -> tuple[Accumulation, ...]:
     """Of each stage; an asynchronous schedule updates by the gradient of each microbatch."""
-    microbatches = 1 if draft.is_asynchronous else parts.microbatches
-    gradients = GradientCosts(moves, microbatches, split=_puts_off(parts, draft))
-    return tuple(map(gradients.accumulation, moves.stages))
+    count = 1 if draft.is_asynchronous else parts.microbatches
+    return tuple(map(GradientCosts(moves, count, split=_puts_off(parts, draft)).accumulation, moves.stages))
 
 
 def _schedule_costs(
@@ -575,9 +583,10 @@ def _schedule_costs(
         step_seconds=_step_seconds(parts, stages, placement),
         weight_seconds=weights,
         later_bytes=tuple(sum(c.later_bytes for c in s) for s in per_stage),
-        vocabulary_seconds=vocabulary.seconds if vocabulary else {},
+        vocabulary_seconds=with_gradients(vocabulary, moves, parts.microbatches, parts.wanted.head_chunks),
         logits_bytes=vocabulary.logits_bytes if vocabulary else 0,
         **_offload_costs(parts, stages, chosen),
+        **scalars(model, stages, parts.costs, machine, placement, parts.microbatches)._asdict(),
     )
 
 

@@ -10,7 +10,8 @@ from autopar.passes.recompute import Region
 from autopar.passes.vocabulary import STAGELESS
 from autopar.plan import Plan, RecomputePlan, bytes_text
 from autopar.planner.activations import Alternative
-from autopar.planner.pipeline import Pins, Pipeline
+from autopar.planner.fitting import Pins
+from autopar.planner.pipeline import Pipeline
 
 
 def used_alternatives(model: Model, block: int, pipeline: Pipeline) -> list[Alternative]:

@@ -24,11 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.recipe.steps import CONSTANT, Constant, Recipe, Step, Value
 
-# In-place operators that give every element of their tensor a value, whatever it held.
-_FILLS: Final = {
-    *("zero_", "fill_", "copy_", "normal_", "uniform_", "log_normal_", "exponential_", "cauchy_"),
-    *("geometric_", "random_", "bernoulli_"),
+# In-place operators that give every element of their tensor a value, whatever it held; of these, the ones that draw it.
+_DRAWS: Final = {
+    *("normal_", "uniform_", "log_normal_", "exponential_", "cauchy_", "geometric_", "random_", "bernoulli_"),
 }
+_FILLS: Final = {"zero_", "fill_", "copy_", *_DRAWS}
 _PARTLY: Final = ("index_", "scatter", "masked_")  # those that write the elements they are told
 _BLANK: Final = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _PLACEMENT: Final = {"device", "layout", "pin_memory"}  # of no concern to a recipe
@@ -90,11 +90,12 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         plain_args = self._plain(args)  # now: the call may change the values of a constant
         plain_kwargs = {key: self._plain(item) for key, item in kwargs.items() if key not in _PLACEMENT}
-        result = func(*args, **kwargs)
         stream = len(self._calls) if torch.Tag.nondeterministic_seeded in func.tags else None
         step = Step(str(func), plain_args, plain_kwargs, stream)
-        inputs, outputs = list(_tensors((args, kwargs))), list(_tensors(result))
         base, overload = step.op.split(".")[1:]
+        # What draws values has none to draw without memory, which torch takes long to find out.
+        result = args[0] if base in _DRAWS and args[0].is_meta else func(*args, **kwargs)
+        inputs, outputs = list(_tensors((args, kwargs))), list(_tensors(result))
         if written := _written(base, overload, args, kwargs):
             fills = base in _FILLS or overload.endswith("out")
             reads = [t for t in inputs if all(t is not other for other in written)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -99,10 +99,18 @@ class _Place:
     exact: set[int] = field(default_factory=set)
 
 
+Kept = Tensor | Piece[_Memory]
+"""What autograd gets in the place of a tensor that it saves."""
+
+
 class ActivationOffload:
-    """What a rank's stages keep of the microbatches in ``places``, whose lists have OFFLOAD and FETCH for them."""
+    """What a rank's stages keep of the microbatches in ``places``, whose lists have OFFLOAD and FETCH for them.
+
+    ``keep`` is what autograd asks for each tensor that it saves, where the forward that runs is of such a place.
+    """
 
     def __init__(self, places: Collection[Place], device: torch.device) -> None:
+        self.keep: Callable[[Tensor], Kept] | None = None
         self._places = frozenset(places)
         self._copies = Copies(device)
         self._kept: dict[Place, _Place] = {}
@@ -115,8 +123,13 @@ class ActivationOffload:
             return
         kept = self._kept[place] = _Place()
         held = held_storages(module)
-        with Once[_Memory]() as once, saved_tensors_hooks(functools.partial(self._keep, once, kept, held), _restore):
-            yield
+        with Once[_Memory]() as once:
+            self.keep = functools.partial(self._keep, once, kept, held)
+            try:
+                with saved_tensors_hooks(self.keep, restored):
+                    yield
+            finally:
+                self.keep = None
 
     def offload(self, place: Place, received: Iterable[Tensor] = ()) -> None:
         """Start to copy what ``place`` keeps to the host. ``received`` is memory that belongs to this pass alone.
@@ -137,7 +150,7 @@ class ActivationOffload:
         for memory in list(self._kept.pop(place).memories):
             memory.fetch()
 
-    def _keep(self, once: Once[_Memory], kept: _Place, held: Collection[int], x: Tensor) -> Tensor | Piece[_Memory]:
+    def _keep(self, once: Once[_Memory], kept: _Place, held: Collection[int], x: Tensor) -> Kept:
         storage = id(x.untyped_storage())
         if storage in held:
             return as_it_is(x)
@@ -153,5 +166,6 @@ class ActivationOffload:
         return _Memory(self._copies, flat)
 
 
-def _restore(kept: Tensor | Piece[_Memory]) -> Tensor:
+def restored(kept: Kept) -> Tensor:
+    """The tensor that autograd saved."""
     return kept if isinstance(kept, Tensor) else kept.of(kept.whole.use())

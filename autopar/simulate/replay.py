@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from autopar.runtime.axes import Axes
 from autopar.runtime.executor import Executor
 from autopar.runtime.job import Job
+from autopar.runtime.offload import ActivationOffload, Kept, restored
 from autopar.runtime.program import Program
 from autopar.runtime.units import layers
 from autopar.shapes import Memory, ShapeTensor
@@ -29,19 +30,22 @@ from autopar.simulate.tapes import (
     INCOMING,
     Counts,
     Drops,
+    Forgets,
     Gives,
+    Keeps,
     Made,
     Moment,
     NoTapeError,
     Returns,
     Stretch,
     Tape,
+    Uses,
     parameters,
     record,
     slot,
     token,
 )
-from autopar.simulate.torch_private import complete_gradient
+from autopar.simulate.torch_private import complete_gradient, without_function_modes
 
 _CLASS: Final = re.compile(r"^class (\w+)\(nn\.Module\):.*?(?=^\S)", re.MULTILINE | re.DOTALL)
 _COMMENT: Final = re.compile(r"#.*")
@@ -60,12 +64,7 @@ class Tapes:
 
 def replay_layers(executor: Executor, job: Job, tapes: Tapes, tracker: ShapeTracker) -> None:
     """From now on, the layers of the executor's stages play their tapes, where they can."""
-    options = job.options
-    if (
-        "activations" in options.offload
-        or options.activations == "8bit"
-        or any(a.kind == "I" for a in executor.actions)
-    ):
+    if job.options.activations == "8bit" or any(a.kind == "I" for a in executor.actions):
         return  # others keep what layers make
     for stage, module in executor.stages.items():
         text, program = job.texts[stage], executor.programs[stage]
@@ -74,9 +73,12 @@ def replay_layers(executor: Executor, job: Job, tapes: Tapes, tracker: ShapeTrac
         for path, layer in layers(module):
             axes = getattr(layer, "axes", executor.axes.within(path))
             names = {f"{path}.{name}" for name, _ in layer.named_parameters()}
-            if path in unshared and type(layer).__name__ in sources and names.isdisjoint(program.spanning):
+            alone = names.isdisjoint((*program.spanning, *program.readers))
+            if path in unshared and type(layer).__name__ in sources and alone:
                 form = sources[type(layer).__name__], _routers(program, path), _described(layer)
-                layer.forward = _Player(layer, layer.forward, form, unshared[path], axes, tapes, tracker)
+                layer.forward = _Player(
+                    layer, layer.forward, form, unshared[path], axes, tapes, tracker, executor.offload
+                )
 
 
 def _routers(program: Program, path: str) -> Hashable:
@@ -106,6 +108,7 @@ class _Player:
     axes: Axes
     tapes: Tapes
     tracker: ShapeTracker
+    offload: ActivationOffload
     parameters: list[nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -113,17 +116,23 @@ class _Player:
 
     def __call__(self, *operands: Any) -> Any:
         tape = self._tape(operands)
-        return self.forward(*operands) if tape is None else _Pass(self, tape, operands).output(operands)
+        if tape is None:
+            return self.forward(*operands)
+        with without_function_modes():  # the tape says which kernels ran
+            return _Pass(self, tape, operands).output(operands)
 
     def _tape(self, operands: Sequence[Any]) -> Tape | None:
         """None where the layer has to run."""
         trained = _trained(operands)
         if not trained or not self.unshared.issuperset(trained) or not torch.is_grad_enabled():
             return None
-        key = self.form, tuple(map(_operand, operands))
+        hooked = self.offload.keep is not None
+        key = self.form, tuple(map(_operand, operands)), hooked
         if key not in self.tapes.known:
             try:
-                self.tapes.known[key] = record(self.layer, self.forward, operands, self.axes, self.tracker)
+                self.tapes.known[key] = record(
+                    self.layer, self.forward, operands, self.axes, self.tracker, hooked=hooked
+                )
             except NoTapeError:
                 self.tapes.known[key] = None
         return self.tapes.known[key]
@@ -154,6 +163,7 @@ class _Pass:
             n for n, operand in enumerate(operands) if isinstance(operand, Tensor) and operand.requires_grad
         ]
         self._made: list[ShapeTensor] = []
+        self._kept: dict[int, Kept] = {}
 
     def output(self, operands: Sequence[Any]) -> Any:
         """What the forward gives."""
@@ -182,7 +192,8 @@ class _Pass:
 
     def returned(self) -> list[Tensor | None]:
         """Of operands that have one, the gradient."""
-        found = self._play(self._tape.backward)
+        with without_function_modes():
+            found = self._play(self._tape.backward)
         return [found.get(position) for position in self._trained]
 
     def _play(self, moments: Iterable[Moment]) -> dict[int, Tensor]:
@@ -197,9 +208,22 @@ class _Pass:
                 complete_gradient(self._player.parameters[moment.parameter], self._given(moment))
             elif isinstance(moment, Returns):
                 found[moment.operand] = self._tensor(moment.gradient)
-            else:
+            elif isinstance(moment, Counts):
                 self._count(moment)
+            else:
+                self._remember(moment)
         return found
+
+    def _remember(self, moment: Keeps | Uses | Forgets) -> None:
+        """What autograd would ask of hooks on saved tensors."""
+        if isinstance(moment, Keeps):
+            keep = self._player.offload.keep
+            assert keep is not None
+            self._kept[moment.kept] = keep(self._tensor(moment.tensor))
+        elif isinstance(moment, Uses):
+            self._hold(moment.place, restored(self._kept[moment.kept]))
+        else:
+            del self._kept[moment.kept]
 
     def _stretch(self, stretch: Stretch) -> None:
         held = self._held

@@ -11,15 +11,16 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from autopar.runtime.axes import Axes
+from autopar.runtime.saved_memory import as_it_is
 from autopar.shapes import Layout, Memory, ShapeTensor, layout_of
 from autopar.simulate.memory import ShapeTracker
 from autopar.storages import address
@@ -78,7 +79,27 @@ class Counts(NamedTuple):
     experts: int
 
 
-Moment = Stretch | Gives | Returns | Drops | Counts
+class Keeps(NamedTuple):
+    """A hook on saved tensors takes this one, number ``kept``."""
+
+    kept: int
+    tensor: Made
+
+
+class Uses(NamedTuple):
+    """The backward needs what was kept under this number, in memory that it calls ``place``."""
+
+    kept: int
+    place: str
+
+
+class Forgets(NamedTuple):
+    """Nothing needs what was kept under this number any more."""
+
+    kept: int
+
+
+Moment = Stretch | Gives | Returns | Drops | Counts | Keeps | Uses | Forgets
 
 
 @dataclass(frozen=True)
@@ -100,9 +121,16 @@ class NoTapeError(Exception):
 
 
 def record(
-    layer: nn.Module, forward: Callable[..., Any], operands: Sequence[Any], axes: Axes, tracker: ShapeTracker
+    layer: nn.Module,
+    forward: Callable[..., Any],
+    operands: Sequence[Any],
+    axes: Axes,
+    tracker: ShapeTracker,
+    *,
+    hooked: bool = False,
 ) -> Tape:
-    """The tape of ``forward(*operands)`` of ``layer``; nothing that is there changes. Raises NoTapeError."""
+    """The tape of ``forward(*operands)`` of ``layer``; nothing that is there changes. ``hooked``: it runs under hooks
+    on saved tensors, which the tape calls in their place. Raises NoTapeError."""
     recorder, trained = _Recorder(tracker, axes.scope), parameters(layer)
     if len({parameter for _, _, parameter in trained}) < len(trained):
         raise NoTapeError  # one of several names has one gradient
@@ -112,7 +140,8 @@ def record(
             stack.callback(setattr, owner, name, parameter)
             setattr(owner, name, recorder.parameter(number, parameter))
         given = [recorder.operand(position, operand) for position, operand in enumerate(operands)]
-        with axes.routers.counting(recorder.counted):
+        hooks = saved_tensors_hooks(recorder.keep, recorder.use) if hooked else nullcontext()
+        with axes.routers.counting(recorder.counted), hooks:
             made = forward(*given)
         recorder.end_forward(made)
         root = recorder.root(made)
@@ -155,6 +184,15 @@ class _Died(NamedTuple):
     piece: int
 
 
+@dataclass(eq=False)
+class _Kept:
+    """In the place of a tensor that a hook took: holds no memory."""
+
+    number: int
+    layout: Layout
+    bytes: int
+
+
 @dataclass
 class _Recorder:
     """Notes what happens, in order, and where in it the forward ends and the backward begins and ends."""
@@ -164,6 +202,7 @@ class _Recorder:
     events: list[Any] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)
+    _kept: int = 0  # tensors, by hooks
     _result: tuple[tuple[Made, ...], bool, int] = ((), False, 0)
     _places: dict[int, Place] = field(default_factory=dict)  # of what is alive, by address
     _references: list[Any] = field(default_factory=list)
@@ -209,6 +248,28 @@ class _Recorder:
     def counted(self, path: str, index: Tensor, experts: int) -> None:
         self.events.append(Counts(path[len(self.scope) :], self._made(index), experts))
 
+    def keep(self, tensor: Tensor) -> Tensor | _Kept:
+        """The hook on saved tensors. Weights are in nobody's way."""
+        storage = tensor.untyped_storage()
+        if address(storage) not in self._places:
+            return as_it_is(tensor)
+        number, self._kept = self._kept, self._kept + 1
+        kept = _Kept(number, layout_of(tensor), storage.nbytes())
+        self.events.append(Keeps(number, self._made(tensor)))
+        self._references.append(weakref.ref(kept, lambda _: self.events.append(Forgets(number))))
+        return kept
+
+    def use(self, kept: Tensor | _Kept) -> Tensor:
+        """What :meth:`keep` took."""
+        if isinstance(kept, Tensor):
+            return kept
+        shapes = self.tracker.shapes
+        own = shapes.tensor(kept.layout, 0, Memory(kept.bytes, shapes))
+        place = f"kept {kept.number} at {len(self.events)}"
+        self.events.append(Uses(kept.number, place))
+        self._watch(own.memory, place, Drops(place))
+        return own
+
     def end_forward(self, result: Any) -> None:
         """``result`` is what it made. Raises NoTapeError where not just one tensor of it has a gradient."""
         found = result if isinstance(result, tuple) else (result,)
@@ -241,7 +302,10 @@ class _Recorder:
         (outputs, is_tuple, trained), (end, begin, last) = self._result, self.marks
         pieces = _Pieces(self.events, self.sizes, [(0, end), (begin, last)], outputs)
         forward, backward = ([*pieces.moments(*part)] for part in ((0, end), (begin, last)))
-        loose = [pieces.whole(e.piece) if isinstance(e, _Died) else e.place for e in self.events[end:begin]]
+        between = self.events[end:begin]
+        if any(isinstance(event, Forgets) for event in between):
+            raise NoTapeError
+        loose = [pieces.whole(e.piece) if isinstance(e, _Died) else e.place for e in between]
         incoming = outputs[trained].layout
         return Tape(tuple(forward), tuple(backward), outputs, is_tuple, trained, incoming, tuple(loose))
 
@@ -315,6 +379,7 @@ class _Pieces:
         self._named = {made.place for made in outputs}
         self._named |= {e.gradient.place for e in events if isinstance(e, Gives | Returns)}
         self._named |= {e.chosen.place for e in events if isinstance(e, Counts)}
+        self._named |= {e.tensor.place for e in events if isinstance(e, Keeps)}
         self._dies = {e.piece: place for place, e in enumerate(events) if isinstance(e, _Died)}
         self._whole: dict[int, int] = {}
         self._bytes: dict[int, int] = defaultdict(int)

@@ -77,6 +77,14 @@ def test_depth_is_a_loop() -> None:
     assert len(lengths) == 1
 
 
+def test_lines_of_a_layer_are_of_a_call_of_its_stage() -> None:
+    model = folded(llama(4, layers=4))
+    stages = cut(model, 2)
+    found = emit_alone(model, 2)
+    assert [{origin.call for origin in one.lines.values()} & set(stages[1 - one.stage]) for one in found] == [set()] * 2
+    assert all(len(one.lines) > 20 for one in found)
+
+
 def test_random_ops_repeat_for_a_place_and_differ_between_layers() -> None:
     torch.manual_seed(0)
     case = gpt2(4, dropout=0.5)

@@ -10,12 +10,18 @@ from torch import nn
 
 import autopar
 from autopar.errors import PlanError
+from autopar.mesh import Mesh
+from autopar.options import Options
+from autopar.planner.block_costs import Machine, block_cost
+from autopar.planner.build import Request, activations_of, finish, place
 from autopar.planner.modes import MODES
-from autopar.planner.pipeline import kept_stages
+from autopar.planner.pipeline import Wanted, kept_stages
+from autopar.preparation import prepare
 from autopar.schedules import generate, lower
 from tests.fast_cluster import FAST
 from tests.models import llama
 from tests.pinned import compile_pinned
+from tests.simulate.test_replay import Layers
 
 
 def wide(classes: int, **options: Any) -> autopar.Plan:
@@ -76,3 +82,20 @@ def test_a_plan_whose_cut_makes_no_stages_is_refused() -> None:
     bad = good.model_copy(update={"stage_plans": empty, "digest": ""}).sealed()
     with pytest.raises(PlanError, match="which makes no stages"):
         autopar.plan(case.model, 4, sample=case.batch, plan=bad)
+
+
+@pytest.mark.parametrize(("budget_mib", "offloads", "recomputes"), [(9, (0,), False), (7, (0, 1), True)])
+def test_a_known_layout_is_laid_out_again(budget_mib: int, offloads: tuple[int, ...], recomputes: bool) -> None:
+    model = prepare(Layers(8, 512), {"x": torch.randn(1024, 512)})[0]
+    options = Options.of(offload=("activations",), budget_bytes=budget_mib << 20)
+    placed = place(model, Request(Mesh(pp=2), 8, FAST, Wanted("interleaved", "redistributed", 2), options))
+    machine = Machine.of(FAST, placed.request.mesh)
+    costs = [block_cost(block, machine) for block in placed.model.blocks]
+    activations = activations_of(placed.model, costs, machine, options)
+    found = finish(placed, costs, activations)
+    layout = found.pipeline.layout
+    assert layout.offloads == offloads
+    assert any(chosen.regions for chosen in layout.fit.chosen.values()) == recomputes
+    again = finish(placed, costs, activations, known={0: layout})
+    assert again.plan.to_json() == found.plan.to_json()
+    assert again.pipeline.schedule == found.pipeline.schedule
