@@ -12,7 +12,9 @@ from autopar.graph import Model
 from autopar.passes.split_vocabulary import split_vocabulary
 from autopar.passes.vocabulary import STAGELESS
 from autopar.plan import SearchPlan, bytes_text
-from autopar.planner.build import Built, Request, build
+from autopar.planner.block_costs import Machine
+from autopar.planner.build import Built, Request, build, finish
+from autopar.planner.fitting import Layout
 from autopar.planner.pipeline import Wanted
 from autopar.search.costing import Costing, Outcome
 from autopar.search.fronts import compared, gpus_front, memory_front, runners_up
@@ -159,7 +161,10 @@ def _microbatches(search: Search) -> int:
     )
 
 
-def _build(search: Search, point: Point, measured: Callable[[Built], Built] | None) -> Built:
+def _build(
+    search: Search, point: Point, measured: Callable[[Built], Built] | None, layout: Layout | None = None
+) -> Built:
+    """``layout`` is how the search laid it out."""
     region, profiler = point.region, search.profiler
     options = search.costing.options_of(point)
     wanted = Wanted(point.schedule, point.vocabulary, point.chunks)
@@ -167,7 +172,12 @@ def _build(search: Search, point: Point, measured: Callable[[Built], Built] | No
     state = profile.placed.request.state_bytes if profile is not None else None
     load = dict(profiler.expert_load)
     request = Request(region.mesh, region.microbatches, profiler.cluster, wanted, options, load, state)
-    return build(profiler.models[region.mesh.cp > 1].copy(), request, None, measured)
+    if profile is None or layout is None:
+        return build(profiler.models[region.mesh.cp > 1].copy(), request, None, measured)
+    machine = Machine.of(profiler.cluster, profile.mesh(region.mesh), point.zero_ranks)
+    placed = replace(profile.placed, request=replace(request, mesh=machine.mesh))
+    known = {search.costing.spared_bytes: layout}
+    return finish(placed, profile.costs_on(machine), profile.activations, None, measured, known)
 
 
 def _best(search: Search, found: Found, measured: Callable[[Built], Built] | None) -> tuple[Built, Outcome]:
@@ -180,7 +190,7 @@ def _best(search: Search, found: Found, measured: Callable[[Built], Built] | Non
             break
         search.tell("build")
         try:
-            built = _build(search, outcome.point, measured)
+            built = _build(search, outcome.point, measured, outcome.layout)
         except AutoparError as error:  # what its ranks really hold doesn't fit
             last = error
             continue

@@ -18,6 +18,7 @@ from autopar.options import Options
 from autopar.passes.recompute import own_modules
 from autopar.planner.block_costs import BlockCost, Machine
 from autopar.planner.build import rank_plan
+from autopar.planner.fitting import Layout
 from autopar.planner.modes import MODES
 from autopar.planner.offload import require_host
 from autopar.planner.pipeline import Pipeline, Wanted, lay_out
@@ -34,13 +35,14 @@ from autopar.search.space import Family, Point
 @dataclass(frozen=True)
 class Outcome:
     """A point as it was laid out: seconds of its step, bytes that its fullest rank is reckoned to hold, and whether it
-    recomputes anything. ``parts`` say where its busiest rank's time goes."""
+    recomputes anything. ``parts`` say where its busiest rank's time goes; ``layout`` is how it fits."""
 
     point: Point
     step_seconds: float
     peak_bytes: int
     recomputes: bool
     parts: Mapping[str, float] = field(default_factory=dict)
+    layout: Layout | None = field(default=None, compare=False)
 
 
 @dataclass
@@ -95,7 +97,8 @@ class Costing:
         if (held := max(r.peak_bytes for r in ranks)) > (budget := self.whole_budget_bytes):
             raise BudgetError(f"a rank would hold {held} bytes of {budget}", held)
         seconds = pipeline.timeline.makespan_seconds
-        return Outcome(point, seconds, max(r.peak_bytes for r in ranks), recomputes, parts_of(pipeline, costs, model))
+        parts = parts_of(pipeline, costs, model)
+        return Outcome(point, seconds, max(r.peak_bytes for r in ranks), recomputes, parts, pipeline.layout)
 
     def bound(self, point: Point, profile: Profile) -> float:
         """No step of ``point`` is below, by its passes. The head may be another than the profile's."""

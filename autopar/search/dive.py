@@ -10,14 +10,17 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from autopar.errors import AutoparError
+from autopar.mesh import Mesh
 from autopar.search.space import Family, Point, Region, promise, work_of
 from autopar.search.space import savers as saving
 
@@ -28,31 +31,54 @@ if TYPE_CHECKING:
 
 _TRIES = 4  # points of one region
 _ALIKE = 2  # of them with one schedule and ZeRO stage
+_ROWS = 2  # of a microbatch, that the same degrees are placed with at first
 _FAILURES = 2  # points with the same pp, tp and schedule that may turn out not to fit
 _AWAY = ("optimizer",)  # what is on the host first
 _ACTIVATIONS = ("activations",)
 _POLISHED = 4  # points like the best
 _REGIONS_POLISHED = 2
 _AWAY_TRIED = 3  # points with activations on the host
-_NEXT = 4  # regions next to the best
-_FACTOR = 3
+_NEXT, _LOOKED = 4, 8  # regions next to the best that are laid out, and placed
+_FACTOR, _CHANGES = 3, 3  # by which those differ, in so many degrees
 _SEARCHES = 0.6  # of the work of a whole search
 _LONGER = 4  # times that, if what waits may still be better by much
 _NEAR = 1.4  # times the least estimate that waits: less is good enough
 _WORK = 1e5  # of a point: about two seconds
-_LOOKS = 5000  # at regions and points
+_LOOKS = 20_000  # at regions and points
 
 
 def dive(search: Search, regions: list[Region]) -> None:
     """Lay out the most promising points, plain ones first; then what differs from the best in a few choices."""
-    node = search.costing.cluster.devices_per_node
-    plain = [r for r in regions if r.mesh.tp <= node and r.mesh.cp == 1 and not r.mesh.borrowed]
+    node, learned = search.costing.cluster.devices_per_node, _Learned()
+    plain = [r for r in regions if r.mesh.tp * r.mesh.cp <= node and not r.mesh.borrowed]
     for some, savers in ((plain, False), (regions, False), (plain, True)):
         if not search.outcomes:
-            _Dive(search, savers).run(some)
+            _Dive(search, savers, learned).run(some)
     if search.outcomes:
-        _climb(search, regions)
-        _polish(search)
+        _climb(search, regions, learned)
+        _polish(search, learned)
+        if search.ranked()[0].point.offload:
+            _climb(search, regions, learned)
+
+
+@dataclass
+class _Learned:
+    """How many times its estimate a step takes at least, of those that were laid out, by schedule and what is stored
+    where."""
+
+    least: dict[object, float] = field(default_factory=dict)
+
+    def likely(self, point: Point, estimate: float) -> float:
+        return estimate * self.least.get(_kind(point), 1.0)
+
+    def lay_out(self, search: Search, point: Point, estimate: float) -> None:
+        """Raises AutoparError where it can't run or doesn't fit."""
+        times = search.lay_out(point).step_seconds / estimate
+        self.least[_kind(point)] = min(self.least.get(_kind(point), math.inf), times)
+
+
+def _kind(point: Point) -> tuple[object, ...]:
+    return point.schedule, point.zero, point.zero_ranks, point.offload
 
 
 @dataclass
@@ -61,15 +87,20 @@ class _Dive:
 
     search: Search
     savers: bool
+    learned: _Learned
     waiting: list[tuple[float, int, Region | Point]] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=itertools.count)
     full: defaultdict[object, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
     tried: Counter[object] = field(default_factory=Counter)
     failed: Counter[object] = field(default_factory=Counter)
+    placed: Counter[object] = field(default_factory=Counter)
+    rows: defaultdict[Mesh, list[Region]] = field(default_factory=lambda: defaultdict(list))
+    most: dict[Mesh, int] = field(default_factory=dict)
 
     def run(self, regions: list[Region]) -> None:
         search = self.search
         for region in regions:
+            self.rows[region.mesh].append(region)
             self._wait(_first_estimate(search, region), region)
         for _ in range(_LOOKS):
             if not self.waiting or self.waiting[0][0] >= search.best_seconds:
@@ -79,7 +110,7 @@ class _Dive:
                 return
             estimate, _, item = heapq.heappop(self.waiting)
             if isinstance(item, Point):
-                self._try(item)
+                self._try(estimate, item)
             else:
                 self._look_at(estimate, item)
 
@@ -91,22 +122,41 @@ class _Dive:
         """Estimate it better, by its memory, then by profiles of others; then its points. Where none of these fits,
         neither do as many rows on as few stages."""
         search, mesh = self.search, region.mesh
-        full = self.full[mesh.ep, mesh.cp, mesh.tp, mesh.borrowed]
-        if any(mesh.pp <= pp and region.rows >= rows for pp, rows in full):
+        full = self.full[_axes(region)]
+        if any(mesh.pp <= pp and region.rows >= rows for pp, rows in full) or region.rows > self._most_rows(mesh):
             return
-        better = max(_first_estimate(search, region), search.likely(region, away=self.savers))
+        better = max(_first_estimate(search, region), self._likely(region))
         if better > estimate:
             self._wait(better, region)
         elif search.place_reference(region):
             self._wait(estimate, region)
-        elif (profile := search.place(region)) is not None:
+        elif self._is_new(region) and (profile := search.place(region)) is not None:
             found = list(self._points(region, profile))
             for item in found:
                 self._wait(*item)
             if not found:
                 full.append((mesh.pp, region.rows))
+                self.placed[_axes(region)] -= 1
             elif not search.outcomes and min(found, key=itemgetter(0))[0] < _NEAR * self.waiting[0][0]:
-                self._try(min(found, key=itemgetter(0))[1])
+                self._try(*min(found, key=itemgetter(0)))
+
+    def _most_rows(self, mesh: Mesh) -> int:
+        """Of a microbatch, that are likely to fit: with more, more is kept."""
+        if mesh not in self.most:
+            regions = sorted(self.rows[mesh], key=lambda region: region.rows)
+            first = bisect_left(regions, True, key=lambda region: math.isinf(self._likely(region)))
+            self.most[mesh] = regions[first - 1].rows if first else 0
+        return self.most[mesh]
+
+    def _likely(self, region: Region) -> float:
+        return self.search.likely(region, away=self.savers)
+
+    def _is_new(self, region: Region) -> bool:
+        """Whether it is placed, or few of its degrees with other rows were: these don't differ by much."""
+        if self.search.profile(region) is not None:
+            return True
+        self.placed[_axes(region)] += 1
+        return self.placed[_axes(region)] <= (1 if self.search.outcomes else _ROWS)
 
     def _points(self, region: Region, profile: Profile) -> Iterator[tuple[float, Point]]:
         """Its points that may fit, with what they are likely to take."""
@@ -116,28 +166,34 @@ class _Dive:
                 if not math.isinf(estimate):
                     yield estimate * promise(point), point
 
-    def _try(self, point: Point) -> None:
-        """Lay it out, unless points like it were tried often enough."""
+    def _try(self, estimate: float, point: Point) -> None:
+        """Lay it out, unless points like it were tried often enough, or took too much longer than they were likely
+        to."""
         region, search = point.region, self.search
         alike, degrees = (region, point.schedule, point.zero), (region.mesh.pp, region.mesh.tp, point.schedule)
         if self.tried[region] == _TRIES or self.tried[alike] == _ALIKE or self.failed[degrees] == _FAILURES:
             return
         profile = search.profile(region)
         assert profile is not None
+        if self.learned.likely(point, estimate) >= search.best_seconds:
+            return
         if max(search.costing.bound(point, profile), search.costing.memory_bound(point, profile)) < search.best_seconds:
             self.tried.update((region, alike))
             try:
-                search.lay_out(point)
+                self.learned.lay_out(search, point, estimate)
             except AutoparError:
                 self.failed[degrees] += 1
 
 
+def _axes(region: Region) -> tuple[object, ...]:
+    mesh = region.mesh
+    return mesh.ep, mesh.cp, mesh.tp, mesh.borrowed
+
+
 def _first_estimate(search: Search, region: Region) -> float:
     """With the bubble of a schedule that splits backwards."""
-    root, pp = search.root, region.mesh.pp
-    forward = math.fsum(unit.forward for unit in root.units)
-    wait = search.share(region) * forward * (pp - 1) / pp
-    return search.by_scaling(region) + wait
+    pp = region.mesh.pp
+    return search.by_scaling(region) + search.share(region) * search.root.forward_seconds * (pp - 1) / pp
 
 
 def _points(search: Search, family: Family, *, savers: bool) -> list[Point]:
@@ -149,34 +205,62 @@ def _points(search: Search, family: Family, *, savers: bool) -> list[Point]:
     return points
 
 
-def _climb(search: Search, regions: list[Region]) -> None:
-    """Lay out the likely best of regions that differ from the best in one degree or the rows, while that finds any."""
+def _climb(search: Search, regions: list[Region], learned: _Learned) -> None:
+    """Lay out the likely best of regions that differ from the best in a few degrees, while that finds any: of those
+    that put as much on the host as the best."""
     seen: set[Region] = set()
     limit = search.work + search.most_work
-    while (best := search.ranked()[0].point.region) not in seen:
-        seen.add(best)
-        near = [(search.likely(r), n, r) for n, r in enumerate(regions) if _is_next(r, best) and r not in seen]
-        for estimate, _, region in sorted(near)[:_NEXT]:
-            if estimate < search.best_seconds and search.work < limit and search.place(region) is not None:
+    while (best := search.ranked()[0].point).region not in seen:
+        seen.add(best.region)
+        estimate = partial(_passes_estimate, search) if best.offload else search.likely
+        near = [(estimate(r), n, r) for n, r in enumerate(regions) if _is_next(r, best.region) and r not in seen]
+        laid_out = search.laid_out
+        for seconds, _, region in _by_mesh(sorted(near))[:_LOOKED]:
+            if seconds >= search.best_seconds or search.work >= limit or search.laid_out - laid_out >= _NEXT:
+                break
+            if search.place(region) is not None:
                 families = [list(search.stored(family)) for family in search.families_of(region)]
-                _try_likely(search, region, families, limit, tries=1)
+                if best.offload:
+                    families = _alike(search, region, best)
+                _try_likely(search, region, families, limit, learned, tries=1)
+
+
+def _by_mesh(near: Sequence[tuple[float, int, Region]]) -> list[tuple[float, int, Region]]:
+    """The first of each mesh, in that order."""
+    found: dict[Mesh, tuple[float, int, Region]] = {}
+    for item in near:
+        found.setdefault(item[-1].mesh, item)
+    return list(found.values())
+
+
+def _passes_estimate(search: Search, region: Region) -> float:
+    """With room for what doesn't fit in any other way."""
+    return max(_first_estimate(search, region), search.region_bound(region))
+
+
+def _alike(search: Search, region: Region, best: Point) -> list[list[Point]]:
+    """The family of ``region`` that is most like that of the ``best``, with as much on the host."""
+    families = [f for f in search.families_of(region) if (f.schedule, f.vocabulary) == (best.schedule, best.vocabulary)]
+    like = min(families, key=lambda family: abs((family.chunks or 0) - (best.chunks or 0)), default=None)
+    points = search.stored(like) if like is not None else ()
+    return [[point._replace(offload=best.offload, head_chunks=best.head_chunks) for point in points]]
 
 
 def _is_next(one: Region, other: Region) -> bool:
-    """Whether they differ in one of the degrees (dp aside) or in rows, by a factor of 3 at most."""
+    """Whether they differ in one to three of the degrees (dp aside) and rows, by a factor of 3 at most each."""
     sizes = [(r.mesh.pp, r.mesh.cp, r.mesh.tp, r.mesh.experts, r.rows) for r in (one, other)]
     if one.mesh.borrowed != other.mesh.borrowed:
         return False
     ratios = [max(a, b) / min(a, b) for a, b in zip(*sizes, strict=True) if a != b]
-    return len(ratios) == 1 and ratios[0] <= _FACTOR
+    return 1 <= len(ratios) <= _CHANGES and max(ratios) <= _FACTOR
 
 
-def _polish(search: Search) -> None:
+def _polish(search: Search, learned: _Learned) -> None:
     """Lay out what is done otherwise on the regions of the best: in other ways on the device; then, of all regions
     where some of it is recomputed, with activations on the host."""
     limit = max(search.most_work, search.work + search.most_work / 3)
     for region in list(_by_region(search))[:_REGIONS_POLISHED]:
-        _try_likely(search, region, [list(search.stored(f)) for f in search.families_of(region)], limit)
+        _try_likely(search, region, [list(search.stored(f)) for f in search.families_of(region)], limit, learned)
     away: list[tuple[float, int, Region, Point]] = []
     for number, (region, outcome) in enumerate(_by_region(search).items()):
         ways = [offload for offload, _ in saving(region, search.costing.cluster, search.pins)]
@@ -186,7 +270,7 @@ def _polish(search: Search) -> None:
             (estimate,) = search.estimates([point], profile)
             away.append((estimate, number, region, point))
     for _, _, region, point in sorted(away)[:_AWAY_TRIED]:
-        _try_likely(search, region, [[point]], math.inf)
+        _try_likely(search, region, [[point]], math.inf, learned)
 
 
 def _by_region(search: Search) -> dict[Region, Outcome]:
@@ -198,7 +282,12 @@ def _by_region(search: Search) -> dict[Region, Outcome]:
 
 
 def _try_likely(
-    search: Search, region: Region, families: Iterable[list[Point]], limit: float, tries: int = _POLISHED
+    search: Search,
+    region: Region,
+    families: Iterable[list[Point]],
+    limit: float,
+    learned: _Learned,
+    tries: int = _POLISHED,
 ) -> None:
     """Lay out what is likely to be better than the best, of points of some families of ``region``."""
     profile = search.profile(region)
@@ -211,6 +300,6 @@ def _try_likely(
     ]
     tried = {outcome.point for outcome in search.outcomes} | set(search.refusals)
     for estimate, _, point in [item for item in sorted(waiting) if item[-1] not in tried][:tries]:
-        if estimate < search.best_seconds and search.work < limit:
+        if learned.likely(point, estimate) < search.best_seconds and search.work < limit:
             with suppress(AutoparError):
-                search.lay_out(point)
+                learned.lay_out(search, point, estimate)

@@ -56,7 +56,7 @@ class Sums(NamedTuple):
     microbatches: int
     split: bool
 
-    def seconds(self, kinds: Mapping[Kind, int], options: Options, device: Device) -> float:
+    def seconds(self, kinds: Mapping[Kind, float], options: Options, device: Device) -> float:
         """Per microbatch at least, under ``options`` with this ZeRO stage and offload."""
         shards, seconds = dict(self.shards), []
         for kind, elements in kinds.items():
@@ -65,3 +65,22 @@ class Sums(NamedTuple):
             seconds.append(summed.added(elements, self.microbatches, device, put_off=put_off))
             seconds.append(summed.sent(elements, self.microbatches, device))
         return math.fsum(seconds) / self.microbatches
+
+
+class Adding(NamedTuple):
+    """Seconds of adding up gradients in an update of one microbatch, of two, and of each more."""
+
+    one: float
+    two: float
+    more: float
+
+    def each(self, microbatches: int) -> float:
+        """Per microbatch."""
+        total = self.one if microbatches == 1 else self.two + (microbatches - 2) * self.more
+        return total / microbatches
+
+
+def adding(sums: Sums, kinds: Mapping[Kind, float], options: Options, device: Device) -> Adding:
+    """Of any number of microbatches, whatever ``sums`` says."""
+    one, two, three = (n * sums._replace(microbatches=n).seconds(kinds, options, device) for n in (1, 2, 3))
+    return Adding(one, two, three - two)

@@ -24,8 +24,20 @@ _KEEPS: Final = {"F": 1, "FETCH": 1, "B": -1, "I": -1, "OFFLOAD": -1, "W": 0}
 _PASSES: Final = 2048  # of a schedule that is generated; of fewer, no more are kept
 _STEADY: Final = 2  # times the ranks: with more microbatches, no more are in flight
 _NEVER: Final = 1e-9  # times that a microbatch is away
+_BARRIERS: Final = {"naive": 3, "vocab-1": 2, "vocab-2": 1}
+"""Of a split head (arXiv 2411.05288, section 5); for each, one microbatch more is kept."""
+_FEW: Final = 4  # ranks of a schedule that is generated to say what more ranks are likely to do
 
 Moments = tuple[tuple[float, float], ...]
+
+
+class Likely(NamedTuple):
+    """Of a schedule, more or less: by rank the most microbatches that wait for a backward, the most that wait for
+    weights' gradients on any, and how long ranks wait in a step, in passes of a microbatch through one of them."""
+
+    kept: Array
+    later: float
+    waits: float
 
 
 class _Level(NamedTuple):
@@ -84,6 +96,23 @@ class Keeping:
         if ranks == 1 or not SCHEDULES[name].splits_backward:
             return 0.0
         return max(rank.here[-1][1] for rank in self._ranks(name, ranks, microbatches, chunks, head))
+
+    def likely(self, name: str, ranks: int, microbatches: int, chunks: int | None, head: str) -> Likely:
+        """What many ranks do is read off a few, which keep and wait in proportion; and what they do with a split head
+        off what they do without."""
+        row = SCHEDULES[name]
+        closed = name == "1f1b" or (name == "interleaved" and _is_whole(ranks, microbatches))
+        few = ranks if closed else min(ranks, _FEW)
+        times = ranks / few
+        asked = (name, few, max(few * row.least_per_rank, 1, round(microbatches / times)), chunks)
+        whole = "" if "" in row.heads else head
+        kept = times * self.most(*asked, whole)
+        if few < ranks:
+            kept = np.interp(np.linspace(0, 1, ranks), np.linspace(0, 1, few), kept)
+        if head and not whole:
+            kept = np.minimum(kept + _BARRIERS[head], max(float(kept.max()), microbatches))
+        waits = self.waits(*asked, whole) * (times if few == 1 else (ranks - 1) / (few - 1))
+        return Likely(kept, times * self.later(*asked, whole), waits)
 
     def waits(self, name: str, ranks: int, microbatches: int, chunks: int | None, head: str) -> float:
         """How long ranks wait in a step, in passes of a microbatch through one rank."""

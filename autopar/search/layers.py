@@ -89,6 +89,7 @@ class Scaler:
     root: Profile
     block: int
     layers: Layers
+    recompute: str
     _times: dict[Key, LayerTimes] = field(default_factory=dict)
     _known: dict[Key, tuple[int, Layers]] = field(default_factory=dict)
 
@@ -113,7 +114,7 @@ class Scaler:
             extra=extra,
             working=float(root.activations.working_bytes[block]),
         )
-        return cls(root, block, layers)
+        return cls(root, block, layers, recompute)
 
     def scaled(self, key: Key, references: Sequence[Profile]) -> Layers:
         """Of a placement that isn't made yet; ``references`` are those that bound others."""
@@ -129,6 +130,13 @@ class Scaler:
     def with_units(self, key: Key, units: Sequence[Unit]) -> Layers:
         """Of a placement with these ``units``, whose layers may keep as little as the root's do by scaling."""
         return _timed(self._kept(key), figures(units, self.block))
+
+    def placed(self, profile: Profile) -> Layers:
+        """Of a placement, with what its own layers keep and work in."""
+        first = next(i for i, call in enumerate(profile.model.calls) if call.block == self.block)
+        saved, extra = profile.hull(self.block, first, self.recompute)
+        layers = self.with_units(profile.key, profile.units)
+        return replace(layers, saved=saved, extra=extra, working=float(profile.activations.working_bytes[self.block]))
 
     def _scaled(self, key: Key, references: Iterable[Profile]) -> Layers:
         every = [self._times_of(profile) for profile in references if self.suits(profile)]

@@ -1,8 +1,8 @@
 """The loop: what has the best bound is looked at next, until nothing left can be better.
 
-A region is bounded by the profiles that are known, then by its own; so are families of its points, which store state
-and save memory in other ways alone; then each point, which is laid out. Everything is deterministic: equal bounds go in
-the order of the space.
+A region is bounded by the profiles that are known, then by its own; so are its points, those of a family at once, which
+store state and save memory in other ways alone; then each point, which is laid out. Everything is deterministic: equal
+bounds go in the order of the space.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ WORK = 3e5
 """Units of some 20 microseconds (:func:`autopar.search.space.work_of`) that a search may take; what is left then counts
 with its bound. Counted, not measured: searches are deterministic."""
 
-_OPS, _FAMILY, _REGION = 100, 60, 60  # units of work of placing one op, and of bounds of a family and a region
+_OPS, _FAMILY, _REGION = 25, 90, 110  # units of work of placing one op, of bounds of a family's points, of a region's
 _PROOF = 0.3  # of the work, for bounds at least
 _CALLS, _BLOCKS = 32, 150  # calls of a model, and ops of its blocks: with fewer, laying out takes less
 _OTHERS = 60  # families whose points are bounded for runners-up alone
@@ -106,6 +106,7 @@ class Search:
     _before: int = field(default=0, init=False)  # profiles that others made
     _unplaced: Counter[tuple[str, int]] = field(default_factory=Counter, init=False)
     _rows: Counter[int] = field(default_factory=Counter, init=False)
+    _counted: dict[object, int] = field(default_factory=dict, init=False)
     _scaled: dict[Key, float] = field(default_factory=dict, init=False)
     _scaled_of: int = field(default=0, init=False)  # so many profiles
     _outlook: Outlook | None = field(default=None, init=False)  # None: there are no layers
@@ -272,16 +273,18 @@ class Search:
     def _open(self, bound: float, region: Region) -> None:
         """Place it, if its bound is still the best by then; then its points wait instead of it."""
         profile = self.profile(region)
+        if profile is None and self.place_reference(region):  # which bounds many others, too
+            self._push(max(bound, self.by_scaling(region)), region)
+            return
         self._work += _REGION
         better = self.region_bound(region)
         if better > bound:
             self._push(better, region)
         elif profile is None:
-            if self.place_reference(region) or self.place(region) is not None:
+            if self.place(region) is not None:
                 self._push(bound, region)
         else:
             for family in self.families_of(region):
-                self._work += _FAMILY
                 self._open_family(bound, family, profile)
 
     def _open_family(self, bound: float, family: Family, profile: Profile) -> None:
@@ -297,6 +300,7 @@ class Search:
 
     def bounds(self, points: Sequence[Point], profile: Profile, *, memory: bool = True) -> list[float]:
         """What each of ``points`` of one family is not below, found for all at once; inf where they can't fit."""
+        self._work += _FAMILY
         if self._outlook is None or not points:
             found = [self.costing.bound(point, profile) for point in points]
         else:
@@ -461,9 +465,13 @@ class Search:
 
     def count(self, region: Region) -> int:
         """Its points, with those that only save memory."""
-        kinds = sum(1 for _ in self.families_of(region))
-        ways = sum(1 for _ in storages(region, self.costing.cluster, self.pins))
-        return kinds * ways * sum(1 for _ in savers(region, self.costing.cluster, self.pins))
+        cluster, kind, mesh = self.costing.cluster, (region.mesh.pp, region.microbatches), region.mesh
+        if kind not in self._counted:
+            self._counted[kind] = sum(1 for _ in self.families_of(region))
+        if mesh not in self._counted:
+            ways = sum(1 for _ in storages(region, cluster, self.pins))
+            self._counted[mesh] = ways * sum(1 for _ in savers(region, cluster, self.pins))
+        return self._counted[kind] * self._counted[mesh]
 
     def _try(self, bound: float, point: Point) -> None:
         """Lay it out, if what is known of it by itself leaves it the best."""
@@ -495,7 +503,7 @@ class Search:
         if known is not None:
             return known
         self.tell("lay out")
-        self._work += work_of(point) * self._length
+        self._work += work_of(point, self._length)
         key = self.key_of(point)
         profile = self.profiler.of(key, point.region.mesh, point.region.microbatches)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -14,11 +15,12 @@ from autopar.planner.modes import MODES
 from autopar.schedules.registry import SCHEDULES
 from autopar.schedules.weight_moves import LARGE_BYTES
 from autopar.search.costing import Costing, seconds_of, splits_head
+from autopar.search.gradients import Adding, Kind, Sums, adding
 from autopar.search.hulls import Array
 from autopar.search.keeping import folded_kept, looped_kept, straight_kept
 from autopar.search.layers import Scaler, layer_sizes, layer_weights
 from autopar.search.profiles import Key, Profile, Weights
-from autopar.search.space import Family, Point, Region, expert_share
+from autopar.search.space import Family, Point, Region, expert_share, stages_of
 from autopar.search.wholesale import (
     Host,
     Layers,
@@ -37,6 +39,7 @@ Way = tuple[int, int, tuple[str, ...]]
 _STAGES: Final = 8  # of a rank at most, where several are likely
 _STEADY: Final = 2  # times the ranks: of fewer microbatches, none are taken to wait as those of a steady state do
 _BOUNDLESS: Final = 1e30
+_UNEVEN: Final = 0.2  # of what the longest stage takes more than the mean, ranks wait for it
 
 
 @dataclass
@@ -47,6 +50,8 @@ class Outlook:
     scaler: Scaler
     expert_share: float  # of a layer's parameters
     _ways: dict[tuple[object, ...], Stored] = field(default_factory=dict)
+    _added: dict[tuple[object, ...], Adding] = field(default_factory=dict)
+    _kinds: dict[Key, Counter[Kind]] = field(default_factory=dict)
     _shares: dict[Key, dict[tuple[str, ...], Weights]] = field(default_factory=dict)
 
     @classmethod
@@ -67,11 +72,14 @@ class Outlook:
         """No step of any point of ``region`` is below, whose ``families`` store weights in these ``ways``; another
         bound is ``known``. One that is ``enough`` isn't made any better."""
         layers = self.scaler.scaled(region.key, references)
-        stored = _undominated(self._of_region(region, way) for way in ways)
+        alone = any(SCHEDULES[family.schedule].asynchronous for family in families)
+        added = 1 if alone else region.microbatches
+        stored = _undominated(self._of_region(region.mesh, way, added) for way in ways)
         away = any("activations" in offload for _, _, offload in ways)
         free, found = without_memory(layers), math.inf
+        roomy = _undominated(way._replace(state=0.0) for way in stored)
         for ranks in _kinds(region, layers, families):
-            seconds = least_seconds(free, stored, ranks, region.microbatches, _BOUNDLESS)
+            seconds = least_seconds(free, roomy, ranks, region.microbatches, _BOUNDLESS)
             if (fastest := float(seconds.min())) < min(found, enough):
                 host = self._host(ranks, region, away=away)
                 seconds = least_seconds(layers, stored, ranks, region.microbatches, self.costing.budget_bytes, host)
@@ -86,12 +94,13 @@ class Outlook:
         ``like`` is a profile with as many ranks on each axis: other rows take as long, and weights are split as there.
         """
         layers = self.scaler.scaled(region.key, references)
+        mesh, count = region.mesh, region.microbatches
         if like is None or not self.scaler.suits(like):
-            stored = _undominated(self._of_region(region, way) for way in ways)
+            stored = _undominated(self._of_region(mesh, way, count) for way in ways)
         else:
             layers = layers.slower(self.scaler.with_units(like.key, like.units), region.rows / like.key.rows)
-            stored = _undominated(self._of_profile(region.mesh, like, way) for way in ways)
-        pp, count = region.mesh.pp, region.microbatches
+            stored = _undominated(self._of_profile(mesh, like, way, count, split=False) for way in ways)
+        pp = mesh.pp
         chunks = max(1, min(_STAGES, layers.count // pp))
         kinds = [_even(layers, straight_kept(pp, count), pp - 1)]
         if chunks > 1 < pp:
@@ -105,17 +114,17 @@ class Outlook:
         family = points[0].family
         if family.schedule not in SCHEDULES or not self.scaler.suits(profile):
             return np.array([self.costing.bound(point, profile) for point in points])
-        layers = self.scaler.with_units(profile.key, profile.units)
+        layers = self.scaler.placed(profile)
         stored = [self._of_point(point, profile) for point in points]
         region, count = family.region, family.region.microbatches
         asked = (family.schedule, region.mesh.pp, count, family.chunks, MODES[family.vocabulary].head)
-        kept = self.costing.keeping.most(*asked)
-        whole = "" in SCHEDULES[family.schedule].heads  # then its passes wait about as long with a split head
-        ranks = _even(layers, kept, self.costing.keeping.waits(*asked[:-1], "" if whole else asked[-1]))
+        likely = self.costing.keeping.likely(*asked)
+        ranks = _even(layers, likely.kept, likely.waits)
         host = self._copies(points[0])
-        later = self.costing.keeping.later(*asked) * profile.costs[self.scaler.block].later_bytes
+        later = likely.later * profile.costs[self.scaler.block].later_bytes
         room = self.costing.budget_bytes - later * math.ceil(layers.count / region.mesh.pp)
-        return least_seconds(layers, stored, ranks, count, room, host)
+        found = least_seconds(layers, stored, ranks, count, room, host)
+        return found * _unevenness(len(profile.units), stages_of(points[0]))
 
     def bounds(self, points: Sequence[Point], profile: Profile, *, memory: bool = True) -> Array:
         """The same of each of ``points`` of one family, all or none of which may have activations on the host; without
@@ -159,43 +168,76 @@ class Outlook:
         ahead = (half, half) if ranks.goes_on else (ranks.kept, none)
         return Host(rate, steady / np.maximum(1.0, ranks.kept), ahead, none)
 
-    def _of_region(self, region: Region, way: Way) -> Stored:
-        mesh = region.mesh
+    def _of_region(self, mesh: Mesh, way: Way, microbatches: int) -> Stored:
         key = (mesh.dp, mesh.ep, mesh.cp, mesh.tp, mesh.borrowed, way)
         if key not in self._ways:
-            sizes = layer_sizes(self.scaler.root, self.scaler.block).get((), [])
+            root, block = self.scaler.root, self.scaler.block
+            spread = self._spread(mesh)
+            sizes = layer_sizes(root, block).get((), [])
             large = sum(size // mesh.tp >= LARGE_BYTES for size in sizes) if mesh.experts == 1 else 0
-            self._ways[key] = self._stored(mesh, self._spread(mesh), way, (), {mesh.data_axes(): large})
-        return self._ways[key]
+            whole, kinds = self._weights_of(root).get((), Weights(0, 0, 0)), self._kinds_of(root)
+            lines = {line: whole.times(share) for line, share in spread.items()}
+            parts = [(k._replace(split=line), share * n) for line, share in spread.items() for k, n in kinds.items()]
+            self._ways[key] = self._stored(mesh, lines, way, (), {mesh.data_axes(): large})
+            self._added[key] = self._adding(mesh, dict(parts), {line: line for line in spread}, way, split=True)
+        return Stored(*self._ways[key][:3], self._added[key].each(microbatches))
 
     def _of_point(self, point: Point, profile: Profile) -> Stored:
-        return self._of_profile(point.region.mesh, profile, (point.zero, point.zero_ranks, point.offload))
+        row = SCHEDULES[point.schedule]
+        way = point.zero, point.zero_ranks, point.offload
+        microbatches = 1 if row.asynchronous else point.region.microbatches
+        return self._of_profile(point.region.mesh, profile, way, microbatches, split=row.splits_backward)
 
-    def _of_profile(self, mesh: Mesh, profile: Profile, way: Way) -> Stored:
-        key = (profile.key, mesh.dp, way)
+    def _of_profile(self, mesh: Mesh, profile: Profile, way: Way, microbatches: int, *, split: bool) -> Stored:
+        key = (profile.key, mesh.dp, way, split)
         if key not in self._ways:
-            if profile.key not in self._shares:
-                self._shares[profile.key] = _by_split(profile, self.scaler.block)
-            lines = {mesh.data_axes(split): weights for split, weights in self._shares[profile.key].items()}
+            weights = self._weights_of(profile)
+            lines = {mesh.data_axes(split): each for split, each in weights.items()}
             summed = {mesh.data_axes(s) for s, each in profile.weights.items() if profile.summed.get(s) == each}
             sizes = layer_sizes(profile, self.scaler.block)
             large = {mesh.data_axes(s): sum(size >= LARGE_BYTES for size in each) for s, each in sizes.items()}
             self._ways[key] = self._stored(mesh, lines, way, summed, large)
-        return self._ways[key]
+            along = {each: mesh.data_axes(each) for each in profile.weights}
+            self._added[key] = self._adding(mesh, self._kinds_of(profile), along, way, split=split)
+        return Stored(*self._ways[key][:3], self._added[key].each(microbatches))
 
-    def _spread(self, mesh: Mesh) -> dict[tuple[str, ...], Weights]:
-        """A layer's weights on one rank, if they were split as far as axes go."""
-        block, root = self.scaler.block, self.scaler.root
-        if root.key not in self._shares:
-            self._shares[root.key] = _by_split(root, block)
-        whole = self._shares[root.key].get((), Weights(0, 0, 0))
+    def _weights_of(self, profile: Profile) -> dict[tuple[str, ...], Weights]:
+        """What each layer has at least, by the axes that it is split on."""
+        if profile.key not in self._shares:
+            self._shares[profile.key] = _by_split(self._kinds_of(profile))
+        return self._shares[profile.key]
+
+    def _kinds_of(self, profile: Profile) -> Counter[Kind]:
+        if profile.key not in self._kinds:
+            self._kinds[profile.key] = layer_weights(profile, self.scaler.block)
+        return self._kinds[profile.key]
+
+    def _spread(self, mesh: Mesh) -> dict[tuple[str, ...], float]:
+        """Which part of a layer's weights one rank has, if they were split as far as axes go, by the ranks that have
+        the same."""
         experts = self.expert_share if mesh.experts > 1 else 0.0
         parts = {mesh.data_axes(): (1 - experts) / mesh.tp}
         if experts:
             line = mesh.data_axes(mesh.expert_axes)
             inner = 1 if "tp" in mesh.borrowed else mesh.tp
             parts[line] = parts.get(line, 0.0) + experts / mesh.experts / inner
-        return {line: whole.times(share) for line, share in parts.items()}
+        return parts
+
+    def _adding(
+        self,
+        mesh: Mesh,
+        kinds: Mapping[Kind, float],
+        lines: Mapping[tuple[str, ...], tuple[str, ...]],
+        way: Way,
+        *,
+        split: bool,
+    ) -> Adding:
+        """Of a layer's gradients, of so many elements; ``lines`` are the ranks that have the same of what is split so.
+        Without the sums that ``split`` backwards make by themselves."""
+        zero, zero_ranks, offload = way
+        shards = tuple((s, mesh.zero_shards(zero_ranks, line) if zero and line else 1) for s, line in lines.items())
+        options = self.costing.options.model_copy(update={"zero": zero, "offload": offload})
+        return adding(Sums(shards, zero, offload, 1, split), kinds, options, self.costing.cluster.device)
 
     def _stored(
         self,
@@ -230,10 +272,10 @@ class Outlook:
         return Stored(state, gathered, scattered)
 
 
-def _by_split(profile: Profile, block: int) -> dict[tuple[str, ...], Weights]:
-    """What each layer has at least, by the axes that it is split on."""
+def _by_split(kinds: Mapping[Kind, int]) -> dict[tuple[str, ...], Weights]:
+    """All of them, by the axes that they are split on."""
     found: dict[tuple[str, ...], Weights] = {}
-    for kind, elements in layer_weights(profile, block).items():
+    for kind, elements in kinds.items():
         here = Weights(elements, elements * kind.dtype.itemsize, elements * kind.master.itemsize)
         found[kind.split] = found.get(kind.split, Weights(0, 0, 0)) + here
     return found
@@ -243,7 +285,7 @@ def _undominated(ways: Iterable[Stored]) -> list[Stored]:
     """Those that no other one is as good as in everything."""
     found: list[Stored] = []
     for way in sorted(set(ways)):
-        if not any(known.gathered <= way.gathered and known.scattered <= way.scattered for known in found):
+        if not any(all(a <= b for a, b in zip(known, way, strict=True)) for known in found):
             found.append(way)
     return found
 
@@ -280,6 +322,11 @@ def _ranks(family: Family, layers: Layers, kept: Array) -> Ranks:
     else:
         found = folded(layers, pp, kept, ends=ends)
     return replace(found, puts_off=row.splits_backward, spreads_head=heads)
+
+
+def _unevenness(units: int, stages: int) -> float:
+    """How many times as long a step is likely to take as with stages that are all as long."""
+    return 1 + _UNEVEN * (math.ceil(units / stages) * stages / units - 1)
 
 
 def _even(layers: Layers, kept: Array, waits: float) -> Ranks:

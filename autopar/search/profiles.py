@@ -98,6 +98,10 @@ class Profile:
         return math.fsum(unit.seconds for unit in self.units)
 
     @cached_property
+    def forward_seconds(self) -> float:
+        return math.fsum(unit.forward for unit in self.units)
+
+    @cached_property
     def sent_seconds(self) -> Counter[str]:
         """By axis, what the passes of all calls wait for messages."""
         found: Counter[str] = Counter()

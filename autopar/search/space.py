@@ -47,7 +47,7 @@ _OFFLOADS: Final = (
 )
 _SPLIT_HEADS: Final = ("vocab-1", "vocab-2")
 _HEAD_CHUNKS: Final = (1, 8)
-_LAYING, _ACTION = 5500, 20  # units of work of a point, and of each of its passes
+_LAYING, _ACTION = 4000, 4  # units of work of a point, and of each of its passes
 _AWAY = 5  # times that: several ways to put activations on the host are tried
 _MOST_CHUNKS: Final = 8
 """Stages per rank that are tried: each halves the bubble that is left, and doubles the messages."""
@@ -278,8 +278,10 @@ def schedules(region: Region, sizes: Sizes, pins: Pins, heads_: Sequence[str]) -
         if row is not None and microbatches < row.least_per_rank * pp:
             continue
         for chunks in _chunks(name, pp, sizes, pins):
+            fills = pp * (chunks or (row.chunks if row else 0) or 1) == sizes.units
             for vocabulary in _vocabularies(name, pins, heads_):
-                yield name, chunks, vocabulary
+                if pins.vocabulary or not (fills and MODES[vocabulary].head):  # a split head is no unit
+                    yield name, chunks, vocabulary
     interlaces = pins.schedule is None and pins.chunks in (None, 1) and pins.vocabulary is None
     if interlaces and "vocab-1" in heads_:
         yield "1f1b", pins.chunks, "interlaced"
@@ -332,12 +334,17 @@ def savers(region: Region, cluster: Cluster, pins: Pins) -> Iterator[tuple[tuple
     yield from itertools.product(kinds, chunks)
 
 
-def work_of(point: Point) -> float:
-    """How long laying it out takes, in :data:`autopar.search.loop.WORK`'s units of some 20 microseconds."""
-    row, region = SCHEDULES.get(point.schedule), point.region
-    stages = region.mesh.pp * (point.chunks or (row.chunks if row else 0) or 1)
+def stages_of(point: Point) -> int:
+    """Of all ranks."""
+    row = SCHEDULES.get(point.schedule)
+    return point.region.mesh.pp * (point.chunks or (row.chunks if row else 0) or 1)
+
+
+def work_of(point: Point, length: float = 1.0) -> float:
+    """How long laying it out takes, in :data:`autopar.search.loop.WORK`'s units of some 20 microseconds, of a model
+    that is so many times as long as those that units of work were counted for."""
     away = _AWAY if "activations" in point.offload else 1
-    return away * (_LAYING + _ACTION * stages * region.microbatches)
+    return away * (length * _LAYING + _ACTION * stages_of(point) * point.region.microbatches)
 
 
 def promise(what: Region | Point) -> float:

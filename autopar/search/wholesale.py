@@ -52,11 +52,12 @@ class Layers:
 
 class Stored(NamedTuple):
     """A way to store weights: bytes of a layer that stay from step to step, seconds of gathering its weights for each
-    pass (0: they are there), and of a SCATTER of its gradients for each microbatch."""
+    pass (0: they are there), of a SCATTER of its gradients for each microbatch, and of adding these up."""
 
     state: float
     gathered: float
     scattered: float
+    added: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ def least_seconds(
     With a ``host``, what isn't kept may be there instead of being recomputed.
     """
     stored = np.array(ways, dtype=np.float64)
-    forward, inputs, weights = _passes(layers, ranks, stored[:, 1])
+    forward, inputs, weights = _passes(layers, ranks, stored)
     most = layers.count if ranks.count <= _WIDE else min(layers.count, _WIDE * math.ceil(layers.count / ranks.count))
     while True:
         mean, slowest, reached = _least(layers, stored, ranks, microbatches, budget, host, most)
@@ -157,14 +158,14 @@ def least_seconds(
     return result
 
 
-def _passes(layers: Layers, ranks: Ranks, gathered: Array) -> tuple[Array, Array, Array]:
+def _passes(layers: Layers, ranks: Ranks, stored: Array) -> tuple[Array, Array, Array]:
     """By way, seconds of a layer's passes, which last as long as its weights are gathered for them: of a forward, of
     what the backward before waits for, and of the rest of a backward."""
-    forward = np.maximum(layers.forward, gathered)
+    gathered, weights = stored[:, 1], layers.weights + stored[:, 3]
+    forward, inputs = np.maximum(layers.forward, gathered), np.maximum(layers.inputs, gathered)
     if ranks.puts_off:
-        return forward, np.maximum(layers.inputs, gathered), np.full_like(gathered, layers.weights)
-    inputs = np.maximum(layers.inputs, gathered)
-    return forward, inputs, np.maximum(layers.inputs + layers.weights, gathered) - inputs
+        return forward, inputs, weights
+    return forward, inputs, np.maximum(layers.inputs + weights, gathered) - inputs
 
 
 def _beside(layers: Layers, ranks: Ranks, microbatches: int) -> float:
@@ -179,7 +180,7 @@ def _least(
     layers: Layers, stored: Array, ranks: Ranks, microbatches: int, budget: float, host: Host | None, most: int
 ) -> tuple[Array, Array, bool]:
     """Of ranks with up to ``most`` layers: in the mean, and of the slowest; and whether any has as many."""
-    forward, inputs, weights = _passes(layers, ranks, stored[:, 1])
+    forward, inputs, weights = _passes(layers, ranks, stored)
     count = np.arange(1.0, most + 1)
     room = (budget - layers.working - stored[:, :1] * count)[:, None, :]  # [way, 1, n]
     rows = _rows(layers, stored, ranks, microbatches, room, count, host)
@@ -219,13 +220,12 @@ def _rows(
 
 def _layer_seconds(layers: Layers, stored: Array, ranks: Ranks, extra: Array) -> Array:
     """Of one microbatch, with ``extra`` seconds in the backward, ``[…, way, rank, n]``."""
-    gathered, scattered = stored[:, 1, None, None], stored[:, 2, None, None]
-    forward = np.maximum(layers.forward, gathered)
+    gathered, scattered, added = (stored[:, i, None, None] for i in (1, 2, 3))
+    forward, completing = np.maximum(layers.forward, gathered), layers.weights + added
     if ranks.puts_off:
-        backward = np.maximum(layers.inputs + extra, gathered) + layers.weights
-        completing = np.array(layers.weights)
+        backward = np.maximum(layers.inputs + extra, gathered) + completing
     else:
-        backward = completing = np.maximum(layers.inputs + layers.weights + extra, gathered)
+        backward = completing = np.maximum(layers.inputs + completing + extra, gathered)
     result: Array = np.maximum(forward + backward, scattered - completing)
     return result
 
