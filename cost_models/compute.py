@@ -192,16 +192,23 @@ def _largest_share(work: Work, device: Device, way: int) -> float | None:
     device's own."""
     if work.is_aligned or not work.flops:
         return work.attention_share(way)
-    return UNALIGNED * device.fraction(work.dtype) * device.sustained_fraction
+    return _unaligned_share(work.dtype, device)
 
 
-def seconds(flops: float, bytes_: float, dtype: str, device: Device, made: float = 0.0) -> float:
+def _unaligned_share(dtype: str, device: Device) -> float:
+    return UNALIGNED * device.fraction(dtype) * device.sustained_fraction
+
+
+def seconds(
+    flops: float, bytes_: float, dtype: str, device: Device, made: float = 0.0, *, is_aligned: bool = True
+) -> float:
     """Seconds of one kernel that does ``flops`` of a matrix product in ``dtype`` and moves ``bytes_`` of memory.
 
-    ``made`` are the elements of the product's result (0: as many as fill the device). With 0 ``flops`` (anything but a
-    matrix product) ``dtype`` doesn't matter. Raises ClusterError where the device has no rate for ``dtype``.
+    ``made`` are the elements of the product's result (0: as many as fill the device); ``is_aligned`` as in
+    :class:`Work`. With 0 ``flops`` (anything but a matrix product) ``dtype`` doesn't matter. Raises ClusterError where
+    the device has no rate for ``dtype``.
     """
-    return _product(flops, bytes_, dtype, device, made, None)
+    return _product(flops, bytes_, dtype, device, made, None if is_aligned else _unaligned_share(dtype, device))
 
 
 def _product(flops: float, bytes_: float, dtype: str, device: Device, made: float, fraction: float | None) -> float:

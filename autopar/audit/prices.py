@@ -90,7 +90,9 @@ class Prices:
         device = self.cluster.device
         products = [k for k in phase.kernels if k.flops]
         swept = sum(k.bytes_ for k in phase.kernels if not k.flops)
-        seconds = [compute.seconds(k.flops, k.bytes_, k.dtype, device, k.made) for k in products]
+        seconds = [
+            compute.seconds(k.flops, k.bytes_, k.dtype, device, k.made, is_aligned=k.is_aligned) for k in products
+        ]
         return math.fsum(seconds) + (compute.seconds(0, swept, "float32", device) if swept else 0.0)
 
     def _forward(self, ran: Ran) -> float:

@@ -156,13 +156,15 @@ class Where(NamedTuple):
 
 class Kernel(NamedTuple):
     """What a pass of a split vocabulary computes beside forwards of the text's ops: ``flops`` of a product (0: it is
-    none) in ``dtype``, bytes of matrices that it reads and writes, elements that it makes."""
+    none) in ``dtype``, bytes of matrices that it reads and writes, elements that it makes; whether their rows begin at
+    multiples of 16 bytes, where they are in 16 bits."""
 
     name: str
     flops: int
     bytes_: int
     dtype: str
     made: int
+    is_aligned: bool
 
 
 @dataclass(eq=False)
@@ -279,7 +281,8 @@ class Log:
         bytes_ = _matrix_bytes(func.overloadpacket.__name__, given, made)
         if flops or bytes_:
             name, dtype = func.overloadpacket.__name__, str(made[0].dtype).removeprefix("torch.")
-            self._phase.kernels.append(Kernel(name, flops, bytes_, dtype, made[0].numel()))
+            is_aligned = all(map(_is_aligned, (*given, *made)))
+            self._phase.kernels.append(Kernel(name, flops, bytes_, dtype, made[0].numel(), is_aligned))
 
     def turned(self, name: str, made: Sequence[Tensor]) -> None:
         """A kernel ran: of rows of experts that are put into another order between two hops, it counts."""
@@ -348,6 +351,12 @@ class Calls(TorchFunctionMode):
         args = (*args[:place], 0.0, *args[place + 1 :]) if place < len(args) else args
         kwargs = {key: 0.0 if name in _DROPOUT and key == "dropout_p" else value for key, value in kwargs.items()}
         return self._log.run(op, lambda: func(*args, **kwargs), is_view=is_view, is_operator="." not in name)
+
+
+def _is_aligned(matrix: Tensor) -> bool:
+    """A row is as long as the least stride between its neighbours, whichever way it is turned."""
+    pitch = min((stride for stride in matrix.stride() if stride > 1), default=0)
+    return matrix.dim() < 2 or matrix.itemsize != 2 or pitch * matrix.itemsize % 16 == 0
 
 
 class Kernels(DispatchMode):  # type: ignore[misc]

@@ -105,7 +105,8 @@ class HeadPasses:
         factor = op.operands[position]
         if not factor.needs_grad:
             return 0.0
-        return self.chunks * compute.seconds(work.flops, work.moved_bytes, work.dtype, self.device, factor.numel)
+        product = work.flops, work.moved_bytes, work.dtype, self.device, factor.numel
+        return self.chunks * compute.seconds(*product, is_aligned=work.is_aligned)
 
     def _swept(self, bytes_: float) -> float:
         return compute.seconds(0, bytes_, "float32", self.device) if bytes_ else 0.0

@@ -90,6 +90,7 @@ SLOW_PLANS: Final = (
     Plan("head_smoothed", {"pp": 2}, {"vocabulary": "naive", "head_chunks": 2}),
     Plan("head_soft_capped", {"pp": 2}, {"vocabulary": "vocab-2", "head_chunks": 2}, batch=32),
     Plan("head_masked", {"pp": 2}, {"vocabulary": "vocab-1"}),
+    Plan("head_smoothed", {"pp": 2}, {"vocabulary": "vocab-2", "precision": "bf16"}, torch.float32),  # odd rows
     Plan("head_summed", {"pp": 2}, {"vocabulary": "vocab-2"}),
     Plan("gpt2", {"dp": 2, "tp": 2}, {"head_chunks": 2}),
     Plan("llama", {"cp": 2, "tp": 2}, {"attention": "heads"}),
