@@ -40,7 +40,7 @@ _REGIONS_POLISHED = 2
 _AWAY_TRIED = 3  # points with activations on the host
 _NEXT, _LOOKED = 4, 8  # regions next to the best that are laid out, and placed
 _FACTOR, _CHANGES = 3, 3  # by which those differ, in so many degrees
-_SEARCHES = 0.6  # of the work of a whole search
+_SEARCHES, _AGAIN = 0.6, 0.05  # of the work of a whole search: at first, and with something to compare with
 _LONGER = 4  # times that, if what waits may still be better by much
 _NEAR = 1.4  # times the least estimate that waits: less is good enough
 _WORK = 1e5  # of a point: about two seconds
@@ -48,13 +48,16 @@ _LOOKS = 20_000  # at regions and points
 
 
 def dive(search: Search, regions: list[Region]) -> None:
-    """Lay out the most promising points, plain ones first; then what differs from the best in a few choices."""
+    """Lay out the most promising points, plain ones first; then those with sequences split within a node, and what
+    differs from the best in a few choices."""
     node, learned = search.costing.cluster.devices_per_node, _Learned()
-    plain = [r for r in regions if r.mesh.tp * r.mesh.cp <= node and not r.mesh.borrowed]
+    near = [r for r in regions if r.mesh.tp * r.mesh.cp <= node and not r.mesh.borrowed]
+    plain, split = ([r for r in near if (r.mesh.cp > 1) == is_split] for is_split in (False, True))
     for some, savers in ((plain, False), (regions, False), (plain, True)):
         if not search.outcomes:
-            _Dive(search, savers, learned).run(some)
+            _Dive(search, savers, learned, _SEARCHES).run(some)
     if search.outcomes:
+        _Dive(search, False, learned, _AGAIN).run(split)
         _climb(search, regions, learned)
         _polish(search, learned)
         if search.ranked()[0].point.offload:
@@ -88,6 +91,7 @@ class _Dive:
     search: Search
     savers: bool
     learned: _Learned
+    share: float  # of the work of a whole search, where what waits isn't much better
     waiting: list[tuple[float, int, Region | Point]] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=itertools.count)
     full: defaultdict[object, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
@@ -98,15 +102,16 @@ class _Dive:
     most: dict[Mesh, int] = field(default_factory=dict)
 
     def run(self, regions: list[Region]) -> None:
-        search = self.search
+        search, begun = self.search, self.search.work
         for region in regions:
             self.rows[region.mesh].append(region)
             self._wait(_first_estimate(search, region), region)
         for _ in range(_LOOKS):
             if not self.waiting or self.waiting[0][0] >= search.best_seconds:
                 return
-            limit = _SEARCHES * search.most_work * (1 if search.best_seconds < _NEAR * self.waiting[0][0] else _LONGER)
-            if search.outcomes and search.work > limit:
+            is_near = search.best_seconds < _NEAR * self.waiting[0][0]
+            limit = search.most_work * (self.share if is_near else _LONGER * _SEARCHES)
+            if search.outcomes and search.work - begun > limit:
                 return
             estimate, _, item = heapq.heappop(self.waiting)
             if isinstance(item, Point):

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from autopar.errors import AutoparError, BudgetError
@@ -338,6 +339,8 @@ class Search:
         if self._outlook is None or not points:
             return [self.costing.bound(point, profile) for point in points]
         found, costing = self._outlook.estimates(points, profile), self.costing
+        if found.min() < self.best_seconds:
+            found = np.maximum(found, self._outlook.estimates(points, profile, kept=True))
         return [
             float(passes) + costing.beside_seconds(point, profile) if costing.may_fit(point, profile) else math.inf
             for point, passes in zip(points, found, strict=True)

@@ -109,12 +109,13 @@ class Outlook:
         every = [least_seconds(layers, stored, ranks, count, self.costing.budget_bytes) for ranks in kinds]
         return float(np.min(every))
 
-    def estimates(self, points: Sequence[Point], profile: Profile) -> Array:
-        """Seconds of likely steps of ``points`` of one family, as if all ranks had as many layers."""
+    def estimates(self, points: Sequence[Point], profile: Profile, *, kept: bool = False) -> Array:
+        """Seconds of likely steps of ``points`` of one family, as if all ranks had as many layers; with what these
+        really keep (``kept``), which takes long to find, or as little as is possible."""
         family = points[0].family
         if family.schedule not in SCHEDULES or not self.scaler.suits(profile):
             return np.array([self.costing.bound(point, profile) for point in points])
-        layers = self.scaler.placed(profile)
+        layers = self.scaler.placed(profile) if kept else self.scaler.with_units(profile.key, profile.units)
         stored = [self._of_point(point, profile) for point in points]
         region, count = family.region, family.region.microbatches
         asked = (family.schedule, region.mesh.pp, count, family.chunks, MODES[family.vocabulary].head)
