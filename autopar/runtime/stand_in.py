@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+import torch
 from torch import Tensor
 
 _device: ContextVar[str] = ContextVar("device_that_is_stood_for", default="")
@@ -23,4 +24,6 @@ def standing_for(device: str) -> Iterator[None]:
 
 def device_type(x: Tensor) -> str:
     """Of the device that kernels for ``x`` are chosen for."""
+    if torch.compiler.is_compiling():  # where nothing is predicted, and no context is read
+        return x.device.type
     return _device.get() or x.device.type

@@ -47,7 +47,7 @@ from autopar.search.watching import Watcher
 TOLERANCE = 0.01
 """A plan that is proven to be within this share of the best is good enough."""
 
-WORK = 3e5
+WORK = 2e5
 """Units of some 20 microseconds (:func:`autopar.search.space.work_of`) that a search may take; what is left then counts
 with its bound. Counted, not measured: searches are deterministic."""
 
