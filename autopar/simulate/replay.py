@@ -205,7 +205,7 @@ class _Pass:
             elif isinstance(moment, Drops):
                 del self._held[moment.place]
             elif isinstance(moment, Gives):
-                complete_gradient(self._player.parameters[moment.parameter], self._given(moment))
+                complete_gradient(self._player.parameters[moment.parameter], [self._given(moment)])
             elif isinstance(moment, Returns):
                 found[moment.operand] = self._tensor(moment.gradient)
             elif isinstance(moment, Counts):

@@ -170,14 +170,17 @@ def without_function_modes() -> AbstractContextManager[Any]:
     return torch._C.DisableTorchFunction()
 
 
-def complete_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-    """As autograd does when ``gradient`` of ``parameter`` is complete: added, then whoever wants to know is told."""
+def complete_gradient(parameter: torch.nn.Parameter, given: list[torch.Tensor]) -> None:
+    """As autograd does when the gradient of ``parameter`` that is ``given`` is complete: added, then whoever wants to
+    know is told. It is taken out of the list: a caller may hold its arguments until a call returns (as where dynamo
+    evaluates frames), and autograd holds it no longer."""
+    gradient = given.pop()
     if parameter.grad is None:
         parameter.grad = gradient
     else:
         with torch.no_grad():
             parameter.grad.add_(gradient)
-    del gradient  # autograd holds it no longer, either
+    del gradient
     with without_function_modes():
         for hook in tuple((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
             hook(parameter)
