@@ -84,11 +84,6 @@ class Sizes:
         )
 
 
-def _lengths(model: Model) -> tuple[int, ...]:
-    """Of its sequences."""
-    return tuple(sequence_lengths(Spread.of(model))) if any(i.seq_dim is not None for i in model.inputs) else ()
-
-
 def _experts(model: Model) -> Iterator[int]:
     """How many experts each layer has, by the weights that its products take."""
     for block in model.blocks:

@@ -8,7 +8,7 @@ import torch
 from autopar import Cluster
 from autopar.cost_models import step
 from autopar.options import Options
-from autopar.search.gradients import Kind, Sums
+from autopar.search.gradients import Kind, Sums, adding
 
 DEVICE = Cluster.load("h100").device
 ELEMENTS = 10**6
@@ -37,3 +37,12 @@ def test_a_narrow_gradient_becomes_a_wide_one() -> None:
 def test_each_rank_adds_up_its_own_rows_where_gradients_are_scattered() -> None:
     kind = Kind((), torch.float32, torch.float32, put_off=False)
     assert seconds(kind, zero=2, shards=(((), 2),)) == pytest.approx(seconds(kind) / 2)
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 7])
+def test_any_number_of_microbatches_follows_from_three(zero: int, microbatches: int) -> None:
+    kind, options = Kind((), torch.bfloat16, torch.float32, put_off=False), Options(zero=zero)
+    sums = Sums((((), 2),), zero, (), microbatches, split=False)
+    found = adding(sums, {kind: ELEMENTS}, options, DEVICE).each(microbatches)
+    assert found == pytest.approx(sums.seconds({kind: ELEMENTS}, options, DEVICE))

@@ -218,3 +218,10 @@ def test_waits_of_common_schedules() -> None:
     assert keeping.waits("interleaved", 4, 8, 2, "") == pytest.approx(3 / 2)
     assert keeping.waits("zb-h1", 4, 8, None, "") == pytest.approx(1)
     assert keeping.later("zb-h1", 4, 8, None, "") > 0 == keeping.later("1f1b", 4, 8, None, "")
+
+
+@pytest.mark.parametrize("puts_off", [False, True])
+def test_gradients_are_added_up_in_every_microbatch(puts_off: bool) -> None:
+    layers = layers_of(6)
+    alone = replace(straight(layers, 1, 4, np.ones(1), ends=False), puts_off=puts_off)
+    assert least_seconds(layers, [Stored(0.0, 0.0, 0.0, 0.5)], alone, 4, 100.0) == pytest.approx([4 * 6 * 3.5])
