@@ -1,0 +1,57 @@
+"""What of a space is left out, because it can't run: by what laying it out says."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.errors import StageError
+from autopar.mesh import Mesh
+from autopar.search.space import Family, Point, Region, schedules, stages_of
+from tests.fast_cluster import FAST
+from tests.search.spaces import search_of
+
+BATCH = 8
+PLAIN = {"zero": 0, "offload": (), "head_chunks": 1}
+
+
+@pytest.mark.parametrize("pp", [2, 3, 5, 6])
+def test_what_is_offered_can_be_cut_into_stages(pp: int) -> None:
+    """Of a model with 6 units, one of them a final norm with the head."""
+    search = search_of("gpt2", BATCH, pp, FAST, mesh={"pp": pp}, **PLAIN)
+    search.glance()
+    region = Region(Mesh(pp=pp), 1, BATCH)
+    offered = [point for family in search.families_of(region) for point in search.stored(family)]
+    assert {point.schedule for point in offered} >= {"1f1b", "zb-h1"}
+    for point in offered:
+        assert stages_of(point) <= search.sizes.units
+        assert search.lay_out(point).step_seconds > 0
+
+
+@pytest.mark.parametrize(("pp", "chunks"), [(6, None), (3, 2)])
+def test_a_split_head_needs_one_unit_fewer(pp: int, chunks: int | None) -> None:
+    """Of a model whose last unit is all head, which leaves ranks that have a unit each without one for the last."""
+    search = search_of("llama", BATCH, pp, FAST, mesh={"pp": pp}, **PLAIN)
+    search.glance()
+    region = Region(Mesh(pp=pp), 1, BATCH)
+    found = set(schedules(region, search.sizes, search.pins, search.heads))
+    name = "interleaved" if chunks else "1f1b"
+    assert search.heads == ("vocab-1", "vocab-2")
+    assert (name, chunks, "redistributed") in found
+    for head in search.heads:
+        assert (name, chunks, head) not in found
+        with pytest.raises(StageError, match="fewer"):
+            search.lay_out(Point(*Family(region, name, chunks, head), 0, 0, (), 1))
+
+
+@pytest.mark.parametrize("pp", [2, 5])
+def test_with_a_unit_to_spare_the_head_is_split(pp: int) -> None:
+    search = search_of("llama", BATCH, pp, FAST, mesh={"pp": pp}, **PLAIN)
+    found = set(schedules(Region(Mesh(pp=pp), 1, BATCH), search.sizes, search.pins, search.heads))
+    assert {("1f1b", None, head) for head in search.heads} <= found
+
+
+def test_what_is_pinned_is_tried_anyway() -> None:
+    """So that its error says why it can't run."""
+    search = search_of("llama", BATCH, 6, FAST, mesh={"pp": 6}, vocabulary="vocab-1", **PLAIN)
+    found = set(schedules(Region(Mesh(pp=6), 1, BATCH), search.sizes, search.pins, search.heads))
+    assert ("1f1b", None, "vocab-1") in found
