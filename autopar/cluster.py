@@ -81,6 +81,7 @@ KEYS: Final[Mapping[str, Text | Figure]] = {
     "bytes_per_second": Figure("bytes/s", 1, 1e18, "450e9"),
     "peer_bytes_per_second": Figure("bytes/s", 0, 1e18, "64e9"),
     "call_seconds": Figure("seconds", 0, 1, "1e-5"),
+    "held_multiprocessors": Figure("multiprocessors", 0, 1e6, "16", whole=True),
 }
 BY_DTYPE: Final = ("flops_per_second", "achievable_fraction_by_dtype", "ramp_seconds_by_dtype")
 TABLES: Final = (*BY_DTYPE, "sources")  # name -> what KEYS says
@@ -148,6 +149,10 @@ class Device:
         """What large copies reach, read and written bytes counted."""
         return self.memory_bytes_per_second * self.memory_achievable_fraction
 
+    def held_share(self, link: Link) -> float:
+        """The share of its multiprocessors that a collective over ``link`` holds while it runs, below 1."""
+        return link.held_multiprocessors / self.multiprocessors if self.multiprocessors else 0.0
+
 
 @dataclass(frozen=True)
 class Link:
@@ -163,6 +168,10 @@ class Link:
     """Of a device to one other, where each pair has a wire of its own; 0: the same as to all others together."""
     call_seconds: float = 0.0
     """What a collective takes beyond its messages."""
+    held_multiprocessors: int = 0
+    """Of a device, those that the kernel of a collective has to itself while it runs (NCCL's channels): what is
+    computed beside it has the others. Between nodes: for each of a group's ranks in a node, thus for each of their
+    network cards, up to those within a node. 0: none."""
 
     def __post_init__(self) -> None:
         _check(self)
@@ -189,7 +198,7 @@ class Link:
 class Crossing(Link):
     """Between nodes, of a group with ``local`` ranks in each: as many rings as that, each through another one's network
     card, move ``ring_limit`` bytes/s together, where messages to any rank have one card (hierarchical rings: NCCL's
-    channels). ``latency_seconds`` is that of a hop of such a ring, on the average."""
+    channels). ``latency_seconds`` is that of a hop of such a ring, on the average, ``held_multiprocessors`` for all."""
 
     ring_limit: float = 0.0
     local: int = 1
@@ -230,6 +239,12 @@ class Cluster:
 
     def __post_init__(self) -> None:
         _check(self)
+        held = max(self.intra_node.held_multiprocessors, self._held_across(self.devices_per_node))
+        if held and held >= self.device.multiprocessors:
+            raise ClusterError(
+                f"held_multiprocessors of a link are {held}, but the device has {self.device.multiprocessors} "
+                "multiprocessors, of which collectives leave some: give fewer, or device.multiprocessors"
+            )
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> Cluster:
@@ -297,8 +312,9 @@ class Cluster:
         hop = ((local - 1) * inside.latency_seconds + outside.latency_seconds) / local
         near = inside.achievable_bytes_per_second(local) if local > 1 else math.inf
         far = outside.achievable_bytes_per_second(2)
+        own = {"latency_seconds": hop, "held_multiprocessors": self._held_across(local)}
         return Crossing(
-            **{**{item.name: getattr(slower, item.name) for item in fields(Link)}, "latency_seconds": hop},
+            **{**{item.name: getattr(slower, item.name) for item in fields(Link)}, **own},
             ring_limit=min(near, local * far),
             local=local,
             local_limit=near,
@@ -306,6 +322,11 @@ class Cluster:
             near_latency_seconds=inside.latency_seconds,
             far_latency_seconds=outside.latency_seconds,
         )
+
+    def _held_across(self, local: int) -> int:
+        """Multiprocessors that a collective between nodes holds on a device, with ``local`` ranks in each node."""
+        held = local * self.inter_node.held_multiprocessors
+        return min(held, self.intra_node.held_multiprocessors or held)
 
 
 def presets() -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from autopar.errors import ArgumentError
 
 Number: TypeAlias = float | Sequence[float] | NDArray[Any]
 
-_maximum = sympy.Function("maximum")
+_maximum, _minimum = sympy.Function("maximum"), sympy.Function("minimum")
 
 
 class Quantity(NamedTuple):
@@ -83,8 +83,9 @@ class Formula:
 
     @cached_property
     def _function(self) -> Callable[..., Any]:
-        # sympy 1.13 writes Max as numpy.amax of one array, which operands of different shapes can't make.
+        # sympy 1.13 writes Max as numpy.amax of one array, which operands of different shapes can't make; Min likewise.
         expression = self.expression.replace(sympy.Max, lambda *terms: reduce(_maximum, terms))
+        expression = expression.replace(sympy.Min, lambda *terms: reduce(_minimum, terms))
         function: Callable[..., Any]
         function = sympy.lambdify([self._sympy(name) for name in self.symbols], expression, "numpy")
         return function

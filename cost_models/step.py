@@ -1,11 +1,14 @@
-"""What a training step costs beside the ops of its model: gradients added up over microbatches, and the optimizer.
+"""What a training step costs beside the ops of its model: gradients added up over microbatches, the optimizer, and what
+collectives slow down.
 
 Forward, backward and communication are in the timeline of the action lists.
 """
 
 from __future__ import annotations
 
-from typing import Final
+import math
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 import sympy
 
@@ -17,6 +20,7 @@ _parameters, _parameter, _gradient, _moment, _bandwidth = sympy.symbols(
 )
 _sum, _layers, _pass = sympy.symbols("sum_seconds layers pass_seconds")
 _elements, _summed, _copied = sympy.symbols("elements sum_itemsize copy_itemsize")
+_beside, _share = sympy.symbols("collective_seconds held_share")
 
 _COUNT: Final = {"parameters": Quantity("1", "elements of the parameters that the rank updates")}
 _ELEMENTS: Final = {"elements": Quantity("1", "elements of a gradient")}
@@ -85,7 +89,32 @@ LEFT_SECONDS: Final = Formula(
     "sums of a layer run beside the backward of those before it; S. Li et al., PyTorch Distributed, VLDB 2020",
 )
 
-FORMULAS: Final = (ADAMW_SECONDS, CLIP_SECONDS, ADD_SECONDS, COPY_SECONDS, LEFT_SECONDS)
+SLOWED_SECONDS: Final = Formula(
+    "slowed_seconds",
+    "s",
+    _share * sympy.Min(_beside, _pass / (1 - _share)),
+    {
+        "collective_seconds": Quantity("s", "collectives that run beside the pass"),
+        "held_share": Quantity("1", "of the device's multiprocessors, those that the collectives' kernels hold"),
+        "pass_seconds": Quantity("s", "the pass, if it had all multiprocessors"),
+    },
+    "the pass has the other multiprocessors, as none is shared: S. Jeaugey, github.com/NVIDIA/nccl/issues/689; "
+    "until the collectives end, or the pass does",
+)
+
+FORMULAS: Final = (ADAMW_SECONDS, CLIP_SECONDS, ADD_SECONDS, COPY_SECONDS, LEFT_SECONDS, SLOWED_SECONDS)
+
+
+class Collectives(NamedTuple):
+    """Some collectives, one after the other: their seconds, and each one's times the share of the device's
+    multiprocessors that it holds."""
+
+    seconds: float
+    held_seconds: float
+
+    def times(self, share: float) -> Collectives:
+        """That part of each."""
+        return Collectives(share * self.seconds, share * self.held_seconds)
 
 
 def add_seconds(elements: float, gradient_itemsize: int, sum_itemsize: int, device: Device) -> float:
@@ -104,6 +133,21 @@ def left_seconds(sum_seconds: float, layers: int, pass_seconds: float) -> float:
     Those of all ``layers`` but the first run beside it; the first layer's are complete last.
     """
     return LEFT_SECONDS.number(sum_seconds, max(1, layers), pass_seconds)
+
+
+def hidden(collectives: Collectives, all_seconds: float, left: float) -> Collectives:
+    """What of them runs beside a pass, where they are part of ``all_seconds`` of moves that have ``left`` so much to do
+    when it ends."""
+    return collectives.times(1 - left / all_seconds) if all_seconds else collectives
+
+
+def slowed_seconds(beside: Sequence[Collectives], pass_seconds: float) -> float:
+    """By how much a pass takes longer that would take so long if nothing ran ``beside`` it."""
+    held = math.fsum(each.held_seconds for each in beside)
+    if not held:
+        return 0.0
+    seconds = math.fsum(each.seconds for each in beside)
+    return SLOWED_SECONDS.number(seconds, held / seconds, pass_seconds)
 
 
 def optimizer_seconds(

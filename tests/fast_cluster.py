@@ -15,3 +15,11 @@ NODES: Final = replace(
     FAST, devices_per_node=2, inter_node=replace(_LINK, latency_seconds=1e-6, bytes_per_second=0.4e10)
 )
 """Nodes of two: a message between them takes longer, so that rows of experts rather go in two hops."""
+
+BUSY: Final = replace(
+    NODES,
+    device=replace(NODES.device, multiprocessors=10),
+    intra_node=replace(_LINK, bytes_per_second=1e8, held_multiprocessors=4),
+    inter_node=replace(NODES.inter_node, bytes_per_second=0.5e8, held_multiprocessors=1),
+)
+"""Collectives hold 4 of 10 multiprocessors within a node, and one or two between nodes."""

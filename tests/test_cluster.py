@@ -6,6 +6,7 @@ import dataclasses
 import re
 import tomllib
 from collections import Counter
+from dataclasses import replace
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
@@ -332,6 +333,29 @@ def test_the_link_is_the_slowest_of_those_that_neighbours_use(
     cards = {count for group in groups for count in Counter(rank // devices for rank in group).values()}
     rings = cards.pop() if len(cards) == 1 and found.name == "outside" else 1
     assert found.ring_bytes_per_second(size) == (min(1e10, rings * outside) if rings > 1 else slowest.bytes_per_second)
+
+
+def test_collectives_hold_multiprocessors_for_each_card() -> None:
+    """Of an A100's 108: 24 within a node; between nodes 2 for each of the ranks that a node has, so 16 for eight."""
+    a100 = Cluster.load("a100")
+    for size, stride, held in ((8, 1, 24), (2, 4, 24), (64, 1, 16), (16, 4, 4), (8, 8, 2)):
+        link = a100.link(size, stride, 64)
+        assert link.held_multiprocessors == held
+        assert a100.device.held_share(link) == held / 108
+    assert Cluster.load("gb200").link(144, 1).held_multiprocessors == 24, "no more than the wires of a node take"
+    cpu = Cluster.load("cpu")
+    assert cpu.device.held_share(cpu.link(8, 1)) == 0.0
+
+
+def test_collectives_leave_some_multiprocessors() -> None:
+    a100 = Cluster.load("a100")
+    for held, many in ((108, 0), (0, 14)):
+        links = {
+            "intra_node": replace(a100.intra_node, held_multiprocessors=held),
+            "inter_node": replace(a100.inter_node, held_multiprocessors=many),
+        }
+        with pytest.raises(ClusterError, match="the device has 108 multiprocessors, of which collectives leave some"):
+            replace(a100, **links)
 
 
 def test_rings_over_nodes_use_all_cards() -> None:

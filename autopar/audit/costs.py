@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Final
 
 from autopar.audit.flops import is_by_shape
-from autopar.audit.prices import Prices
+from autopar.audit.prices import Prices, joined
 from autopar.audit.record import (
     ENDED,
     LOADS,
@@ -30,6 +30,7 @@ from autopar.audit.record import (
 )
 from autopar.audit.run import Seen, first_offloads
 from autopar.cost_models import step
+from autopar.cost_models.step import Collectives
 from autopar.rules import lookup
 from autopar.runtime.vocabulary import VOCABULARY
 from autopar.schedules.actions import Action, Schedule
@@ -63,15 +64,50 @@ class SeenCosts:
         return self.schedule.microbatches - 1
 
     def forward_seconds(self, stage: int) -> float:
-        return self.prices.forward(self._phase("F", stage))
+        """With what collectives beside it take from it, as in all passes."""
+        plain = self._forward(stage)
+        return plain + step.slowed_seconds([self._gathered_beside(stage)], plain)
 
     def backward_seconds(self, stage: int) -> float:
-        """Both parts of it, where it is split, and what it computes again."""
+        """Both parts of it, where it is split."""
+        plain, late = self._backward(stage), self._weights(stage)
+        back = [self._gathering(stage)] if self._streams else []
+        if not self.is_split(stage):
+            return plain + step.slowed_seconds([*back, *self._summed_beside(stage)], plain)
+        return self.weight_seconds(stage) + (plain - late) + step.slowed_seconds(back, plain - late)
+
+    def weight_seconds(self, stage: int) -> float:
+        plain = self._weights(stage)
+        return plain + (step.slowed_seconds(self._summed_beside(stage), plain) if self.is_split(stage) else 0.0)
+
+    def _gathered_beside(self, stage: int) -> Collectives:
+        """Of collectives, those beside a forward: of one a step, its share of each microbatch."""
+        gathering = self._gathering(stage)
+        if self._streams:
+            return gathering
+        return self._once(step.hidden(gathering, gathering.seconds, self._first_gathered(stage)))
+
+    def _summed_beside(self, stage: int) -> list[Collectives]:
+        """The same of the pass that completes gradients."""
+        found = [self.prices.collectives(self._scattered(stage)), self.prices.collectives(self._reduced(stage))]
+        scattered, reduced = (step.hidden(c, c.seconds, self._left(c.seconds, stage)) for c in found)
+        return [scattered, self._once(reduced)]
+
+    def _once(self, collectives: Collectives) -> Collectives:
+        """Of what happens once in an update, the share of a microbatch."""
+        return collectives.times(1 / (1 if self.schedule.is_asynchronous else self.schedule.microbatches))
+
+    def _forward(self, stage: int) -> float:
+        """Of a pass alone, as of the next two."""
+        return self.prices.forward(self._phase("F", stage))
+
+    def _backward(self, stage: int) -> float:
+        """With what it computes again."""
         back = self._phase("I" if self.is_split(stage) else "B", stage)
         ops = self.prices.backward(self._phase("F", stage)) + self.prices.again(back)
         return ops + self.accumulation_seconds(stage)
 
-    def weight_seconds(self, stage: int) -> float:
+    def _weights(self, stage: int) -> float:
         return self.prices.weights(self._phase("F", stage)) + self.accumulation_seconds(stage, put_off=True)
 
     def accumulation_seconds(self, stage: int, *, put_off: bool = False) -> float:
@@ -132,20 +168,24 @@ class SeenCosts:
 
     def scatter_seconds(self, stage: int) -> float:
         """After each backward, where gradients are split."""
+        return self._left(self.prices.messages(self._scattered(stage)), stage)
+
+    def _scattered(self, stage: int) -> list[Message]:
         if not self._scatters:
-            return 0.0
-        sums = self.prices.messages(m for m in self._reductions(stage, 0) if m.kind == "reduce_scatter")
-        return self._left(sums, stage)
+            return []
+        return [m for m in self._reductions(stage, 0) if m.kind == "reduce_scatter"]
 
     def reduce_seconds(self, stage: int) -> float:
         """What the last backward and REDUCE start, but for that."""
+        return self._left(self.prices.messages(self._reduced(stage)), stage)
+
+    def _reduced(self, stage: int) -> list[Message]:
         started = [*self._reductions(stage, self._last()), *_started(self._phase("REDUCE", stage))]
-        sums = self.prices.together(m for m in started if not (self._scatters and m.kind == "reduce_scatter"))
-        return self._left(sums, stage)
+        return list(joined(m for m in started if not (self._scatters and m.kind == "reduce_scatter")))
 
     def _left(self, sums: float, stage: int) -> float:
         """Of sums that run beside the pass that makes their terms: what is left at its end."""
-        completing = self.weight_seconds(stage) if self.is_split(stage) else self.backward_seconds(stage)
+        completing = self._weights(stage) if self.is_split(stage) else self._backward(stage)
         return step.left_seconds(sums, self.layers[stage], completing)
 
     @cached_property
@@ -163,12 +203,15 @@ class SeenCosts:
         return late + self._first_gathered(stage)
 
     def _first_gathered(self, stage: int) -> float:
-        return step.left_seconds(self._gathered(stage), self.layers[stage], self.forward_seconds(stage))
+        return step.left_seconds(self._gathered(stage), self.layers[stage], self._forward(stage))
 
     def _gathered(self, stage: int) -> float:
+        return self._gathering(stage).seconds
+
+    def _gathering(self, stage: int) -> Collectives:
         kinds = ("GATHER",) if not self._streams else ("GATHER_F", "F")
         messages = [m for kind in kinds for m in self._phase(kind, stage).messages if m.kind == "all_gather"]
-        return self.prices.messages(m for m in messages if m.is_started)
+        return self.prices.collectives(m for m in messages if m.is_started)
 
     @cached_property
     def _streams(self) -> bool:

@@ -15,9 +15,10 @@ from itertools import pairwise
 
 from autopar.audit.flops import flops_of
 from autopar.audit.record import Message, Phase, Ran
-from autopar.cluster import Cluster
+from autopar.cluster import Cluster, Link
 from autopar.cost_models import collective, compute
 from autopar.cost_models.compute import Work
+from autopar.cost_models.step import Collectives
 from autopar.graph import Choice
 from autopar.mesh import Mesh
 from autopar.planner.op_costs import work_of
@@ -47,21 +48,24 @@ class Prices:
 
     def message(self, message: Message) -> float:
         """Of a message alone, on the slowest link that such groups cross."""
-        ranks = message.ranks
-        stride = min((b - a for a, b in pairwise(ranks)), default=1)
-        link = self.cluster.link(len(ranks), stride, self.mesh.world)
-        size = 2 if message.kind == "send" else len(ranks)
-        return collective.seconds(message.kind, message.bytes_, size, link)
+        size = 2 if message.kind == "send" else len(message.ranks)
+        return collective.seconds(message.kind, message.bytes_, size, self._link(message))
+
+    def _link(self, message: Message) -> Link:
+        stride = min((b - a for a, b in pairwise(message.ranks)), default=1)
+        return self.cluster.link(len(message.ranks), stride, self.mesh.world)
 
     def messages(self, messages: Iterable[Message]) -> float:
         return math.fsum(map(self.message, messages))
 
+    def collectives(self, messages: Iterable[Message]) -> Collectives:
+        """Of messages in which all take part, with the multiprocessors that these hold."""
+        sent = [(self.message(m), self.cluster.device.held_share(self._link(m))) for m in messages]
+        return Collectives(math.fsum(seconds for seconds, _ in sent), math.fsum(s * share for s, share in sent))
+
     def together(self, messages: Iterable[Message]) -> float:
         """Of messages that are one, sent in pieces: buckets of gradients, say, share the latency of their kind."""
-        sums: Counter[tuple[str, tuple[int, ...]]] = Counter()
-        for message in messages:
-            sums[message.kind, message.ranks] += message.bytes_
-        return self.messages(Message(kind, bytes_, ranks, True) for (kind, ranks), bytes_ in sums.items())
+        return self.messages(joined(messages))
 
     def forward(self, phase: Phase) -> float:
         """What the ops of a forward take, with what they send; rows travel to experts beside what stands between."""
@@ -139,6 +143,15 @@ class Prices:
         work = _work(ran)
         backward = compute.backward_seconds(work, device) if op.result.needs_grad else 0.0
         return compute.forward_seconds(work, device), backward
+
+
+def joined(messages: Iterable[Message]) -> Iterator[Message]:
+    """Each of a kind and a group as if it was one."""
+    sums: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    for message in messages:
+        sums[message.kind, message.ranks] += message.bytes_
+    for (kind, ranks), bytes_ in sums.items():
+        yield Message(kind, bytes_, ranks, True)
 
 
 def _work(ran: Ran) -> Work:

@@ -22,6 +22,7 @@ PARTS: Final = {
     "backward": "backward passes of layers, without what they send and recompute",
     "recomputation": "what backwards compute again",
     "accumulation": "gradients added up over microbatches, where no product does that itself",
+    "contention": "what passes take longer because collectives beside them hold multiprocessors",
     "vocabulary": "passes of layers that are split over the pipeline, with what they send on other axes",
     "collectives": "what layers send inside of their passes",
     "exchanges": "what pipeline ranks exchange for layers that are split over them",
@@ -200,7 +201,7 @@ class CostPlan(Value):
     @property
     def compute_seconds(self) -> float:
         """What the rank computes before the optimizer, without what it sends."""
-        return self.exposed_seconds("forward", "backward", "recomputation", "accumulation", "vocabulary")
+        return self.exposed_seconds("forward", "backward", "recomputation", "accumulation", "contention", "vocabulary")
 
     @property
     def bubble_seconds(self) -> float:

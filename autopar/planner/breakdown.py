@@ -19,6 +19,7 @@ from autopar.options import Options
 from autopar.plan import BUBBLE, PARTS, CostPart, CostPlan
 from autopar.planner.between import between
 from autopar.planner.block_costs import BlockCost, Both, Machine, Wire
+from autopar.planner.contention import Slowed
 from autopar.planner.gradients import Accumulation
 from autopar.planner.op_costs import dtype_name
 from autopar.planner.pipeline import Pipeline
@@ -278,7 +279,8 @@ def _total(parts: Iterable[Mapping[Wire, Both]]) -> dict[Wire, Both]:
 def _take_apart(
     busy: Mapping[tuple[str, int], float], sent: Mapping[int, _Sent], pipeline: Pipeline, spent: _Spent
 ) -> None:
-    """Split what passes take into compute, what they send, what they compute again, and adding up gradients."""
+    """Split what passes take into compute, what they send, what they compute again, adding up gradients, and waiting
+    for multiprocessors that collectives hold."""
     counts = Counter((action.kind, action.stage) for row in pipeline.schedule.lists for action in row)
     for (kind, stage), seconds in busy.items():
         if kind in VOCABULARY_KINDS:
@@ -289,6 +291,9 @@ def _take_apart(
             way, times = int(kind != "F"), counts[kind, stage]
             own = spent.exposed["backward" if way else "forward", "", ""]
             own.append(seconds)
+            slowed = times * _slowed(kind, pipeline.slowed[stage])
+            spent.exposed["contention", "", ""].append(slowed)
+            own.append(-slowed)
             if way:
                 added = times * _accumulated(kind, pipeline.accumulations[stage])
                 spent.exposed["accumulation", "", ""].append(added)
@@ -298,6 +303,12 @@ def _take_apart(
                 spent.exposed["recomputation", "", ""].append(again)
                 own.append(-again)
                 own.extend(-terms for terms in _book(sent[stage], way, times, spent))
+
+
+def _slowed(kind: str, slowed: Slowed) -> float:
+    """What of it is a pass of ``kind``."""
+    inner = slowed.backward - slowed.weights
+    return {"F": slowed.forward, "B": slowed.backward, "W": slowed.weights}.get(kind, inner)
 
 
 def _accumulated(kind: str, accumulation: Accumulation) -> float:

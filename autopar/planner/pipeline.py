@@ -11,35 +11,32 @@ import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
 
-from autopar.cost_models import step
 from autopar.errors import ArgumentError, BudgetError, PlanError, ScheduleError, StageError
 from autopar.graph import Model
 from autopar.options import Options
-from autopar.passes.vocabulary import STAGELESS, VOCABULARY
+from autopar.passes.vocabulary import STAGELESS
 from autopar.planner.activations import Activations, Alternative
 from autopar.planner.alike import Alike
-from autopar.planner.between import between
 from autopar.planner.block_costs import BlockCost, Machine
+from autopar.planner.contention import Slowed
 from autopar.planner.fitting import Cuts, Demand, Fit, Layout, Pins, fit, pinned
-from autopar.planner.gradients import Accumulation, GradientCosts
+from autopar.planner.gradients import Accumulation
 from autopar.planner.makespan_bounds import makespan_bound
 from autopar.planner.modes import mode_of
 from autopar.planner.offload import offloaded_stages
+from autopar.planner.pass_costs import Priced, Work, priced
 from autopar.planner.rank_memory import State, Storage, passing_bytes, rank_state, vocabulary_state
-from autopar.planner.scalars import scalars
 from autopar.planner.stages import Partition, Unit
 from autopar.planner.synthesis import synthesize
-from autopar.planner.table_gradients import with_gradients
 from autopar.planner.units import units_of
 from autopar.planner.vocabulary_costs import VocabularyCost, vocabulary_cost
-from autopar.planner.zero import MoveCosts, weight_moves
+from autopar.planner.zero import weight_moves
 from autopar.schedules import Costs, Schedule, Timeline, Timelines, generate, lower, simulate_timeline
 from autopar.schedules.flow import COMPUTE
 from autopar.schedules.greedy import Job
 from autopar.schedules.kept import kept_stages
-from autopar.schedules.offloads import LEAST_BYTES, offload_activations
+from autopar.schedules.offloads import offload_activations
 from autopar.schedules.pass_times import PassTimes
 from autopar.schedules.registry import SCHEDULES
 
@@ -63,8 +60,9 @@ class Wanted:
 class Pipeline:
     """``stages`` are the calls of each stage; ``inflight[k]`` how many microbatches of stage k its rank keeps when it
     keeps the most. ``bound_seconds`` is a proven bound on the slowest rank's passes of one microbatch. ``layout`` is
-    how it fits, ``accumulations`` what stages' backwards take to add up gradients, ``transient_bytes`` what passes of
-    each pipeline rank hold at most beside what it keeps, ``free_bytes`` what it had left for activations."""
+    how it fits, ``accumulations`` what stages' backwards take to add up gradients, ``slowed`` what collectives beside
+    stages' passes add to them, ``transient_bytes`` what passes of each pipeline rank hold at most beside what it keeps,
+    ``free_bytes`` what it had left for activations."""
 
     stages: tuple[tuple[int, ...], ...]
     schedule: Schedule
@@ -75,6 +73,7 @@ class Pipeline:
     activations: Activations
     layout: Layout
     accumulations: tuple[Accumulation, ...]
+    slowed: tuple[Slowed, ...]
     transient_bytes: tuple[int, ...]
     free_bytes: tuple[int, ...]
 
@@ -301,9 +300,8 @@ def _scheduled(
     cut, stages = found.cut, _stages(parts.calls, found.cut)
     if draft.is_asynchronous:
         _refuse_ties(parts, stages)
-    moves = MoveCosts(parts.model, parts.options, parts.machine, stages, draft.placement)
-    accumulations = _accumulations(parts, moves, draft)
-    costs = _schedule_costs(parts, moves, draft, found.chosen, accumulations)
+    priced = _priced(parts, stages, draft, found.chosen)
+    costs = priced.costs
     transients = _transients(parts, stages, draft, found.chosen)
     free = _free_bytes(parts, stages, draft, transients)
     # A schedule that is made for the memory would be one for the memory without the host's.
@@ -323,9 +321,32 @@ def _scheduled(
         vocabulary=parts.vocabulary,
         activations=parts.activations,
         layout=Layout(found, tuple(moved or ()) if offloads else None),
-        accumulations=accumulations,
+        accumulations=priced.accumulations,
+        slowed=priced.slowed,
         transient_bytes=transients,
         free_bytes=free,
+    )
+
+
+def _priced(
+    parts: _Parts, stages: Sequence[Sequence[int]], draft: Schedule, chosen: Mapping[int, Alternative]
+) -> Priced:
+    return priced(
+        Work(
+            model=parts.model,
+            blocks=parts.costs,
+            machine=parts.machine,
+            options=parts.options,
+            microbatches=parts.microbatches,
+            vocabulary=parts.vocabulary,
+            head_chunks=parts.wanted.head_chunks,
+            activations=parts.activations,
+            # Whether weight gradients are a pass of their own.
+            split=bool(draft.split) or parts.wanted.schedule == SYNTHESIZED,
+        ),
+        draft,
+        stages,
+        chosen,
     )
 
 
@@ -519,80 +540,3 @@ def _pinned_cut(parts: _Parts, placement: Sequence[int], starts: Sequence[int]) 
 def _stages(calls: list[int], cut: Partition) -> tuple[tuple[int, ...], ...]:
     ends = [*cut.starts[1:], len(calls)]
     return tuple(tuple(calls[a:b]) for a, b in zip(cut.starts, ends, strict=True))
-
-
-def _tables(model: Model) -> list[int]:
-    """The calls of which every pipeline rank has rows."""
-    return [i for i, call in enumerate(model.calls) if model.block_of(call).kind == VOCABULARY]
-
-
-def _step_seconds(parts: _Parts, stages: Sequence[Sequence[int]], placement: Sequence[int]) -> tuple[float, ...]:
-    ranks = parts.machine.sizes["pp"]
-    split = parts.storage.elements(parts.model, _tables(parts.model), ranks) if parts.vocabulary else 0
-    calls: list[list[int]] = [[] for _ in range(ranks)]
-    for home, stage in zip(placement, stages, strict=True):
-        calls[home] += stage
-    elements = [split + parts.storage.elements(parts.model, mine) for mine in calls]
-    return tuple(step.optimizer_seconds(count, parts.machine.device) for count in elements)
-
-
-def _puts_off(parts: _Parts, draft: Schedule) -> bool:
-    """Whether weight gradients are a pass of their own."""
-    return bool(draft.split) or parts.wanted.schedule == SYNTHESIZED
-
-
-def _accumulations(parts: _Parts, moves: MoveCosts, draft: Schedule) -> tuple[Accumulation, ...]:
-    """Of each stage; an asynchronous schedule updates by the gradient of each microbatch."""
-    count = 1 if draft.is_asynchronous else parts.microbatches
-    return tuple(map(GradientCosts(moves, count, split=_puts_off(parts, draft)).accumulation, moves.stages))
-
-
-def _schedule_costs(
-    parts: _Parts,
-    moves: MoveCosts,
-    draft: Schedule,
-    chosen: Mapping[int, Alternative],
-    accumulations: Sequence[Accumulation],
-) -> Costs:
-    model, machine, vocabulary, placement = parts.model, parts.machine, parts.vocabulary, draft.placement
-    stages, tables = moves.stages, _tables(model)
-    per_stage = [[parts.costs[model.calls[i].block] for i in stage] for stage in stages]
-    beside = between(model, stages, parts.costs, machine, placement)
-    weights = tuple(sum(c.weight_seconds for c in s) + a.put_off for s, a in zip(per_stage, accumulations, strict=True))
-    split = _puts_off(parts, draft)
-    again = [math.fsum(chosen[i].rerun_seconds(split=split) for i in stage) for stage in stages]
-    backward = tuple(
-        sum(c.backward_seconds for c in s) + again_ + b.backward_seconds + a.seconds
-        for s, again_, b, a in zip(per_stage, again, beside, accumulations, strict=True)
-    )
-    completing = weights if split else backward
-    forward = tuple(
-        sum(c.forward_seconds for c in s) + b.forward_seconds for s, b in zip(per_stage, beside, strict=True)
-    )
-    return Costs(
-        forward_seconds=forward,
-        backward_seconds=backward,
-        send_forward_seconds=tuple(b.send_forward_seconds for b in beside),
-        send_backward_seconds=tuple(b.send_backward_seconds for b in beside),
-        reduce_seconds=tuple(map(moves.left_to_reduce, stages, completing)),
-        gather_seconds=moves.arrivals(forward),
-        scatter_seconds=tuple(map(moves.left_to_scatter, stages, completing)),
-        gather_vocabulary_seconds=moves.gather_seconds(tables, machine.sizes["pp"]),
-        reduce_vocabulary_seconds=moves.reduce_seconds(tables, machine.sizes["pp"]),
-        activation_bytes=tuple(parts.activations.stage_bytes(stage, chosen) for stage in stages),
-        step_seconds=_step_seconds(parts, stages, placement),
-        weight_seconds=weights,
-        later_bytes=tuple(sum(c.later_bytes for c in s) for s in per_stage),
-        vocabulary_seconds=with_gradients(vocabulary, moves, parts.microbatches, parts.wanted.head_chunks),
-        logits_bytes=vocabulary.logits_bytes if vocabulary else 0,
-        **_offload_costs(parts, stages, chosen),
-        **scalars(model, stages, parts.costs, machine, placement, parts.microbatches)._asdict(),
-    )
-
-
-def _offload_costs(parts: _Parts, stages: Sequence[Sequence[int]], chosen: Mapping[int, Alternative]) -> dict[str, Any]:
-    rate = parts.machine.device.host_bytes_per_second
-    if "activations" not in parts.options.offload or not rate:
-        return {}
-    moved = tuple(parts.activations.movable_bytes(stage, chosen, LEAST_BYTES) for stage in stages)
-    return {"offload_bytes": moved, "offload_seconds": tuple(bytes_ / rate for bytes_ in moved)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Final
@@ -15,6 +15,7 @@ from torch import fx
 
 from autopar.cluster import Link
 from autopar.cost_models import collective, step
+from autopar.cost_models.step import Collectives
 from autopar.graph import Model, info
 from autopar.mesh import DATA
 from autopar.options import Options
@@ -27,6 +28,7 @@ from autopar.planner.rank_memory import rank_shape, stored_elements, table_dims
 from autopar.schedules.weight_moves import WeightMoves
 
 _NONE: Final = frozenset[str]()
+_NOTHING: Final = Collectives(0.0, 0.0)
 
 
 def weight_moves(model: Model, options: Options, lines: Iterable[DataLine]) -> WeightMoves:
@@ -50,6 +52,22 @@ class _Over:
     is_other: bool
 
 
+@dataclass
+class _Moved:
+    """What moves together: collectives, and seconds of copies to the host or from it."""
+
+    sent: list[Collectives] = field(default_factory=list)
+    copied: list[float] = field(default_factory=list)
+
+    @cached_property
+    def seconds(self) -> float:
+        return math.fsum((*(each.seconds for each in self.sent), *self.copied))
+
+    @cached_property
+    def collectives(self) -> Collectives:
+        return Collectives(*(math.fsum(each) for each in zip(*self.sent, strict=True))) if self.sent else _NOTHING
+
+
 @dataclass(frozen=True)
 class MoveCosts:
     """Seconds that the weights of some calls and their gradients are on their way.
@@ -69,15 +87,28 @@ class MoveCosts:
 
         ``parts``: over so many ranks beside are the rows of each split.
         """
+        return self._gathered(calls, parts).seconds
+
+    def gathering(self, calls: Sequence[int]) -> Collectives:
+        """The collectives of that gather."""
+        return self._gathered(calls, 1).collectives
+
+    def _gathered(self, calls: Sequence[int], parts: int) -> _Moved:
         key = self.key(calls), parts
         if key not in self._gathers:
-            seconds = []
-            for message in gathers(self.weights(calls, parts, borrowed=self._streams)):
+            moved = _Moved()
+            for message in gathers(self.weights(calls, parts, borrowed=self.streams)):
                 line = message.weights[0].line
-                seconds.append(_seconds("all_gather", message.bytes_, self.shards(line), line.shard))
-                seconds.append(self._host(message.bytes_, line))
-            self._gathers[key] = math.fsum(seconds)
+                self._send(moved, "all_gather", message.bytes_, self.shards(line), line.shard)
+                moved.copied.append(self._host(message.bytes_, line))
+            self._gathers[key] = moved
         return self._gathers[key]
+
+    def _send(self, moved: _Moved, kind: str, bytes_: int, size: int, link: Link) -> None:
+        """One more collective, if there is anything to send."""
+        if bytes_:
+            seconds = collective.seconds(kind, bytes_, size, link)
+            moved.sent.append(Collectives(seconds, seconds * self.machine.device.held_share(link)))
 
     def key(self, calls: Sequence[int]) -> Hashable:
         """Equal for stages whose weights move alike."""
@@ -115,7 +146,7 @@ class MoveCosts:
         return Alike(self.model)
 
     @cached_property
-    def _gathers(self) -> dict[tuple[Hashable, int], float]:
+    def _gathers(self) -> dict[tuple[Hashable, int], _Moved]:
         return {}
 
     def arrivals(self, forward_seconds: Sequence[float]) -> tuple[float, ...]:
@@ -125,31 +156,40 @@ class MoveCosts:
         What of a gather runs beside that forward is still to be done when the rank's next one begins. Weights that are
         gathered for each pass, or copied from the host, have all of their gather left.
         """
-        all_ = [self.gather_seconds(stage) for stage in self.stages]
-        if self.options.zero == 3 or not {"optimizer", "parameters"}.isdisjoint(self.options.offload):
-            return tuple(all_)
         late = [0.0] * (1 + max(self.placement))
         left = []
-        for home, calls, gathered, forward in zip(self.placement, self.stages, all_, forward_seconds, strict=True):
-            first = step.left_seconds(gathered, len(calls), forward)
+        for home, calls, forward in zip(self.placement, self.stages, forward_seconds, strict=True):
+            first = self.first_gathered(calls, forward)
             left.append(late[home] + first)
-            late[home] = gathered - first
+            late[home] = self.gather_seconds(calls) - first
         return tuple(left)
+
+    def first_gathered(self, calls: Sequence[int], forward_seconds: float) -> float:
+        """What of their one gather of a step doesn't run beside the first forward."""
+        seconds = self.gather_seconds(calls)
+        if self.options.zero == 3 or not {"optimizer", "parameters"}.isdisjoint(self.options.offload):
+            return seconds
+        return step.left_seconds(seconds, len(calls), forward_seconds)
 
     def scatter_seconds(self, calls: Sequence[int]) -> float:
         """One SCATTER of their gradients."""
+        return self.scattering(calls).seconds
+
+    def scattering(self, calls: Sequence[int]) -> Collectives:
+        """The collectives that it is."""
         if self.options.zero < 2:
-            return 0.0
+            return _NOTHING
         key = self.key(calls)
         if key not in self._scatters:
-            messages = scatters(list(self.weights(calls)))
-            lines = ((message.bytes_, message.weights[0].line) for message in messages)
-            seconds = [_seconds("reduce_scatter", bytes_, self.shards(line), line.shard) for bytes_, line in lines]
-            self._scatters[key] = math.fsum(seconds)
+            moved = _Moved()
+            for message in scatters(list(self.weights(calls))):
+                line = message.weights[0].line
+                self._send(moved, "reduce_scatter", message.bytes_, self.shards(line), line.shard)
+            self._scatters[key] = moved.collectives
         return self._scatters[key]
 
     @cached_property
-    def _scatters(self) -> dict[Hashable, float]:
+    def _scatters(self) -> dict[Hashable, Collectives]:
         return {}
 
     def reduce_seconds(self, calls: Sequence[int], parts: int = 1) -> float:
@@ -157,16 +197,23 @@ class MoveCosts:
 
         ``parts`` as in :meth:`gather_seconds`; of such tables all is summed once, at the end.
         """
+        return self._reduced(calls, parts).seconds
+
+    def reducing(self, calls: Sequence[int]) -> Collectives:
+        """The collectives of that."""
+        return self._reduced(calls, 1).collectives
+
+    def _reduced(self, calls: Sequence[int], parts: int) -> _Moved:
         key = self.key(calls), parts
         if key not in self._reduces:
-            self._reduces[key] = self._reduce_seconds(calls, parts)
+            self._reduces[key] = self._made_reduced(calls, parts)
         return self._reduces[key]
 
     @cached_property
-    def _reduces(self) -> dict[tuple[Hashable, int], float]:
+    def _reduces(self) -> dict[tuple[Hashable, int], _Moved]:
         return {}
 
-    def _reduce_seconds(self, calls: Sequence[int], parts: int) -> float:
+    def _made_reduced(self, calls: Sequence[int], parts: int) -> _Moved:
         by_over: dict[int, tuple[_Over, int]] = {}
         for name, node in self.trained(calls):
             over = self._over(name, node)
@@ -178,14 +225,13 @@ class MoveCosts:
             once[over.line] += sent if over.axes else 0
             ranks = over.axes, over.further, over.holders, shards
             rest[ranks] = over, rest.get(ranks, (over, 0))[1] + sent // shards
-        to_host = math.fsum(self._host(sent, over.line) for over, sent in by_over.values())
-        return math.fsum(
-            (
-                to_host,
-                *(self._rest_seconds(part, over) for over, part in rest.values()),
-                *(self._once_seconds(sent, line, parts) for line, sent in once.items()),
-            )
-        )
+        moved = _Moved(copied=[self._host(sent, over.line) for over, sent in by_over.values()])
+        for over, part in rest.values():
+            self._send(moved, "all_reduce", part, *self._rest(over))
+        for line, sent in once.items():
+            shards = self.shards(line) if self.options.zero == 1 or parts > 1 else 1  # else a SCATTER's
+            self._send(moved, "reduce_scatter", sent, shards, line.shard)
+        return moved
 
     def left_to_reduce(self, calls: Sequence[int], pass_seconds: float) -> float:
         """What REDUCE has left when the stage's last backward, or its weight gradients, end."""
@@ -206,18 +252,12 @@ class MoveCosts:
         shards = self.shards(over.line)
         return shards > 1 and (self._joint(over, shards)[0] if over.is_other else over.line.size // shards) > 1
 
-    def _once_seconds(self, sent: int, line: DataLine, parts: int) -> float:
-        """The part of the sums within shards, where it isn't a SCATTER's."""
-        shards = self.shards(line) if self.options.zero == 1 or parts > 1 else 1
-        return _seconds("reduce_scatter", sent, shards, line.shard)
-
-    def _rest_seconds(self, part: int, over: _Over) -> float:
-        """The part across shards: between ranks of the group that have the same ``part``, if there are several."""
+    def _rest(self, over: _Over) -> tuple[int, Link]:
+        """Who sums parts across shards: ranks of the group that have the same part, if there are several."""
         line, shards = over.line, self.shards(over.line)
-        rest, link = (line.size, line.whole) if shards == 1 else (line.size // shards, line.replicate)
         if over.is_other:
-            rest, link = self._joint(over, shards)
-        return _seconds("all_reduce", part, rest, link)
+            return self._joint(over, shards)
+        return (line.size, line.whole) if shards == 1 else (line.size // shards, line.replicate)
 
     def _over(self, name: str, node: fx.Node) -> _Over:
         """The same object, with the same line, for all that are equal."""
@@ -298,7 +338,7 @@ class MoveCosts:
         return bytes_ / self.shards(line) / rate if on_host else 0.0
 
     @property
-    def _streams(self) -> bool:
+    def streams(self) -> bool:
         """Whether weights are gathered for each pass."""
         return self.options.zero == 3 or "parameters" in self.options.offload
 
@@ -306,7 +346,7 @@ class MoveCosts:
         """Of a stage, in the order of their first use. Under ZeRO 3 weights that aren't trained are split, too.
         ``parts`` as in :meth:`gather_seconds`, ``borrowed`` as in :meth:`trained`."""
         units = units_of(self.model, calls, self._own)
-        users = Counter(name for i in calls for name in {*self.model.calls[i].parameters}) if self._streams else {}
+        users = Counter(name for i in calls for name in {*self.model.calls[i].parameters}) if self.streams else {}
         for call, name, node in self._used(calls, frozen=self.options.zero == 3, borrowed=borrowed):
             over, meta = self._over(name, node), info(node).meta
             shape = rank_shape(meta.shape, self._table_dims[name], parts) if parts > 1 else meta.shape
@@ -373,7 +413,3 @@ class MoveCosts:
 
     def _sent_dtype(self, master: torch.dtype) -> torch.dtype:
         return getattr(torch, self.options.reduce_dtype) if self.options.reduce_dtype else master
-
-
-def _seconds(kind: str, bytes_: int, size: int, link: Link) -> float:
-    return collective.seconds(kind, bytes_, size, link) if bytes_ else 0.0

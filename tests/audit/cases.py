@@ -10,7 +10,7 @@ import torch
 
 import autopar
 from tests import pinned, vocabulary_models
-from tests.fast_cluster import FAST, NODES
+from tests.fast_cluster import BUSY, FAST, NODES
 from tests.models import Case, gpt2, make, prepared
 from tests.moe_models import family
 
@@ -33,7 +33,9 @@ class Plan:
         parts = [f"{axis}{size}" for axis, size in self.mesh.items()]
         parts += [f"{name}={value}" for name, value in self.options.items()]
         parts += [] if self.dtype == torch.float64 else [str(self.dtype)]
-        return "-".join([self.model, *parts, *([] if self.cluster == FAST else ["nodes"])])
+        return "-".join(
+            [self.model, *parts, *([] if self.cluster == FAST else ["busy" if self.cluster == BUSY else "nodes"])]
+        )
 
     @property
     def case(self) -> Case:
@@ -74,6 +76,10 @@ FAST_PLANS: Final = (
     Plan("moe_mixtral", {"dp": 2, "ep": 2}),
     Plan("mlp", {"dp": 3}, {"zero": 3, **BF16}, torch.float32, batch=12),  # rows are padded
     Plan("moe_qwen2_moe", {"dp": 8, "ep": 8}, {"expert_imbalance": 1.25}, batch=16, cluster=NODES),  # in two hops
+    Plan("mlp", {"dp": 4}, {"zero": 3, "zero_ranks": 2}, cluster=BUSY),  # what collectives slow: both passes
+    Plan(
+        "mlp", {"pp": 2, "dp": 4}, {"schedule": "zb-h1", "zero": 2, "zero_ranks": 2}, batch=16, cluster=BUSY
+    ),  # the second half
 )
 
 SLOW_PLANS: Final = (
@@ -113,4 +119,8 @@ SLOW_PLANS: Final = (
     Plan("moe_mixtral", {"dp": 4, "ep": 4}, {"recompute": "full"}, cluster=NODES),
     Plan("moe_deepseek_v3", {"dp": 4, "ep": 4}, {**TIGHT, "budget_bytes": 1_000_000}, torch.float32, 64, NODES),
     Plan("gpt2", {"pp": 2, "dp": 2}, {"schedule": "zb-h1", **TIGHT, "budget_bytes": 1_690_000}, batch=16),
+    Plan("mlp", {"dp": 2}, {"microbatches": 3}, batch=12, cluster=BUSY),
+    Plan("mlp", {"pp": 2, "dp": 2}, {"schedule": "v-half", "zero": 1}, cluster=BUSY),
+    Plan("mlp", {"pp": 2, "dp": 2}, {"schedule": "zb-v", "zero": 3, **BF16}, torch.float32, cluster=BUSY),
+    Plan("llama_tied", {"pp": 2, "dp": 2}, {"zero": 3}, cluster=BUSY),
 )

@@ -15,14 +15,15 @@ from torch import nn
 import autopar
 from autopar.audit import Audit
 from autopar.audit.step import step_seconds
-from autopar.planner import between, block_costs, gradients, pipeline, table_gradients, zero
+from autopar.planner import between, block_costs, contention, gradients, pass_costs, table_gradients, zero
 from autopar.planner.activations import Activations
+from autopar.planner.contention import Slowed
 from autopar.planner.scalars import Scalars
 from autopar.planner.vocabulary_passes import HeadPasses
 from autopar.schedules import Costs, generate, lower, simulate_timeline
 from autopar.schedules.weight_moves import WeightMoves
 from tests.audit.cases import FAST_PLANS, PINNED, SLOW_PLANS, Plan
-from tests.fast_cluster import FAST
+from tests.fast_cluster import BUSY, FAST
 from tests.models import MLP, Case, prepared
 from tests.ranks import test_uncommon_weights as uncommon
 
@@ -83,6 +84,16 @@ def test_a_wrong_price_of_adding_up_gradients_is_seen(monkeypatch: pytest.Monkey
     assert {row.what for row in found.different} == {"stage 0: backward", "stage 1: backward", "step"}
 
 
+def test_a_wrong_price_of_what_collectives_slow_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = contention.Contention.slowed
+    monkeypatch.setattr(contention.Contention, "slowed", lambda *given: Slowed(*(1.01 * s for s in right(*given))))
+    found = Plan("mlp", {"pp": 2, "dp": 2}, {"zero": 3}, cluster=BUSY).compile().audit()
+    assert {row.what for row in found.different} == {
+        *(f"stage {stage}: {way}" for stage in (0, 1) for way in ("forward", "backward")),
+        "step",
+    }
+
+
 def test_gradients_that_are_scattered_are_added_up_as_planned() -> None:
     """Some have rows that two ranks can't share evenly."""
     options = {"schedule": "zb-h1", "zero": 2, "precision": "bf16"}
@@ -109,9 +120,9 @@ def test_wrong_prices_of_a_split_vocabulary_are_seen(monkeypatch: pytest.MonkeyP
 def test_wrong_prices_beside_the_passes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scalars before and after, gradients of split tables."""
     plan = Plan("head_smoothed", {"pp": 2, "dp": 2}, {"vocabulary": "vocab-2"})
-    right, tables = pipeline.scalars, table_gradients.table_seconds
+    right, tables = pass_costs.scalars, table_gradients.table_seconds
     more: Callable[[Any], Any] = lambda each: tuple(1.01 * seconds for seconds in each)  # noqa: E731
-    monkeypatch.setattr(pipeline, "scalars", lambda *given: Scalars(*map(more, right(*given))))
+    monkeypatch.setattr(pass_costs, "scalars", lambda *given: Scalars(*map(more, right(*given))))
     ends = {f"pipeline rank {rank}: {what}" for rank in (0, 1) for what in ("totals of the batch", "loads and loss")}
     assert {row.what for row in plan.compile().audit().different} == {*ends, "step"}
     monkeypatch.undo()

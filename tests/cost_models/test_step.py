@@ -8,7 +8,15 @@ from functools import partial
 import pytest
 
 from autopar.cluster import Cluster
-from autopar.cost_models.step import add_seconds, copy_seconds, left_seconds, optimizer_seconds
+from autopar.cost_models.step import (
+    Collectives,
+    add_seconds,
+    copy_seconds,
+    hidden,
+    left_seconds,
+    optimizer_seconds,
+    slowed_seconds,
+)
 
 DEVICE = dataclasses.replace(Cluster.load("cpu").device, memory_bytes_per_second=1e9)
 
@@ -38,3 +46,17 @@ def test_sums_of_gradients_run_beside_the_backward() -> None:
     assert left_seconds(100.0, 10, 50.0) == pytest.approx(55.0)
     assert left_seconds(7.0, 1, 50.0) == 7.0
     assert left_seconds(0.0, 0, 1.0) == 0.0
+
+
+def test_collectives_slow_what_runs_beside_them_by_hand() -> None:
+    """A quarter of the device is held for 4 s, in which 3 s of a pass are computed; or until the pass ends."""
+    assert slowed_seconds([Collectives(4.0, 1.0)], 10.0) == pytest.approx(1.0)
+    assert slowed_seconds([Collectives(400.0, 100.0)], 9.0) == pytest.approx(3.0)
+    assert slowed_seconds([Collectives(2.0, 1.0), Collectives(2.0, 0.0)], 10.0) == pytest.approx(1.0)
+    assert slowed_seconds([Collectives(4.0, 0.0)], 10.0) == slowed_seconds([], 10.0) == 0.0
+
+
+def test_only_what_is_hidden_runs_beside_a_pass() -> None:
+    """Of 10 s with copies among them, of which 2 s are left, four fifths; of nothing, all."""
+    assert hidden(Collectives(6.0, 3.0), 10.0, 2.0) == pytest.approx((4.8, 2.4))
+    assert hidden(Collectives(0.0, 0.0), 0.0, 0.0) == (0.0, 0.0)

@@ -27,7 +27,7 @@ from autopar.schedules import Costs, Timeline, generate, lower, simulate_timelin
 from autopar.schedules.flow import is_receive
 from autopar.schedules.offloads import offload_activations
 from autopar.schedules.weight_moves import WeightMoves
-from tests.fast_cluster import FAST
+from tests.fast_cluster import BUSY, FAST
 from tests.models import llama
 from tests.pinned import compile_pinned
 
@@ -102,6 +102,37 @@ def test_parts_add_up_to_the_step_on_every_rank(mesh: dict[str, int], options: d
     busiest = max(timeline.busy_seconds)
     assert timeline.busy_seconds[found.plan.cost.rank] == busiest
     assert found.plan.cost.step_seconds == timeline.makespan_seconds
+
+
+@pytest.mark.parametrize(("schedule", "zero"), [("1f1b", 3), ("zb-h1", 2), ("1f1b", 1), ("1f1b", 0)])
+def test_what_collectives_slow_is_a_part_of_its_own(schedule: str, zero: int) -> None:
+    """It is all by which passes differ from those of a device on which collectives hold nothing."""
+    held = {name: replace(getattr(BUSY, name), held_multiprocessors=0) for name in ("intra_node", "inter_node")}
+    busy, free = (
+        built({"pp": 2, "dp": 4}, cluster=cluster, microbatches=4, schedule=schedule, zero=zero)
+        for cluster in (BUSY, replace(BUSY, **held))
+    )
+    slowed, ours, theirs = busy.pipeline.slowed, busy.pipeline.timeline.costs, free.pipeline.timeline.costs
+    assert not any(map(any, free.pipeline.slowed))
+    for stage, more in enumerate(slowed):
+        assert ours.forward_seconds[stage] == pytest.approx(theirs.forward_seconds[stage] + more.forward)
+        assert ours.backward_seconds[stage] == pytest.approx(theirs.backward_seconds[stage] + more.backward)
+        assert more.backward > 0
+        assert (more.forward > 0) == (zero > 0)
+        if schedule == "zb-h1":
+            assert ours.weight_seconds[stage] == pytest.approx(theirs.weight_seconds[stage] + more.weights)
+            assert more.weights == more.backward, "weights are gathered once a step"
+    for name in ("gather_seconds", "scatter_seconds", "reduce_seconds"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    machine, costs = costs_of(busy, BUSY)
+    timeline = busy.pipeline.timeline
+    for rank in range(2):
+        parts = step_parts(busy.model, busy.pipeline, costs, machine, busy.plan.options, rank)
+        assert math.fsum(p.exposed_seconds for p in parts) == pytest.approx(timeline.makespan_seconds, rel=1e-9)
+        stages = [stage for stage, home in enumerate(timeline.schedule.placement) if home == rank]
+        expected = 4 * math.fsum(slowed[stage].forward + slowed[stage].backward for stage in stages)
+        found = math.fsum(part.exposed_seconds for part in parts if part.name == "contention")
+        assert found == pytest.approx(expected)
 
 
 def walked(timeline: Timeline, rank: int) -> dict[str, float]:

@@ -1,0 +1,115 @@
+"""The costs of a cut, of which its timeline is made: what its passes, moves and updates take on each stage and rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from autopar.cost_models import step
+from autopar.graph import Model
+from autopar.options import Options
+from autopar.passes.vocabulary import VOCABULARY
+from autopar.planner.activations import Activations, Alternative
+from autopar.planner.between import between
+from autopar.planner.block_costs import BlockCost, Machine
+from autopar.planner.contention import Contention, Passes, Slowed
+from autopar.planner.gradients import Accumulation, GradientCosts
+from autopar.planner.rank_memory import Storage
+from autopar.planner.scalars import scalars
+from autopar.planner.table_gradients import with_gradients
+from autopar.planner.vocabulary_costs import VocabularyCost
+from autopar.planner.zero import MoveCosts
+from autopar.schedules import Costs, Schedule
+from autopar.schedules.offloads import LEAST_BYTES
+
+
+@dataclass(frozen=True)
+class Work:
+    """What passes are made of: a ``model`` that is local on all axes, the costs of its ``blocks``, and the vocabulary,
+    if the pipeline splits it, with its head in ``head_chunks``. ``split``: backwards are two passes."""
+
+    model: Model
+    blocks: Sequence[BlockCost]
+    machine: Machine
+    options: Options
+    microbatches: int
+    vocabulary: VocabularyCost | None
+    head_chunks: int
+    activations: Activations
+    split: bool
+
+
+class Priced(NamedTuple):
+    """``costs`` of all stages; by stage, what of its passes is adding up gradients, and waiting for multiprocessors
+    that collectives hold."""
+
+    costs: Costs
+    accumulations: tuple[Accumulation, ...]
+    slowed: tuple[Slowed, ...]
+
+
+def priced(work: Work, draft: Schedule, stages: Sequence[Sequence[int]], chosen: Mapping[int, Alternative]) -> Priced:
+    """Of ``stages``, placed as in ``draft``, whose calls recompute what is ``chosen``."""
+    model, machine, vocabulary, placement = work.model, work.machine, work.vocabulary, draft.placement
+    moves = MoveCosts(model, work.options, machine, stages, placement)
+    # An asynchronous schedule updates by the gradient of each microbatch.
+    count = 1 if draft.is_asynchronous else work.microbatches
+    accumulations = tuple(map(GradientCosts(moves, count, split=work.split).accumulation, stages))
+    tables = [i for i, call in enumerate(model.calls) if model.block_of(call).kind == VOCABULARY]
+    per_stage = [[work.blocks[model.calls[i].block] for i in stage] for stage in stages]
+    beside = between(model, stages, work.blocks, machine, placement)
+    forward = tuple(
+        sum(c.forward_seconds for c in s) + b.forward_seconds for s, b in zip(per_stage, beside, strict=True)
+    )
+    weights = tuple(sum(c.weight_seconds for c in s) + a.put_off for s, a in zip(per_stage, accumulations, strict=True))
+    again = [math.fsum(chosen[i].rerun_seconds(split=work.split) for i in stage) for stage in stages]
+    backward = tuple(
+        sum(c.backward_seconds for c in s) + again_ + b.backward_seconds + a.seconds
+        for s, again_, b, a in zip(per_stage, again, beside, accumulations, strict=True)
+    )
+    completing = weights if work.split else backward
+    contention = Contention(moves, count, work.split)
+    slowed = tuple(map(contention.slowed, stages, map(Passes, forward, backward, weights)))
+    costs = Costs(
+        forward_seconds=tuple(f + s.forward for f, s in zip(forward, slowed, strict=True)),
+        backward_seconds=tuple(b + s.backward for b, s in zip(backward, slowed, strict=True)),
+        send_forward_seconds=tuple(b.send_forward_seconds for b in beside),
+        send_backward_seconds=tuple(b.send_backward_seconds for b in beside),
+        reduce_seconds=tuple(map(moves.left_to_reduce, stages, completing)),
+        gather_seconds=moves.arrivals(forward),
+        scatter_seconds=tuple(map(moves.left_to_scatter, stages, completing)),
+        gather_vocabulary_seconds=moves.gather_seconds(tables, machine.sizes["pp"]),
+        reduce_vocabulary_seconds=moves.reduce_seconds(tables, machine.sizes["pp"]),
+        activation_bytes=tuple(work.activations.stage_bytes(stage, chosen) for stage in stages),
+        step_seconds=_step_seconds(work, tables, stages, placement),
+        weight_seconds=tuple(w + s.weights for w, s in zip(weights, slowed, strict=True)),
+        later_bytes=tuple(sum(c.later_bytes for c in s) for s in per_stage),
+        vocabulary_seconds=with_gradients(vocabulary, moves, work.microbatches, work.head_chunks),
+        logits_bytes=vocabulary.logits_bytes if vocabulary else 0,
+        **_offload_costs(work, stages, chosen),
+        **scalars(model, stages, work.blocks, machine, placement, work.microbatches)._asdict(),
+    )
+    return Priced(costs, accumulations, slowed)
+
+
+def _step_seconds(
+    work: Work, tables: Sequence[int], stages: Sequence[Sequence[int]], placement: Sequence[int]
+) -> tuple[float, ...]:
+    """Of each pipeline rank's update: of its stages, and of its rows of ``tables``."""
+    ranks, storage = work.machine.sizes["pp"], Storage(work.options, work.machine.mesh)
+    split = storage.elements(work.model, tables, ranks) if work.vocabulary else 0
+    calls: list[list[int]] = [[] for _ in range(ranks)]
+    for home, stage in zip(placement, stages, strict=True):
+        calls[home] += stage
+    elements = [split + storage.elements(work.model, mine) for mine in calls]
+    return tuple(step.optimizer_seconds(count, work.machine.device) for count in elements)
+
+
+def _offload_costs(work: Work, stages: Sequence[Sequence[int]], chosen: Mapping[int, Alternative]) -> dict[str, Any]:
+    rate = work.machine.device.host_bytes_per_second
+    if "activations" not in work.options.offload or not rate:
+        return {}
+    moved = tuple(work.activations.movable_bytes(stage, chosen, LEAST_BYTES) for stage in stages)
+    return {"offload_bytes": moved, "offload_seconds": tuple(bytes_ / rate for bytes_ in moved)}
