@@ -1,0 +1,175 @@
+"""The first good plan, found by estimates: against all points of small spaces, and step by step."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import subprocess
+import sys
+from functools import cache
+from typing import Any
+
+import pytest
+
+from autopar import Cluster
+from autopar.errors import AutoparError
+from autopar.mesh import Mesh
+from autopar.search import dive
+from autopar.search.costing import Outcome
+from autopar.search.dive import _climb, _is_next, _Learned
+from autopar.search.loop import Search
+from autopar.search.space import Point, Region, regions
+from tests.fast_cluster import FAST
+from tests.search.spaces import every_point, search_of
+
+CLUSTERS = {"fast": FAST, "cpu": Cluster.load("cpu"), "h100": Cluster.load("h100")}
+SPACES = [("mlp", 4, "fast"), ("mlp", 8, "h100"), ("gpt2", 4, "cpu")]
+PLAIN = {"offload": (), "head_chunks": 1, "vocabulary": "redistributed"}
+BATCH = 8
+CLOSE = 1.05  # times the best step, that the dive's may take: it proves nothing
+
+
+def space(name: str, gpus: int, cluster: str, **given: Any) -> Search:
+    return search_of(name, BATCH, gpus, CLUSTERS[cluster], **PLAIN, **given)
+
+
+@cache
+def least(name: str, gpus: int, cluster: str, every: int = 3, schedule: str | None = None) -> dict[Region, float]:
+    """Seconds of the shortest step of each region, of each ``every``-th point."""
+    search, found = space(name, gpus, cluster, schedule=schedule), dict[Region, float]()
+    search.glance()
+    for point in itertools.islice(every_point(search), 0, None, every):
+        search.place(point.region)
+        try:
+            seconds = search.lay_out(point).step_seconds
+        except AutoparError:
+            continue
+        found[point.region] = min(seconds, found.get(point.region, math.inf))
+    return found
+
+
+@pytest.mark.parametrize(("name", "gpus", "cluster"), SPACES)
+def test_the_first_plan_is_close_to_the_best(name: str, gpus: int, cluster: str) -> None:
+    found = space(name, gpus, cluster).glance()
+    assert found == sorted(found, key=lambda outcome: outcome.step_seconds)
+    assert found[0].step_seconds <= CLOSE * min(least(name, gpus, cluster).values())
+
+
+@pytest.mark.parametrize("most_work", [1.0, 2e4, 2e5])
+@pytest.mark.parametrize(("name", "gpus", "cluster"), SPACES)
+def test_nothing_is_better_by_more_than_a_search_says(name: str, gpus: int, cluster: str, most_work: float) -> None:
+    """Though it ends right after the dive."""
+    search = space(name, gpus, cluster)
+    search.most_work = most_work
+    found = search.run()
+    best = min(least(name, gpus, cluster).values())
+    assert found.bound_seconds <= best * (1 + 1e-9)
+    assert found.bound_seconds <= found.outcomes[0].step_seconds
+    gap = 1 - found.bound_seconds / found.outcomes[0].step_seconds
+    assert found.outcomes[0].step_seconds * (1 - gap) <= best * (1 + 1e-9)
+
+
+# --- the climb
+
+
+def differ(one: Region, other: Region) -> int:
+    """In how many degrees, dp aside, and rows."""
+    sizes = [(r.mesh.pp, r.mesh.cp, r.mesh.tp, r.mesh.experts, r.rows) for r in (one, other)]
+    return sum(a != b for a, b in zip(*sizes, strict=True))
+
+
+@cache
+def steps() -> dict[Region, float]:
+    """Of all regions of a space that is small enough to lay out all of it."""
+    return least("gpt2", 4, "cpu", 1, "1f1b")
+
+
+@cache
+def dead_end() -> Region:
+    """A region that is better than all that differ from it in one degree, the furthest from the best one."""
+    found = steps()
+    ends = [r for r in found if all(found[r] <= found[other] for other in found if differ(r, other) == 1)]
+    assert len(ends) > 1
+    return max(ends, key=lambda region: found[region])
+
+
+def climbed() -> Outcome:
+    """The best that a climb finds from there."""
+    search = space("gpt2", 4, "cpu", schedule="1f1b")
+    search._begin()
+    assert search.place(dead_end()) is not None
+    for point in search.points_of(dead_end()):
+        search.lay_out(point)
+    assert search.best_seconds == pytest.approx(steps()[dead_end()])
+    _climb(search, regions(search.sizes, search.pins), _Learned())
+    return search.ranked()[0]
+
+
+def test_the_climb_changes_several_degrees_at_once() -> None:
+    best = climbed()
+    assert differ(best.point.region, dead_end()) > 1
+    assert best.step_seconds < 0.9 * steps()[dead_end()]
+
+
+def test_degree_by_degree_it_ends_where_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dive, "_CHANGES", 1)
+    assert climbed().point.region == dead_end()
+
+
+def test_what_is_next_to_a_region() -> None:
+    here = Region(Mesh(pp=2, dp=4), 2, 4)
+    near = [Region(Mesh(dp=8), 2, 4), Region(Mesh(pp=4, dp=2), 2, 4), Region(Mesh(dp=4, tp=2), 1, 8)]
+    far = [here, Region(Mesh(pp=8), 2, 4), Region(Mesh(pp=2, dp=4), 8, 1), Region(Mesh(dp=2, cp=2, tp=2), 1, 8)]
+    assert [_is_next(region, here) for region in near] == [True] * 3
+    assert [_is_next(region, here) for region in far] == [False] * 4
+
+
+# --- what is learned
+
+
+def test_estimates_are_corrected_by_the_least_ratio_of_their_kind() -> None:
+    search, learned = space("mlp", 4, "fast"), _Learned()
+    search._begin()
+    region = Region(Mesh(pp=2, dp=2), 1, 4)
+    assert search.place(region) is not None
+    point = next(p for p in search.points_of(region) if (p.schedule, p.zero) == ("1f1b", 0))
+    other = point._replace(schedule="zb-h1")
+    assert learned.likely(point, 3.0) == 3.0
+    taken = search.lay_out(point).step_seconds
+    for ratio, least_ratio in ((1.5, 1.5), (1.25, 1.25), (2.0, 1.25)):
+        learned.lay_out(search, point, taken / ratio)
+        assert learned.likely(point, 3.0) == pytest.approx(3.0 * least_ratio)
+    assert learned.likely(point._replace(region=region._replace(rows=2)), 3.0) == pytest.approx(3.75)
+    assert learned.likely(other, 3.0) == learned.likely(point._replace(zero=1), 3.0) == 3.0
+
+
+# --- the same, however often
+
+
+def told(outcomes: list[Outcome]) -> list[tuple[Point, float]]:
+    return [(outcome.point, outcome.step_seconds) for outcome in outcomes]
+
+
+def test_two_dives_lay_out_the_same() -> None:
+    first, second = space("gpt2", 4, "cpu"), space("gpt2", 4, "cpu")
+    assert told(first.glance()) == told(second.glance())
+    assert told(first.outcomes) == told(second.outcomes), "in the same order"
+    assert first.work == second.work
+
+
+@pytest.mark.slow
+def test_hashes_of_strings_change_nothing() -> None:
+    code = (
+        "from tests.search.test_dive import space, told\n"
+        "search = space('gpt2', 4, 'cpu')\n"
+        "search.glance()\n"
+        "print(told(search.outcomes), search.work)"
+    )
+    found = set()
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        found.add(done.stdout)
+    assert len(found) == 1
+    assert "1f1b" in found.pop()
