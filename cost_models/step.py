@@ -69,12 +69,12 @@ COPY_SECONDS: Final = Formula(
     "s",
     _elements * (_gradient + _copied) / _bandwidth,
     {
-        **_ELEMENTS,
-        **_GRADIENT,
+        "elements": Quantity("1", "elements of a gradient, or of a weight"),
+        "gradient_itemsize": Quantity("B", "of one element of it"),
         "copy_itemsize": Quantity("B", "of one element of its copy"),
         **_BANDWIDTH,
     },
-    "memory traffic: a gradient read, and written in another place or dtype",
+    "memory traffic: a gradient or weight read, and written in another place or dtype",
 )
 
 LEFT_SECONDS: Final = Formula(
@@ -123,7 +123,7 @@ def add_seconds(elements: float, gradient_itemsize: int, sum_itemsize: int, devi
 
 
 def copy_seconds(elements: float, gradient_itemsize: int, copy_itemsize: int, device: Device) -> float:
-    """Seconds of copying a gradient of so many elements on the device."""
+    """Seconds of copying a gradient, or a weight, of so many elements on the device."""
     return COPY_SECONDS.number(elements, gradient_itemsize, copy_itemsize, device.achievable_memory_bytes_per_second)
 
 

@@ -137,7 +137,7 @@ _STAGE: Final = {
 
 _RANK: Final = {
     "step_seconds": "optimizer",
-    "begin_seconds": "totals of the batch",
+    "begin_seconds": "totals of the batch and casts",
     "end_seconds": "loads and loss",
 }
 

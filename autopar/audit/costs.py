@@ -99,13 +99,18 @@ class SeenCosts:
 
     def _forward(self, stage: int) -> float:
         """Of a pass alone, as of the next two."""
-        return self.prices.forward(self._phase("F", stage))
+        return self.prices.forward(self._phase("F", stage)) + self._cast(stage)
+
+    def _cast(self, stage: int) -> float:
+        """Of masters, in a pass that gathers its weights; for each, what is cast for a forward."""
+        kinds = ("GATHER_F", "F") if self._streams else ()
+        return math.fsum(self.prices.casts(self._phase(kind, stage)) for kind in kinds)
 
     def _backward(self, stage: int) -> float:
         """With what it computes again."""
         back = self._phase("I" if self.is_split(stage) else "B", stage)
         ops = self.prices.backward(self._phase("F", stage)) + self.prices.again(back)
-        return ops + self.accumulation_seconds(stage)
+        return ops + self.accumulation_seconds(stage) + self._cast(stage)
 
     def _weights(self, stage: int) -> float:
         return self.prices.weights(self._phase("F", stage)) + self.accumulation_seconds(stage, put_off=True)
@@ -272,8 +277,10 @@ class SeenCosts:
         return self.prices.together(_started(self.seen[0].phases.get("REDUCE_V", _EMPTY)))
 
     def begin_seconds(self, rank: int) -> float:
-        """Before the first action: totals of the batch, and what they are counted by."""
-        return self._beside_seconds(rank, TOTALS)
+        """Before the first pass: totals of the batch, what they are counted by, and masters that are cast once."""
+        gathers = [a for a in self.schedule.lists[rank] if a.kind in ("GATHER", "GATHER_V")]
+        cast = [self.prices.casts(self.seen[rank].phases.get(str(action), _EMPTY)) for action in gathers]
+        return math.fsum((self._beside_seconds(rank, TOTALS), *cast))
 
     def end_seconds(self, rank: int) -> float:
         """After the last: loads of experts, and the loss."""

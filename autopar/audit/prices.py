@@ -16,7 +16,7 @@ from itertools import pairwise
 from autopar.audit.flops import flops_of
 from autopar.audit.record import Message, Phase, Ran
 from autopar.cluster import Cluster, Link
-from autopar.cost_models import collective, compute
+from autopar.cost_models import collective, compute, step
 from autopar.cost_models.compute import Work
 from autopar.cost_models.step import Collectives
 from autopar.graph import Choice
@@ -88,6 +88,11 @@ class Prices:
     def again(self, phase: Phase) -> float:
         """What a backward computes a second time: up to the op that is stopped, which counts if its kernel ran."""
         return self._forwards(ran for ran in phase.ops if ran.again and (ran.is_done or ran.started))
+
+    def casts(self, phase: Phase) -> float:
+        """Of copies of masters in another dtype."""
+        device = self.cluster.device
+        return math.fsum(step.copy_seconds(count, *sizes, device) for sizes, count in phase.casts.items())
 
     def arithmetic(self, phase: Phase) -> float:
         """Of kernels beside the text's ops: each product, and sweeps over matrices as one kernel."""

@@ -170,13 +170,15 @@ class Kernel(NamedTuple):
 @dataclass(eq=False)
 class Phase:
     """What one action did: ops of the text, and messages and products that are no op's; of a split vocabulary's passes
-    all ``kernels`` beside; bytes that go to the host or come back."""
+    all ``kernels`` beside; bytes that go to the host or come back; ``casts``, elements of masters of which copies of
+    another dtype are made, by bytes of an element before and after."""
 
     ops: list[Ran] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     flops: int = 0
     kernels: list[Kernel] = field(default_factory=list)
     copied_bytes: int = 0
+    casts: Counter[tuple[int, int]] = field(default_factory=Counter)
 
 
 class Log:
@@ -187,6 +189,7 @@ class Log:
         self.phases: dict[str, Phase] = {"": Phase()}
         self.kind, self._at = "", (-1, -1)
         self.gradients: defaultdict[Where, Counter[Moved]] = defaultdict(Counter)
+        self._casting = False
         self._summing: list[tuple[int, str]] = []  # stages whose gradients are added up, the innermost last
         self._phase = self.phases[""]
         self._running: Ran | None = None  # in a forward
@@ -297,6 +300,20 @@ class Log:
         """An autograd node that is watched lives as long as the log."""
         self._nodes.append(node)
 
+    @contextmanager
+    def casting(self) -> Iterator[None]:
+        """Within, copies of masters are made."""
+        self._casting = True
+        try:
+            yield
+        finally:
+            self._casting = False
+
+    def cast(self, name: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        """A kernel ran: of one that makes a copy of a master in another dtype, elements count."""
+        if self._casting and name in _COPIES and made and given[-1].dtype != made[0].dtype:
+            self._phase.casts[given[-1].element_size(), made[0].element_size()] += made[0].numel()
+
     def summing(self, stage: int, place: str) -> None:
         """From here on, until :meth:`summed`, gradients of ``stage`` are added up, in ``place``."""
         self._summing.append((stage, place))
@@ -372,15 +389,17 @@ class Kernels(DispatchMode):  # type: ignore[misc]
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         made = [tensor for tensor in _tensors(result) if is_fake(tensor)]
+        given = list(_tensors([args, list(kwargs.values())]))
         self._log.turned(func.__name__, made)
-        self._log.moved(func.__name__, list(_tensors([args, list(kwargs.values())])), made)
+        self._log.moved(func.__name__, given, made)
+        self._log.cast(func.__name__, given, made)
         formula = _formula(func)
         flops = formula(*args, **kwargs, out_val=result) if formula else 0
         self._log.products(flops)
-        self._log.computed(func, flops, list(_tensors([args, list(kwargs.values())])), made)
-        given = {address(tensor.untyped_storage()) for tensor in _tensors([args, kwargs])}
-        if made and address(made[0].untyped_storage()) not in given:
-            self._log.kernel(f"{func.namespace}.{func.__name__}", made, copied=bool(given))
+        self._log.computed(func, flops, given, made)
+        read = {address(tensor.untyped_storage()) for tensor in _tensors([args, kwargs])}
+        if made and address(made[0].untyped_storage()) not in read:
+            self._log.kernel(f"{func.namespace}.{func.__name__}", made, copied=bool(read))
         return result
 
 

@@ -36,6 +36,7 @@ from autopar.runtime.job import Job, start
 from autopar.runtime.modules import dtype_of
 from autopar.runtime.program import Parameter
 from autopar.runtime.shards import Positions, stored_shape
+from autopar.runtime.store import Unit
 from autopar.schedules.actions import Action, Schedule
 from autopar.simulate.alone import run_alone
 from autopar.storages import fake_tensors
@@ -111,6 +112,9 @@ def _watch(executor: Executor, log: Log, microbatches: Collection[int]) -> None:
         setattr(executor, name, _within(phase, getattr(executor, name), log))
     for stage, reducer in executor.reducers.items():
         _watch_sums(reducer, stage, log)
+    stores = executor.stores.values()
+    for unit in {unit for store in stores for unit in (*store.roots, *(unit for unit, _ in store.sequence))}:
+        _watch_casts(unit, log)  # a root of several stages once
     modules = [*executor.stages.values(), *([executor.vocabulary[0]] if executor.vocabulary else [])]
     for module in modules:
         namespace = type(module).__init__.__globals__
@@ -137,6 +141,17 @@ def _watch_sums(reducer: Reducer, stage: int, log: Log) -> None:
         _watch_method(bucket, "start", stage, SENT if bucket.per_pass else ENDED, log)
         for name in ("settle", "reduce"):
             _watch_method(bucket, name, stage, ENDED, log)
+
+
+def _watch_casts(unit: Unit, log: Log) -> None:
+    """Copies are made of masters when the unit starts."""
+    start = unit.start
+
+    def called() -> None:
+        with log.casting():
+            start()
+
+    unit.start = called  # type: ignore[method-assign]
 
 
 def _watch_method(item: object, name: str, stage: int, place: str, log: Log) -> None:

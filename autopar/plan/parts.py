@@ -22,6 +22,7 @@ PARTS: Final = {
     "backward": "backward passes of layers, without what they send and recompute",
     "recomputation": "what backwards compute again",
     "accumulation": "gradients added up over microbatches, where no product does that itself",
+    "casts": "masters cast to the dtype that is computed with, before they are gathered",
     "contention": "what passes take longer because collectives beside them hold multiprocessors",
     "vocabulary": "passes of layers that are split over the pipeline, with what they send on other axes",
     "collectives": "what layers send inside of their passes",
@@ -201,7 +202,8 @@ class CostPlan(Value):
     @property
     def compute_seconds(self) -> float:
         """What the rank computes before the optimizer, without what it sends."""
-        return self.exposed_seconds("forward", "backward", "recomputation", "accumulation", "contention", "vocabulary")
+        names = "forward", "backward", "recomputation", "accumulation", "casts", "contention", "vocabulary"
+        return self.exposed_seconds(*names)
 
     @property
     def bubble_seconds(self) -> float:

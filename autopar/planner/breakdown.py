@@ -44,6 +44,7 @@ _COLLECTIVES: Final = {
 _MESSAGES: Final = ("messages", "pp", "send")
 _HOST: Final = ("host copies", "host", "copy")
 _SCALARS: Final = ("scalars", "", "")
+_CASTS: Final = ("casts", "", "")
 _WAITING: Final = (BUBBLE, "", "")
 _FACTORS: Final = 2
 """A product has two factors, and one more product in the backward for the gradient of each."""
@@ -105,6 +106,9 @@ def step_parts(
     moves = _Moves(machine, options, pipeline.timeline, rank)
     busy = _walk(pipeline.timeline, rank, moves, spent)
     _take_apart(busy, _sent_by_stage(model, pipeline, costs, machine, rank), pipeline, spent)
+    cast = pipeline.casts.once[rank]
+    spent.exposed[_CASTS].append(cast)
+    spent.exposed[_SCALARS].append(-cast)
     for key, seconds in moves.durations().items():
         spent.hidden[key].append(seconds - math.fsum(spent.exposed.get(key, ())))
     order = list(PARTS)
@@ -279,8 +283,8 @@ def _total(parts: Iterable[Mapping[Wire, Both]]) -> dict[Wire, Both]:
 def _take_apart(
     busy: Mapping[tuple[str, int], float], sent: Mapping[int, _Sent], pipeline: Pipeline, spent: _Spent
 ) -> None:
-    """Split what passes take into compute, what they send, what they compute again, adding up gradients, and waiting
-    for multiprocessors that collectives hold."""
+    """Split what passes take into compute, what they send, what they compute again, adding up gradients, casts, and
+    waiting for multiprocessors that collectives hold."""
     counts = Counter((action.kind, action.stage) for row in pipeline.schedule.lists for action in row)
     for (kind, stage), seconds in busy.items():
         if kind in VOCABULARY_KINDS:
@@ -294,6 +298,10 @@ def _take_apart(
             slowed = times * _slowed(kind, pipeline.slowed[stage])
             spent.exposed["contention", "", ""].append(slowed)
             own.append(-slowed)
+            if kind != "W":
+                cast = times * pipeline.casts.passes[stage]
+                spent.exposed[_CASTS].append(cast)
+                own.append(-cast)
             if way:
                 added = times * _accumulated(kind, pipeline.accumulations[stage])
                 spent.exposed["accumulation", "", ""].append(added)

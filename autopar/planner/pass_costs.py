@@ -41,13 +41,22 @@ class Work:
     split: bool
 
 
+class Casts(NamedTuple):
+    """Seconds of making copies of masters in another dtype: by pipeline rank, those that are made ``once`` a step,
+    before its first action; by stage, those of each pass that gathers its weights."""
+
+    once: tuple[float, ...]
+    passes: tuple[float, ...]
+
+
 class Priced(NamedTuple):
     """``costs`` of all stages; by stage, what of its passes is adding up gradients, and waiting for multiprocessors
-    that collectives hold."""
+    that collectives hold; ``casts``, which are part of passes, or come before them."""
 
     costs: Costs
     accumulations: tuple[Accumulation, ...]
     slowed: tuple[Slowed, ...]
+    casts: Casts
 
 
 def priced(work: Work, draft: Schedule, stages: Sequence[Sequence[int]], chosen: Mapping[int, Alternative]) -> Priced:
@@ -60,18 +69,21 @@ def priced(work: Work, draft: Schedule, stages: Sequence[Sequence[int]], chosen:
     tables = [i for i, call in enumerate(model.calls) if model.block_of(call).kind == VOCABULARY]
     per_stage = [[work.blocks[model.calls[i].block] for i in stage] for stage in stages]
     beside = between(model, stages, work.blocks, machine, placement)
+    casts = _casts(moves, tables, work.machine.sizes["pp"])
     forward = tuple(
-        sum(c.forward_seconds for c in s) + b.forward_seconds for s, b in zip(per_stage, beside, strict=True)
+        sum(c.forward_seconds for c in s) + b.forward_seconds + cast
+        for s, b, cast in zip(per_stage, beside, casts.passes, strict=True)
     )
     weights = tuple(sum(c.weight_seconds for c in s) + a.put_off for s, a in zip(per_stage, accumulations, strict=True))
     again = [math.fsum(chosen[i].rerun_seconds(split=work.split) for i in stage) for stage in stages]
     backward = tuple(
-        sum(c.backward_seconds for c in s) + again_ + b.backward_seconds + a.seconds
-        for s, again_, b, a in zip(per_stage, again, beside, accumulations, strict=True)
+        sum(c.backward_seconds for c in s) + again_ + b.backward_seconds + a.seconds + cast
+        for s, again_, b, a, cast in zip(per_stage, again, beside, accumulations, casts.passes, strict=True)
     )
     completing = weights if work.split else backward
     contention = Contention(moves, count, work.split)
     slowed = tuple(map(contention.slowed, stages, map(Passes, forward, backward, weights)))
+    begin, end = scalars(model, stages, work.blocks, machine, placement, work.microbatches)
     costs = Costs(
         forward_seconds=tuple(f + s.forward for f, s in zip(forward, slowed, strict=True)),
         backward_seconds=tuple(b + s.backward for b, s in zip(backward, slowed, strict=True)),
@@ -88,10 +100,22 @@ def priced(work: Work, draft: Schedule, stages: Sequence[Sequence[int]], chosen:
         later_bytes=tuple(sum(c.later_bytes for c in s) for s in per_stage),
         vocabulary_seconds=with_gradients(vocabulary, moves, work.microbatches, work.head_chunks),
         logits_bytes=vocabulary.logits_bytes if vocabulary else 0,
+        begin_seconds=tuple(b + cast for b, cast in zip(begin, casts.once, strict=True)),
+        end_seconds=end,
         **_offload_costs(work, stages, chosen),
-        **scalars(model, stages, work.blocks, machine, placement, work.microbatches)._asdict(),
     )
-    return Priced(costs, accumulations, slowed)
+    return Priced(costs, accumulations, slowed, casts)
+
+
+def _casts(moves: MoveCosts, tables: Sequence[int], ranks: int) -> Casts:
+    """A split vocabulary's are made once a step."""
+    each = tuple(map(moves.cast_seconds, moves.stages))
+    once = [moves.cast_seconds(tables, ranks) if tables else 0.0] * ranks
+    if moves.streams:
+        return Casts(tuple(once), each)
+    for home, seconds in zip(moves.placement, each, strict=True):
+        once[home] += seconds
+    return Casts(tuple(once), (0.0,) * len(each))
 
 
 def _step_seconds(

@@ -25,7 +25,7 @@ from autopar.planner.gradients import Accumulation
 from autopar.planner.makespan_bounds import makespan_bound
 from autopar.planner.modes import mode_of
 from autopar.planner.offload import offloaded_stages
-from autopar.planner.pass_costs import Priced, Work, priced
+from autopar.planner.pass_costs import Casts, Priced, Work, priced
 from autopar.planner.rank_memory import State, Storage, passing_bytes, rank_state, vocabulary_state
 from autopar.planner.stages import Partition, Unit
 from autopar.planner.synthesis import synthesize
@@ -61,8 +61,8 @@ class Pipeline:
     """``stages`` are the calls of each stage; ``inflight[k]`` how many microbatches of stage k its rank keeps when it
     keeps the most. ``bound_seconds`` is a proven bound on the slowest rank's passes of one microbatch. ``layout`` is
     how it fits, ``accumulations`` what stages' backwards take to add up gradients, ``slowed`` what collectives beside
-    stages' passes add to them, ``transient_bytes`` what passes of each pipeline rank hold at most beside what it keeps,
-    ``free_bytes`` what it had left for activations."""
+    stages' passes add to them, ``casts`` what copies of masters in another dtype take, ``transient_bytes`` what
+    passes of each pipeline rank hold at most beside what it keeps, ``free_bytes`` what it had left for activations."""
 
     stages: tuple[tuple[int, ...], ...]
     schedule: Schedule
@@ -74,6 +74,7 @@ class Pipeline:
     layout: Layout
     accumulations: tuple[Accumulation, ...]
     slowed: tuple[Slowed, ...]
+    casts: Casts
     transient_bytes: tuple[int, ...]
     free_bytes: tuple[int, ...]
 
@@ -323,6 +324,7 @@ def _scheduled(
         layout=Layout(found, tuple(moved or ()) if offloads else None),
         accumulations=priced.accumulations,
         slowed=priced.slowed,
+        casts=priced.casts,
         transient_bytes=transients,
         free_bytes=free,
     )

@@ -110,6 +110,28 @@ class MoveCosts:
             seconds = collective.seconds(kind, bytes_, size, link)
             moved.sent.append(Collectives(seconds, seconds * self.machine.device.held_share(link)))
 
+    def cast_seconds(self, calls: Sequence[int], parts: int = 1) -> float:
+        """Of casting what the rank stores of masters to the dtypes that are computed with, before one gather; nothing
+        where they lie on the host, which casts them there. ``parts`` as in :meth:`gather_seconds`."""
+        key = self.key(calls), parts
+        if key not in self._casts:
+            elements: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
+            frozen, away = self.options.zero == 3, self._on_host
+            for _, name, node in () if away else self._used(calls, frozen=frozen, borrowed=self.streams):
+                dtype = info(node).meta.dtype
+                stored = self.whole_elements(name, node, parts) // self.shards_of(name, node)
+                elements[self.model.parameters[name].master or dtype, dtype] += stored
+            self._casts[key] = math.fsum(
+                step.copy_seconds(count, master.itemsize, dtype.itemsize, self.machine.device)
+                for (master, dtype), count in elements.items()
+                if master != dtype
+            )
+        return self._casts[key]
+
+    @cached_property
+    def _casts(self) -> dict[tuple[Hashable, int], float]:
+        return {}
+
     def key(self, calls: Sequence[int]) -> Hashable:
         """Equal for stages whose weights move alike."""
         return self._alike.key(calls), self.borrowed(calls), self.lent(calls)
@@ -167,7 +189,7 @@ class MoveCosts:
     def first_gathered(self, calls: Sequence[int], forward_seconds: float) -> float:
         """What of their one gather of a step doesn't run beside the first forward."""
         seconds = self.gather_seconds(calls)
-        if self.options.zero == 3 or not {"optimizer", "parameters"}.isdisjoint(self.options.offload):
+        if self.options.zero == 3 or self._on_host:
             return seconds
         return step.left_seconds(seconds, len(calls), forward_seconds)
 
@@ -334,8 +356,12 @@ class MoveCosts:
     def _host(self, bytes_: int, line: DataLine) -> float:
         """Of copying this rank's part of so many bytes, where masters lie on the host."""
         rate = self.machine.device.host_bytes_per_second
-        on_host = not {"optimizer", "parameters"}.isdisjoint(self.options.offload) and rate
-        return bytes_ / self.shards(line) / rate if on_host else 0.0
+        return bytes_ / self.shards(line) / rate if self._on_host and rate else 0.0
+
+    @property
+    def _on_host(self) -> bool:
+        """Whether masters lie there."""
+        return not {"optimizer", "parameters"}.isdisjoint(self.options.offload)
 
     @property
     def streams(self) -> bool:

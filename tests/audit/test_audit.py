@@ -15,7 +15,8 @@ from torch import nn
 import autopar
 from autopar.audit import Audit
 from autopar.audit.step import step_seconds
-from autopar.planner import between, block_costs, contention, gradients, pass_costs, table_gradients, zero
+from autopar.planner import between, block_costs, contention, gradients, pass_costs, table_gradients
+from autopar.planner import zero as zero_costs
 from autopar.planner.activations import Activations
 from autopar.planner.contention import Slowed
 from autopar.planner.scalars import Scalars
@@ -59,7 +60,7 @@ SMALL = Plan("mlp", {"pp": 2, "dp": 2, "tp": 2}, {"microbatches": 2})
 
 @pytest.mark.parametrize(
     ("module", "what"),
-    [(block_costs, "forward"), (between, "message forward"), (zero, "reduction of gradients")],
+    [(block_costs, "forward"), (between, "message forward"), (zero_costs, "reduction of gradients")],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_a_wrong_price_of_a_collective_is_seen(module: Any, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +95,18 @@ def test_a_wrong_price_of_what_collectives_slow_is_seen(monkeypatch: pytest.Monk
     }
 
 
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_wrong_price_of_casts_is_seen(zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a step, or in each pass."""
+    right = zero_costs.MoveCosts.cast_seconds
+    monkeypatch.setattr(zero_costs.MoveCosts, "cast_seconds", lambda *given: 1.01 * right(*given))
+    options = {"zero": zero, "precision": "bf16"}
+    found = Plan("mlp", {"pp": 2, "dp": 2}, options, torch.float32).compile().audit()
+    once = [f"pipeline rank {rank}: totals of the batch and casts" for rank in (0, 1)]
+    passes = [f"stage {stage}: {way}" for stage in (0, 1) for way in ("forward", "backward")]
+    assert {row.what for row in found.different} == {*(once if zero == 1 else passes), "step"}
+
+
 def test_gradients_that_are_scattered_are_added_up_as_planned() -> None:
     """Some have rows that two ranks can't share evenly."""
     options = {"schedule": "zb-h1", "zero": 2, "precision": "bf16"}
@@ -123,7 +136,8 @@ def test_wrong_prices_beside_the_passes_are_seen(monkeypatch: pytest.MonkeyPatch
     right, tables = pass_costs.scalars, table_gradients.table_seconds
     more: Callable[[Any], Any] = lambda each: tuple(1.01 * seconds for seconds in each)  # noqa: E731
     monkeypatch.setattr(pass_costs, "scalars", lambda *given: Scalars(*map(more, right(*given))))
-    ends = {f"pipeline rank {rank}: {what}" for rank in (0, 1) for what in ("totals of the batch", "loads and loss")}
+    names = "totals of the batch and casts", "loads and loss"
+    ends = {f"pipeline rank {rank}: {what}" for rank in (0, 1) for what in names}
     assert {row.what for row in plan.compile().audit().different} == {*ends, "step"}
     monkeypatch.undo()
     wrong = lambda *given: {kind: 1.01 * seconds for kind, seconds in tables(*given).items()}  # noqa: E731

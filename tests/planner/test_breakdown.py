@@ -135,6 +135,23 @@ def test_what_collectives_slow_is_a_part_of_its_own(schedule: str, zero: int) ->
         assert found == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_casts_of_masters_are_a_part_of_their_own(zero: int) -> None:
+    """Once a step before all passes, or with each of 8 forwards and backwards."""
+    model = prepared(4).copy()
+    wide = {name: replace(known, master=torch.float64) for name, known in model.parameters.items()}
+    request = Request(Mesh(pp=2, dp=2), 8, FAST, Wanted("1f1b", "redistributed"), Options(zero=zero))
+    found = build(replace(model, parameters=wide), request)
+    casts, rank = found.pipeline.casts, found.plan.cost.rank
+    once, passes = casts.once[rank], casts.passes[rank]
+    assert (once > 0, passes > 0) == (zero < 3, zero == 3)
+    assert found.plan.cost.exposed_seconds("casts") == pytest.approx(once + 2 * 8 * passes)
+    parts = math.fsum(part.exposed_seconds for part in found.plan.cost.parts)
+    assert parts == pytest.approx(found.plan.cost.step_seconds, rel=1e-9)
+    begins = found.pipeline.timeline.costs.begin_seconds[rank]
+    assert found.plan.cost.exposed_seconds("scalars") >= begins - once >= 0
+
+
 def walked(timeline: Timeline, rank: int) -> dict[str, float]:
     """What a rank waits for, by name."""
     spent = _Spent()

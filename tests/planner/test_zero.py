@@ -100,6 +100,19 @@ def test_the_host_gets_and_gives_this_ranks_part(model: Any) -> None:
     assert there.reduce_seconds(CALLS) - here.reduce_seconds(CALLS) == pytest.approx(part)
 
 
+def test_casts_of_masters_by_hand(model: Any) -> None:
+    """Of the rows that are stored: 8 bytes of a master read, and 4 written; the host casts what lies there."""
+    wide = {name: replace(known, master=torch.float64) for name, known in model.parameters.items()}
+    rate = Cluster.load("h100").device.achievable_memory_bytes_per_second
+    for shards, zero in ((1, 0), (4, 1), (4, 3), (3, 3)):
+        rows = -(-WIDTH // shards)
+        found = costs(replace(model, parameters=wide), shards, zero=zero).cast_seconds(CALLS)
+        assert found == pytest.approx(DEPTH * rows * WIDTH * 12 / rate)
+        assert costs(model, shards, zero=zero).cast_seconds(CALLS) == 0.0, "nothing is cast to its own dtype"
+    away = costs(replace(model, parameters=wide), 1, rate=1e9, offload=("optimizer",))
+    assert away.cast_seconds(CALLS) == 0.0
+
+
 class _Fixed(MoveCosts):
     """Gathers of ``calls`` take a second for each."""
 
