@@ -14,21 +14,27 @@ from autopar.rules.spec import Passes, Spec, Unread, each, nothing, through, tog
 _LINE = "..., ..., ... -> ..."
 
 
+def _no_more(op: Op, made: int, taken: Sequence[int]) -> int:
+    return 0
+
+
+def _none(op: Op) -> int:
+    return 0
+
+
 @dataclass(frozen=True)
 class Pointwise(Spec):
-    """One kernel forward. ``kernels`` of a backward: what they move beside one that makes all gradients at once."""
+    """One kernel forward. ``kernels`` of a backward: what they move beside one that makes all gradients at once.
+    ``holds``: bytes that live beside all gradients when the most do, while a backward runs."""
 
-    kernels: Callable[[Op, int, Sequence[int]], int] = lambda op, made, taken: 0
+    kernels: Callable[[Op, int, Sequence[int]], int] = _no_more
+    holds: Callable[[Op], int] = _none
 
     def back_bytes(self, op: Op, made: int, taken: Sequence[int]) -> int:
         return self.kernels(op, made, taken)
 
     def whole_bytes(self, op: Op) -> int:
-        if self.kernels is not _of_product or len(op.operands) < 2:
-            return 0
-        result = op.result
-        factors = [m for m in op.operands if m.needs_grad and (m.shape, m.dtype) != (result.shape, result.dtype)]
-        return len(factors) * result.bytes
+        return self.holds(op)
 
     def loose(self, op: Op) -> tuple[int, int]:
         result, backward = op.result, 0
@@ -38,6 +44,9 @@ class Pointwise(Spec):
         elif self.kernels is _of_product:
             others = [given[:i] + given[i + 1 :] for i, meta in enumerate(given) if meta.needs_grad]
             backward = sum(_unevenness(some, result) for some in others)
+        elif self.kernels is _of_quotient:
+            divisor = _unevenness(given[1:], result)
+            backward = divisor * given[0].needs_grad + (_unevenness(given, result) + divisor) * given[1].needs_grad
         return _unevenness(given, result), backward
 
 
@@ -49,17 +58,34 @@ def _unevenness(given: Sequence[Meta], result: Meta) -> int:
 
 
 def _of_product(op: Op, made: int, taken: Sequence[int]) -> int:
-    """A kernel for each factor's gradient, of the result's and the other factor. Where the factor was broadcast, it is
-    written whole, and read to be summed; where the factor is narrower, it is made in the result's dtype first."""
+    """A kernel for each factor's gradient, of the result's and the other factor, and what makes it as the factor is."""
     if len(op.operands) < 2:
         return 0
     trained = [(meta, bytes_) for meta, bytes_ in zip(op.operands, taken, strict=True) if meta.needs_grad]
-    total = len(trained) * (made + sum(taken))
-    for meta, bytes_ in trained:
-        wider = op.result.dtype.itemsize // meta.dtype.itemsize
-        total += 2 * made if meta.shape != op.result.shape else 0
-        total += 2 * wider * bytes_ if wider > 1 else 0
+    total = sum(made + sum(taken) + _fitted(op, meta, made, bytes_) for meta, bytes_ in trained)
     return total - (made + sum(bytes_ for _, bytes_ in trained) + sum(taken))
+
+
+def _fitted(op: Op, meta: Meta, made: int, bytes_: int) -> int:
+    """Bytes that move because an operand, of ``bytes_``, isn't like the result. Where it was broadcast, its gradient is
+    written whole, and read to be summed; where it is narrower, that is made in the result's dtype first."""
+    wider = op.result.dtype.itemsize // meta.dtype.itemsize
+    return (2 * made if meta.shape != op.result.shape else 0) + (2 * wider * bytes_ if wider > 1 else 0)
+
+
+def _of_quotient(op: Op, made: int, taken: Sequence[int]) -> int:
+    """A kernel for the dividend's gradient, and four for the divisor's: the quotient is made again and divided once
+    more, the result's gradient is negated, and both are multiplied."""
+    if len(op.operands) < 2:
+        return 0
+    (dividend, divisor), (over, under) = op.operands, taken
+    total = 0
+    if dividend.needs_grad:
+        total += made + over + under + _fitted(op, dividend, made, over)
+    if divisor.needs_grad:
+        total += 7 * made + over + 3 * under + _fitted(op, divisor, made, under)
+    gradients = over * dividend.needs_grad + under * divisor.needs_grad
+    return total - (made + gradients + over + under)
 
 
 def _of_power(op: Op, made: int, taken: Sequence[int]) -> int:
@@ -73,8 +99,31 @@ def _of_sum(op: Op, made: int, taken: Sequence[int]) -> int:
     return -(made + 2 * sum(taken)) if len(op.operands) == 1 else 0
 
 
-def _pointwise(linear: Passes = nothing, kernels: Callable[[Op, int, Sequence[int]], int] | None = None) -> Spec:
-    return Pointwise(_LINE, linear=linear) if kernels is None else Pointwise(_LINE, linear=linear, kernels=kernels)
+def _whole(op: Op) -> int:
+    """A gradient as large and as wide as the result, of each operand that isn't: it is summed and cast at the end."""
+    result = op.result
+    return result.bytes * sum(m.needs_grad and (m.shape, m.dtype) != (result.shape, result.dtype) for m in op.operands)
+
+
+def _quotient_holds(op: Op) -> int:
+    """While the divisor's gradient is made, the first one: the quotient, the quotient divided again, the result's
+    gradient negated, and their product. Then what is summed and cast at the end."""
+    gradients = sum(meta.bytes for meta in op.operands if meta.needs_grad)
+    is_trained = len(op.operands) > 1 and op.operands[1].needs_grad
+    return max(4 * op.result.bytes - gradients if is_trained else 0, _whole(op))
+
+
+def _several(count: int) -> Callable[[Op], int]:
+    """So many intermediate results, which live until the gradient is made of them."""
+    return lambda op: count * op.result.bytes
+
+
+def _pointwise(
+    linear: Passes = nothing,
+    kernels: Callable[[Op, int, Sequence[int]], int] = _no_more,
+    holds: Callable[[Op], int] = _none,
+) -> Spec:
+    return Pointwise(_LINE, linear=linear, kernels=kernels, holds=holds)
 
 
 def _sum(op: Op) -> Iterable[tuple[int, ...]]:
@@ -138,22 +187,31 @@ BINARY = (
     *("addcmul.default", "addcdiv.default", "lerp.Scalar", "lerp.Tensor", "where.Scalar"),
 )
 
+INSIDE = {
+    **dict.fromkeys(("abs", "exp2", "expm1", "log1p", "log10", "log2", "sin", "sqrt"), 1),
+    **dict.fromkeys(("atan", "cos", "reciprocal", "rsqrt", "square", "tan"), 2),
+    **dict.fromkeys(("asin", "erf", "erfc"), 4),
+    "acos": 5,
+}
+"""Results of kernels that live beside the gradient of the operand, as autograd's formulas make them
+(``tools/autograd/derivatives.yaml`` of PyTorch); of others there are none, or masks."""
+
 RULES: dict[str, Rule] = {
-    **{f"aten.{name}.default": _pointwise() for name in UNARY},
+    **{f"aten.{name}.default": _pointwise(holds=_several(INSIDE.get(name, 0))) for name in UNARY},
     **{f"aten.{name}": _pointwise() for name in BINARY},
     "aten.add.Scalar": _pointwise(kernels=_of_sum),
     "aten.sub.Scalar": _pointwise(kernels=_of_sum),
-    "aten.pow.Tensor_Scalar": _pointwise(kernels=_of_power),
+    "aten.pow.Tensor_Scalar": _pointwise(kernels=_of_power, holds=_several(2)),
     "aten.add.Tensor": _pointwise(_sum, _of_sum),
     "aten.sub.Tensor": _pointwise(_sum, _of_sum),
-    "aten.mul.Tensor": _pointwise(each, _of_product),
+    "aten.mul.Tensor": _pointwise(each, _of_product, _whole),
     "aten.mul.Scalar": _pointwise(each),
-    "aten.div.Tensor": _pointwise(through(0)),
+    "aten.div.Tensor": _pointwise(through(0), _of_quotient, _quotient_holds),
     "aten.div.Scalar": _pointwise(through(0)),
     "aten.div.Tensor_mode": _pointwise(_quotient),
     "aten.div.Scalar_mode": _pointwise(_quotient),
     "aten.neg.default": _pointwise(each),
-    "aten.where.self": _pointwise(through(1, 2)),
+    "aten.where.self": _pointwise(through(1, 2), holds=_whole),
     "aten.where.ScalarOther": _pointwise(_zero_at(2, "other", 1)),
     "aten.where.ScalarSelf": _pointwise(_zero_at(1, "self", 1)),
     "aten.masked_fill.Scalar": _pointwise(_zero_at(2, "value", 0)),

@@ -47,6 +47,13 @@ CASES: list[tuple[str, Callable[[], tuple[Any, ...]]]] = [
     ("mul.Tensor", lambda: (leaf(*WIDE, dtype=torch.bfloat16), leaf(1, 128, 256, trained=False))),
     ("mul.Tensor", lambda: (leaf(*WIDE, dtype=torch.bfloat16), leaf(*WIDE))),
     ("mul.Tensor", lambda: (leaf(*WIDE), 3.0)),
+    ("div.Tensor", lambda: (leaf(*WIDE), leaf(*WIDE))),
+    ("div.Tensor", lambda: (leaf(*WIDE), leaf(64, 128, 1))),
+    ("div.Tensor", lambda: (leaf(*WIDE), leaf(64, 128, 1, trained=False))),
+    ("div.Tensor", lambda: (leaf(*WIDE, trained=False), leaf(256))),
+    ("div.Tensor", lambda: (leaf(256), leaf(*WIDE))),
+    ("div.Tensor", lambda: (leaf(*WIDE, dtype=torch.bfloat16), leaf(64, 128, 1))),
+    ("div.Tensor", lambda: (leaf(*WIDE), 3.0)),
     ("pow.Tensor_Scalar", lambda: (leaf(*WIDE), 3.0)),
     ("add.Tensor", lambda: (leaf(*WIDE), 3.0)),
     ("tanh.default", lambda: (leaf(*WIDE),)),
@@ -85,6 +92,25 @@ def test_kernels_that_load_one_element_at_a_time(
 ) -> None:
     metas = tuple(Meta(s, getattr(torch, d), True) for s, d in zip(shapes, dtypes, strict=True))
     op = Op("aten.mul.Tensor", metas, {}, metas, (Meta(WIDE, torch.float32, True),))
+    assert lookup(op.name).loose(op) == loose
+
+
+@pytest.mark.parametrize(
+    ("shapes", "trained", "loose"),
+    [
+        ([WIDE, WIDE], (True, True), (0, 0)),
+        ([WIDE, (64, 128, 1)], (True, False), (1, 1)),
+        ([WIDE, (64, 128, 1)], (False, True), (1, 2)),
+        ([WIDE, (64, 128, 1)], (True, True), (1, 3)),
+        ([(256,), WIDE], (True, True), (1, 1)),
+    ],
+)
+def test_quotients_that_load_one_element_at_a_time(
+    shapes: list[tuple[int, ...]], trained: tuple[bool, bool], loose: tuple[int, int]
+) -> None:
+    """What takes the operand that was broadcast: the dividend's gradient the divisor, the divisor's both."""
+    metas = tuple(Meta(shape, torch.float32, grad) for shape, grad in zip(shapes, trained, strict=True))
+    op = Op("aten.div.Tensor", metas, {}, metas, (Meta(WIDE, torch.float32, True),))
     assert lookup(op.name).loose(op) == loose
 
 
