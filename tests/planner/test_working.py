@@ -151,10 +151,12 @@ class Quotients(nn.Module):
 @pytest.mark.parametrize("kind", ["norm", "weight", "turned"])
 def test_what_backwards_of_quotients_hold(built: list[Built], kind: str, precision: str) -> None:
     """Several results beside the gradients: without them, a fifth or more of the peak would be missing."""
-    x = torch.randn(ROWS, WIDTH)
+    sample = {"input": torch.randn(ROWS, WIDTH)}
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Quotients(kind), Quotients(kind))
-    job = compile_pinned(model, 1, sample=x, loss=lambda y, _: y.square().mean(), cluster=FAST, precision=precision).job
-    (expected,) = predicted_memory(job, x)
+    job = compile_pinned(
+        model, 1, sample=sample, loss=lambda y, _: y.square().mean(), cluster=FAST, precision=precision
+    ).job
+    (expected,) = predicted_memory(job, sample)
     assert reckoned(built[-1]) == pytest.approx([expected.peak_bytes], rel=0.05)
 
 
