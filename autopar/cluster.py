@@ -66,6 +66,7 @@ KEYS: Final[Mapping[str, Text | Figure]] = {
     "memory_bytes": Figure("bytes", 1e6, 1e18, "80e9", whole=True),
     "host_memory_bytes": Figure("bytes", 0, 1e18, "250e9", whole=True),
     "host_bytes_per_second": Figure("bytes/s", 0, 1e18, "64e9"),
+    "host_memory_bytes_per_second": Figure("bytes/s", 0, 1e18, "76.8e9"),
     "flops_per_second": Figure("FLOP/s", 1, 1e18, "989.4e12"),
     "memory_bytes_per_second": Figure("bytes/s", 1, 1e18, "3.35e12"),
     "launch_seconds": Figure("seconds", 0, 1, "2e-6"),
@@ -108,6 +109,9 @@ class Device:
     """Its share of the memory of the machine that it is in; 0: nothing can be offloaded."""
     host_bytes_per_second: float = 0.0
     """Of copies between the two, in one direction."""
+    host_memory_bytes_per_second: float = 0.0
+    """What the host's processors reach of its memory's bandwidth, this device's share: what is offloaded is updated and
+    cast there. 0: not known; updates are reckoned as on the device, and casts as free."""
     memory_achievable_fraction: float = 1.0
     """The share of ``memory_bytes_per_second`` that large copies reach."""
     sustained_fraction: float = 1.0
@@ -128,6 +132,11 @@ class Device:
         _refuse_unknown("flops_per_second.", self.flops_per_second, DTYPES)
         for table in BY_DTYPE:
             _refuse_unknown(f"{table}.", getattr(self, table), self.flops_per_second)
+        if self.host_memory_bytes_per_second > self.achievable_memory_bytes_per_second:
+            raise ClusterError(
+                f"host_memory_bytes_per_second is {self.host_memory_bytes_per_second:g}, more than programs reach of "
+                f"the device's own memory, {self.achievable_memory_bytes_per_second:g}; give this device's share of it"
+            )
 
     def rate(self, dtype: str) -> float:
         """Peak FLOP/s of matrix products of ``dtype``, such as "bfloat16". Raises ClusterError."""
@@ -148,6 +157,10 @@ class Device:
     def achievable_memory_bytes_per_second(self) -> float:
         """What large copies reach, read and written bytes counted."""
         return self.memory_bytes_per_second * self.memory_achievable_fraction
+
+    def update_bytes_per_second(self, *, on_host: bool) -> float:
+        """At which optimizers read and write, where what they update lies ``on_host`` or on the device."""
+        return (on_host and self.host_memory_bytes_per_second) or self.achievable_memory_bytes_per_second
 
     def held_share(self, link: Link) -> float:
         """The share of its multiprocessors that a collective over ``link`` holds while it runs, below 1."""

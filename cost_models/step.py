@@ -28,6 +28,11 @@ _GRADIENT: Final = {"gradient_itemsize": Quantity("B", "of one element of a grad
 _BANDWIDTH: Final = {
     "memory_bytes_per_second": Quantity("B/s", "what large copies reach of the bandwidth of the device's memory")
 }
+_UPDATED: Final = {
+    "memory_bytes_per_second": Quantity(
+        "B/s", "what large copies reach of the bandwidth of the memory that it is in"
+    )
+}
 
 ADAMW_SECONDS: Final = Formula(
     "adamw_seconds",
@@ -38,7 +43,7 @@ ADAMW_SECONDS: Final = Formula(
         "parameter_itemsize": Quantity("B", "of one element of a parameter"),
         **_GRADIENT,
         "moment_itemsize": Quantity("B", "of one element of a moment"),
-        **_BANDWIDTH,
+        **_UPDATED,
     },
     "memory traffic: parameter and both moments read and written, gradient read",
 )
@@ -47,7 +52,7 @@ CLIP_SECONDS: Final = Formula(
     "clip_seconds",
     "s",
     3 * _parameters * _gradient / _bandwidth,
-    {**_COUNT, **_GRADIENT, **_BANDWIDTH},
+    {**_COUNT, **_GRADIENT, **_UPDATED},
     "memory traffic: gradient read for its norm, then read and written to scale it",
 )
 
@@ -150,20 +155,27 @@ def slowed_seconds(beside: Sequence[Collectives], pass_seconds: float) -> float:
     return SLOWED_SECONDS.number(seconds, held / seconds, pass_seconds)
 
 
+def host_cast_seconds(bytes_: float, device: Device) -> float:
+    """Seconds of casts on the host that read and write so many bytes; 0 where its memory's bandwidth isn't known."""
+    return bytes_ / device.host_memory_bytes_per_second if device.host_memory_bytes_per_second else 0.0
+
+
 def optimizer_seconds(
     parameters: int,
     device: Device,
     *,
+    on_host: bool = False,
     clip: bool = False,
     parameter_itemsize: int = 4,
     gradient_itemsize: int = 4,
     moment_itemsize: int = 4,
 ) -> float:
-    """Seconds of one AdamW update of ``parameters`` elements, after clipping their gradients if ``clip``."""
+    """Seconds of one AdamW update of ``parameters`` elements, after clipping their gradients if ``clip``, where they
+    and all of its state lie ``on_host``, or on the device."""
     shared = {
         "parameters": parameters,
         "gradient_itemsize": gradient_itemsize,
-        "memory_bytes_per_second": device.achievable_memory_bytes_per_second,
+        "memory_bytes_per_second": device.update_bytes_per_second(on_host=on_host),
     }
     update = ADAMW_SECONDS(**shared, parameter_itemsize=parameter_itemsize, moment_itemsize=moment_itemsize)
     return update + CLIP_SECONDS(**shared) if clip else update

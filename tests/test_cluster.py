@@ -347,6 +347,14 @@ def test_collectives_hold_multiprocessors_for_each_card() -> None:
     assert cpu.device.held_share(cpu.link(8, 1)) == 0.0
 
 
+def test_no_host_is_faster_than_its_devices() -> None:
+    device = Cluster.load("h100").device
+    with pytest.raises(ClusterError, match="more than programs reach of the device's own memory"):
+        replace(device, host_memory_bytes_per_second=3e12)
+    assert device.update_bytes_per_second(on_host=True) == 76.8e9
+    assert device.update_bytes_per_second(on_host=False) == device.achievable_memory_bytes_per_second
+
+
 def test_collectives_leave_some_multiprocessors() -> None:
     a100 = Cluster.load("a100")
     for held, many in ((108, 0), (0, 14)):

@@ -85,13 +85,16 @@ class SeenCosts:
         gathering = self._gathering(stage)
         if self._streams:
             return gathering
-        return self._once(step.hidden(gathering, gathering.seconds, self._first_gathered(stage)))
+        return self._once(step.hidden(gathering, self._gathered(stage), self._first_gathered(stage)))
 
     def _summed_beside(self, stage: int) -> list[Collectives]:
         """The same of the pass that completes gradients."""
-        found = [self.prices.collectives(self._scattered(stage)), self.prices.collectives(self._reduced(stage))]
-        scattered, reduced = (step.hidden(c, c.seconds, self._left(c.seconds, stage)) for c in found)
-        return [scattered, self._once(reduced)]
+        scattered, reduced = (self.prices.collectives(m) for m in (self._scattered(stage), self._reduced(stage)))
+        sums = reduced.seconds + self._returned(stage)
+        return [
+            step.hidden(scattered, scattered.seconds, self._left(scattered.seconds, stage)),
+            self._once(step.hidden(reduced, sums, self._left(sums, stage))),
+        ]
 
     def _once(self, collectives: Collectives) -> Collectives:
         """Of what happens once in an update, the share of a microbatch."""
@@ -181,8 +184,13 @@ class SeenCosts:
         return [m for m in self._reductions(stage, 0) if m.kind == "reduce_scatter"]
 
     def reduce_seconds(self, stage: int) -> float:
-        """What the last backward and REDUCE start, but for that."""
-        return self._left(self.prices.messages(self._reduced(stage)), stage)
+        """What the last backward and REDUCE start, but for that; and copies to the host."""
+        return self._left(self.prices.messages(self._reduced(stage)) + self._returned(stage), stage)
+
+    def _returned(self, stage: int) -> float:
+        """Of gradients of masters that lie on the host."""
+        bytes_ = self.seen[self.schedule.placement[stage]].returned.get(stage, 0)
+        return bytes_ / self.prices.cluster.device.host_bytes_per_second if bytes_ else 0.0
 
     def _reduced(self, stage: int) -> list[Message]:
         started = [*self._reductions(stage, self._last()), *_started(self._phase("REDUCE", stage))]
@@ -208,14 +216,18 @@ class SeenCosts:
         return late + self._first_gathered(stage)
 
     def _first_gathered(self, stage: int) -> float:
+        if self.seen[self.schedule.placement[stage]].on_host:
+            return self._gathered(stage)
         return step.left_seconds(self._gathered(stage), self.layers[stage], self._forward(stage))
 
     def _gathered(self, stage: int) -> float:
-        return self._gathering(stage).seconds
+        return self._gathering(stage).seconds + self.prices.fetched(self._gathers(stage))
+
+    def _gathers(self, stage: int) -> list[Phase]:
+        return [self._phase(kind, stage) for kind in (("GATHER_F", "F") if self._streams else ("GATHER",))]
 
     def _gathering(self, stage: int) -> Collectives:
-        kinds = ("GATHER",) if not self._streams else ("GATHER_F", "F")
-        messages = [m for kind in kinds for m in self._phase(kind, stage).messages if m.kind == "all_gather"]
+        messages = [m for phase in self._gathers(stage) for m in phase.messages if m.kind == "all_gather"]
         return self.prices.collectives(m for m in messages if m.is_started)
 
     @cached_property
@@ -223,7 +235,8 @@ class SeenCosts:
         return any(a.kind in ("GATHER_F", "GATHER_B") for row in self.schedule.lists for a in row)
 
     def step_seconds(self, rank: int) -> float:
-        return step.optimizer_seconds(self.seen[rank].updated, self.prices.cluster.device)
+        mine = self.seen[rank]
+        return step.optimizer_seconds(mine.updated, self.prices.cluster.device, on_host=mine.on_host)
 
     def back_flops(self, stage: int) -> tuple[int, int]:
         """Of products whose kernels ran in the backward; and one more for each factor with a gradient.
@@ -269,12 +282,14 @@ class SeenCosts:
     @cached_property
     def gather_vocabulary_seconds(self) -> float:
         phase = self.seen[0].phases.get("GATHER_V", _EMPTY)
-        return self.prices.messages(phase.messages)
+        return self.prices.messages(phase.messages) + self.prices.fetched([phase])
 
     @cached_property
     def reduce_vocabulary_seconds(self) -> float:
-        """All sums of tables' gradients start there."""
-        return self.prices.together(_started(self.seen[0].phases.get("REDUCE_V", _EMPTY)))
+        """All sums of tables' gradients start there, and copies to the host."""
+        returned = self.seen[0].returned.get(VOCABULARY, 0)
+        copied = returned / self.prices.cluster.device.host_bytes_per_second if returned else 0.0
+        return self.prices.together(_started(self.seen[0].phases.get("REDUCE_V", _EMPTY))) + copied
 
     def begin_seconds(self, rank: int) -> float:
         """Before the first pass: totals of the batch, what they are counted by, and masters that are cast once."""

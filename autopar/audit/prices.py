@@ -94,6 +94,15 @@ class Prices:
         device = self.cluster.device
         return math.fsum(step.copy_seconds(count, *sizes, device) for sizes, count in phase.casts.items())
 
+    def fetched(self, phases: Iterable[Phase]) -> float:
+        """Of masters on the host: cast there, while others are copied to the device."""
+        device, elements = self.cluster.device, Counter[tuple[int, int]]()
+        for phase in phases:
+            elements.update(phase.fetched)
+        copied = sum(count * copy for (_, copy), count in elements.items())
+        cast = sum(count * (master + copy) for (master, copy), count in elements.items() if master != copy)
+        return max(copied / device.host_bytes_per_second, step.host_cast_seconds(cast, device)) if copied else 0.0
+
     def arithmetic(self, phase: Phase) -> float:
         """Of kernels beside the text's ops: each product, and sweeps over matrices as one kernel."""
         device = self.cluster.device

@@ -171,7 +171,8 @@ class Kernel(NamedTuple):
 class Phase:
     """What one action did: ops of the text, and messages and products that are no op's; of a split vocabulary's passes
     all ``kernels`` beside; bytes that go to the host or come back; ``casts``, elements of masters of which copies of
-    another dtype are made, by bytes of an element before and after."""
+    another dtype are made, by bytes of an element before and after; ``fetched`` the same of all masters on the host of
+    which there are copies on the device."""
 
     ops: list[Ran] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
@@ -179,6 +180,7 @@ class Phase:
     kernels: list[Kernel] = field(default_factory=list)
     copied_bytes: int = 0
     casts: Counter[tuple[int, int]] = field(default_factory=Counter)
+    fetched: Counter[tuple[int, int]] = field(default_factory=Counter)
 
 
 class Log:
@@ -308,6 +310,10 @@ class Log:
             yield
         finally:
             self._casting = False
+
+    def fetch(self, master: Tensor, copy: Tensor) -> None:
+        """A copy of a master on the host is made."""
+        self._phase.fetched[master.element_size(), copy.element_size()] += master.numel()
 
     def cast(self, name: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> None:
         """A kernel ran: of one that makes a copy of a master in another dtype, elements count."""

@@ -45,12 +45,15 @@ from autopar.storages import fake_tensors
 @dataclass(frozen=True)
 class Seen:
     """What one rank did in a step with the first and the last microbatch (and one that a stage offloads, where these
-    aren't): by action, as its text. ``updated`` is how many elements of parameters its optimizer updates;
-    ``gradients`` how many of gradients were moved."""
+    aren't): by action, as its text. ``updated`` is how many elements of parameters its optimizer updates; ``gradients``
+    how many of gradients were moved. ``on_host``: that is where masters lie; ``returned`` are bytes of their gradients,
+    by the stage that sums them."""
 
     phases: Mapping[str, Phase]
     updated: int
     gradients: Mapping[Where, Counter[Moved]]
+    on_host: bool
+    returned: Mapping[int, int]
 
 
 def see(job: Job, batch: Mapping[str, Tensor]) -> list[Seen]:
@@ -95,15 +98,21 @@ def _see(job: Job, batch: Mapping[str, Tensor], rank: int, microbatches: Collect
             executor = start(fake, axes)
             executor.axes = replace(axes, world=world)
             updated = sum(parameter.numel() for parameter in executor.masters.values())
-            _watch(executor, log, microbatches)
+            on_host = not {"optimizer", "parameters"}.isdisjoint(executor.options.offload)
+            returned = {stage: _returned_bytes(reducer) for stage, reducer in executor.reducers.items() if on_host}
+            _watch(executor, log, microbatches, on_host=on_host)
             with Kernels(log), Calls(log):
                 executor.step(given)
-        return Seen(log.phases, updated, dict(log.gradients))
+        return Seen(log.phases, updated, dict(log.gradients), on_host, returned)
 
     return run_alone(program, rank, job.mesh.world, on_call=log.sent)
 
 
-def _watch(executor: Executor, log: Log, microbatches: Collection[int]) -> None:
+def _returned_bytes(reducer: Reducer) -> int:
+    return sum(reducer.masters[name].nbytes for name in reducer.parameters)
+
+
+def _watch(executor: Executor, log: Log, microbatches: Collection[int], *, on_host: bool) -> None:
     """Only some microbatches; no optimizer."""
     executor.actions = tuple(a for a in executor.actions if a.microbatch in (-1, *microbatches))
     executor.optimizer = None
@@ -114,7 +123,7 @@ def _watch(executor: Executor, log: Log, microbatches: Collection[int]) -> None:
         _watch_sums(reducer, stage, log)
     stores = executor.stores.values()
     for unit in {unit for store in stores for unit in (*store.roots, *(unit for unit, _ in store.sequence))}:
-        _watch_casts(unit, log)  # a root of several stages once
+        _watch_copies(unit, log, on_host=on_host)  # a root of several stages once
     modules = [*executor.stages.values(), *([executor.vocabulary[0]] if executor.vocabulary else [])]
     for module in modules:
         namespace = type(module).__init__.__globals__
@@ -143,13 +152,18 @@ def _watch_sums(reducer: Reducer, stage: int, log: Log) -> None:
             _watch_method(bucket, name, stage, ENDED, log)
 
 
-def _watch_casts(unit: Unit, log: Log) -> None:
-    """Copies are made of masters when the unit starts."""
+def _watch_copies(unit: Unit, log: Log, *, on_host: bool) -> None:
+    """Copies are made of masters when the unit starts. On a CPU, which is the host as well, it casts those that lie
+    there as if they didn't."""
     start = unit.start
 
     def called() -> None:
-        with log.casting():
-            start()
+        if not on_host:
+            with log.casting():
+                return start()
+        for copy in unit.copies:
+            log.fetch(copy.master, copy.whole)
+        return start()
 
     unit.start = called  # type: ignore[method-assign]
 

@@ -28,6 +28,7 @@ class Measured:
     devices_per_node: int
     memory_bytes_per_second: float
     host_bytes_per_second: float
+    host_memory_bytes_per_second: float
     launch_seconds: float
     multiprocessors: int
     element_seconds: float
@@ -70,6 +71,7 @@ _SHARES: Final = {
 }
 _OF_GPUS: Final = {
     "host_bytes_per_second": "a large copy, pinned, to the device or from it, whichever is slower",
+    "host_memory_bytes_per_second": "an AdamW update on the host, its share",
     "multiprocessors": "as torch says of the device",
     "element_seconds": "a cast of bfloat16 to float32, beside its bytes",
     "sustained_fraction": "large products without a pause",
@@ -97,6 +99,9 @@ def _device(measured: Measured) -> Device:
         ramp_seconds_by_dtype={dtype: _rounded(ramp) for dtype, ramp in ramps.items()},
         host_memory_bytes=measured.host_memory_bytes,
         host_bytes_per_second=_rounded(min(measured.host_bytes_per_second, measured.memory_bytes_per_second)),
+        host_memory_bytes_per_second=_rounded(
+            min(measured.host_memory_bytes_per_second, measured.memory_bytes_per_second)
+        ),
     )
 
 
@@ -107,22 +112,36 @@ def _link(
     if not messages:
         preset = Cluster.load(_TYPICAL[measured.device_type])
         typical: Link = getattr(preset, part)
-        link = replace(typical, name=f"{typical.name} (not measured)")
+        held = _held_multiprocessors(part, measured)
+        link = replace(typical, name=f"{typical.name} (not measured)", held_multiprocessors=held)
         said = {
             key.removeprefix(f"{part}."): f"not measured, as in the preset {preset.name}: {source}"
             for key, source in preset.sources.items()
-            if key.startswith(f"{part}.")
+            if key.startswith(f"{part}.") and (held or not key.endswith(".held_multiprocessors"))
         }
     else:
         sizes = sorted({message.size for message in messages})
         backend = {"cuda": "NCCL", "cpu": "gloo"}[measured.device_type]
-        link = _measured_link(f"{backend}, {part.replace('_', ' ')}", fit_link(messages), measured)
+        held = _held_multiprocessors(part, measured)
+        link = _measured_link(f"{backend}, {part.replace('_', ' ')}", fit_link(messages), measured, held)
         how = f"{len(messages)} collectives on groups of {', '.join(map(str, sizes))}"
         said = dict.fromkeys(_OF_LINKS, f"{origin}: {how}")
+        if held:
+            said["held_multiprocessors"] = f"not measured, as in the preset {_TYPICAL[measured.device_type]}"
     return link, {f"{part}.{key}": text for key, text in said.items()}
 
 
-def _measured_link(name: str, fit: LinkFit, measured: Measured) -> Link:
+def _held_multiprocessors(part: LinkName, measured: Measured) -> int:
+    """Those of a preset, if the device has many more."""
+    preset = Cluster.load(_TYPICAL[measured.device_type])
+    most = max(
+        preset.intra_node.held_multiprocessors, measured.devices_per_node * preset.inter_node.held_multiprocessors
+    )
+    typical: Link = getattr(preset, part)
+    return typical.held_multiprocessors if 2 * most <= measured.multiprocessors else 0
+
+
+def _measured_link(name: str, fit: LinkFit, measured: Measured, held: int) -> Link:
     """No faster than the memory that it reads, should the largest messages have fitted into a cache."""
     rate = min(fit.bytes_per_second, measured.memory_bytes_per_second)
     return Link(
@@ -131,6 +150,7 @@ def _measured_link(name: str, fit: LinkFit, measured: Measured) -> Link:
         _rounded(rate),
         peer_bytes_per_second=_rounded(min(fit.peer_bytes_per_second, rate)),
         call_seconds=_rounded(fit.call_seconds),
+        held_multiprocessors=held,
     )
 
 

@@ -1,13 +1,17 @@
-"""Bandwidth of the device's memory, and of copies between it and the host's."""
+"""Bandwidth of the device's memory, of the host's, and of copies between them."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import torch
 
 from autopar.calibrate.clock import Clock
 from autopar.calibrate.samples import Effort
+
+_TOUCHES = 7
+"""How often AdamW reads or writes an element: parameter and both moments both ways, the gradient once."""
 
 
 def memory_bytes_per_second(clock: Clock, effort: Effort) -> float:
@@ -35,6 +39,26 @@ def host_bytes_per_second(clock: Clock, effort: Effort) -> float:
     to_device = clock.seconds(lambda: there.copy_(here, non_blocking=True))
     to_host = clock.seconds(lambda: here.copy_(there, non_blocking=True))
     return effort.copied_bytes / max(to_device, to_host)
+
+
+def host_memory_bytes_per_second(clock: Clock, effort: Effort, processes: int) -> float:
+    """Of an AdamW update on the host by its share of the cores, of which as many ``processes`` as this one measure at
+    the same time: what it reads and writes of parameters, gradients and both moments, all in float32."""
+    parameter = torch.nn.Parameter(torch.ones(effort.copied_bytes // 4))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, cores() // processes))
+    try:
+        seconds = replace(clock, device=torch.device("cpu")).seconds(optimizer.step)
+    finally:
+        torch.set_num_threads(threads)
+    return _TOUCHES * parameter.nbytes / seconds
+
+
+def cores() -> int:
+    """Of this machine: those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def machine_bytes() -> int:

@@ -17,8 +17,10 @@ from autopar.calibrate.describe import Measured, cluster_of
 from autopar.calibrate.fit import fit_products
 from autopar.calibrate.launch import launch_seconds
 from autopar.calibrate.memory import (
+    cores,
     element_seconds,
     host_bytes_per_second,
+    host_memory_bytes_per_second,
     machine_bytes,
     memory_bytes_per_second,
 )
@@ -86,7 +88,7 @@ def calibrate(
     torch.set_num_threads(1)
     try:
         per_node = torchrun.per_node if torchrun is not None else _devices(device_type)
-        measured, products = _measure_device(here, per_node, effort, progress)
+        measured, products = _measure_device(here, per_node, per_node if torchrun else 1, effort, progress)
         messages = _measure_links(axes, per_node, device_type, effort, progress)
     finally:
         torch.set_num_threads(threads)
@@ -121,29 +123,33 @@ def _devices(device_type: str) -> int:
     """Of this machine: those that this process may use."""
     if device_type == "cuda":
         return torch.cuda.device_count()
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores()
 
 
 def _measure_device(
-    device: torch.device, per_node: int, effort: Effort, progress: Progress
+    device: torch.device, per_node: int, processes: int, effort: Effort, progress: Progress
 ) -> tuple[Measured, list[Product]]:
+    """``processes`` of the node's ``per_node`` devices are measured at the same time."""
     clock = Clock(device, effort.repeats, effort.run_seconds)
     progress("memory")
     bandwidth = memory_bytes_per_second(clock, effort)
     host_bandwidth = host_bytes_per_second(clock, effort)
+    is_cuda, multiprocessors = device.type == "cuda", _multiprocessors(device)
+    share = processes / per_node  # of what the host reaches for the processes that use it now
+    host_memory = share * host_memory_bytes_per_second(clock, effort, processes) if is_cuda else 0.0
     progress("launches")
     launch = launch_seconds(clock)
     products = measure_products(clock, effort, progress)
-    share = machine_bytes() // per_node
-    is_cuda, multiprocessors = device.type == "cuda", _multiprocessors(device)
+    owned = machine_bytes() // per_node
     measured = Measured(
         device_name=torch.cuda.get_device_name(device) if is_cuda else f"one thread of {_processor()}",
         device_type=device.type,
-        memory_bytes=torch.cuda.get_device_properties(device).total_memory if is_cuda else share // 2,
-        host_memory_bytes=share if is_cuda else share // 2,
+        memory_bytes=torch.cuda.get_device_properties(device).total_memory if is_cuda else owned // 2,
+        host_memory_bytes=owned if is_cuda else owned // 2,
         devices_per_node=per_node,
         memory_bytes_per_second=bandwidth,
         host_bytes_per_second=host_bandwidth,
+        host_memory_bytes_per_second=host_memory,
         launch_seconds=launch,
         multiprocessors=multiprocessors,
         element_seconds=element_seconds(clock, effort, bandwidth) if is_cuda else 0.0,

@@ -128,7 +128,8 @@ def _step_seconds(
     for home, stage in zip(placement, stages, strict=True):
         calls[home] += stage
     elements = [split + storage.elements(work.model, mine) for mine in calls]
-    return tuple(step.optimizer_seconds(count, work.machine.device) for count in elements)
+    away = not {"optimizer", "parameters"}.isdisjoint(work.options.offload)
+    return tuple(step.optimizer_seconds(count, work.machine.device, on_host=away) for count in elements)
 
 
 def _offload_costs(work: Work, stages: Sequence[Sequence[int]], chosen: Mapping[int, Alternative]) -> dict[str, Any]:

@@ -72,8 +72,9 @@ class _Moved:
 class MoveCosts:
     """Seconds that the weights of some calls and their gradients are on their way.
 
-    Masters on the host are copied at the device's ``host_bytes_per_second``: this rank's part, before it is gathered,
-    and back once its gradient is summed. ``stages`` and their ``placement`` say which weights are tied across ranks.
+    Masters on the host are cast there (``host_memory_bytes_per_second`` of the device), and copied at its
+    ``host_bytes_per_second``: this rank's part, before it is gathered, and back once its gradient is summed. ``stages``
+    and their ``placement`` say which weights are tied across ranks.
     """
 
     model: Model
@@ -101,6 +102,9 @@ class MoveCosts:
                 line = message.weights[0].line
                 self._send(moved, "all_gather", message.bytes_, self.shards(line), line.shard)
                 moved.copied.append(self._host(message.bytes_, line))
+            if self._on_host:  # where they are cast, the next ones while some are copied
+                cast = step.host_cast_seconds(self._cast_bytes(calls, parts), self.machine.device)
+                moved.copied.append(max(0.0, cast - math.fsum(moved.copied)))
             self._gathers[key] = moved
         return self._gathers[key]
 
@@ -115,22 +119,31 @@ class MoveCosts:
         where they lie on the host, which casts them there. ``parts`` as in :meth:`gather_seconds`."""
         key = self.key(calls), parts
         if key not in self._casts:
-            elements: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
-            frozen, away = self.options.zero == 3, self._on_host
-            for _, name, node in () if away else self._used(calls, frozen=frozen, borrowed=self.streams):
-                dtype = info(node).meta.dtype
-                stored = self.whole_elements(name, node, parts) // self.shards_of(name, node)
-                elements[self.model.parameters[name].master or dtype, dtype] += stored
+            elements = {} if self._on_host else self._cast_elements(calls, parts)
             self._casts[key] = math.fsum(
-                step.copy_seconds(count, master.itemsize, dtype.itemsize, self.machine.device)
-                for (master, dtype), count in elements.items()
-                if master != dtype
+                step.copy_seconds(count, master, copy, self.machine.device)
+                for (master, copy), count in elements.items()
             )
         return self._casts[key]
 
     @cached_property
     def _casts(self) -> dict[tuple[Hashable, int], float]:
         return {}
+
+    def _cast_bytes(self, calls: Sequence[int], parts: int) -> int:
+        """Read and written, of masters and their casts."""
+        elements = self._cast_elements(calls, parts)
+        return sum(count * (master + copy) for (master, copy), count in elements.items())
+
+    def _cast_elements(self, calls: Sequence[int], parts: int) -> Mapping[tuple[int, int], int]:
+        """By bytes of an element of a master and of its copy in another dtype, how many the rank stores."""
+        elements: Counter[tuple[int, int]] = Counter()
+        for _, name, node in self._used(calls, frozen=self.options.zero == 3, borrowed=self.streams):
+            dtype, master = info(node).meta.dtype, self.model.parameters[name].master
+            if master not in (None, dtype):
+                stored = self.whole_elements(name, node, parts) // self.shards_of(name, node)
+                elements[master.itemsize, dtype.itemsize] += stored
+        return elements
 
     def key(self, calls: Sequence[int]) -> Hashable:
         """Equal for stages whose weights move alike."""

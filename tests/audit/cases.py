@@ -123,4 +123,7 @@ SLOW_PLANS: Final = (
     Plan("mlp", {"pp": 2, "dp": 2}, {"schedule": "v-half", "zero": 1}, cluster=BUSY),
     Plan("mlp", {"pp": 2, "dp": 2}, {"schedule": "zb-v", "zero": 3, **BF16}, torch.float32, cluster=BUSY),
     Plan("llama_tied", {"pp": 2, "dp": 2}, {"zero": 3}, cluster=BUSY),
+    Plan("mlp", {"pp": 2, "dp": 2}, {"zero": 1, "offload": ("optimizer",)}, cluster=BUSY),
+    Plan("mlp", {"pp": 2, "dp": 2}, {"zero": 3, "offload": ("parameters",), **BF16}, torch.float32, cluster=BUSY),
+    Plan("gpt2", {"pp": 2}, {"vocabulary": "vocab-1", "offload": ("optimizer",), **BF16}, torch.float32, cluster=BUSY),
 )

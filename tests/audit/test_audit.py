@@ -107,6 +107,19 @@ def test_a_wrong_price_of_casts_is_seen(zero: int, monkeypatch: pytest.MonkeyPat
     assert {row.what for row in found.different} == {*(once if zero == 1 else passes), "step"}
 
 
+def test_wrong_prices_of_the_host_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates there, and copies of masters and their gradients."""
+    plan = Plan("mlp", {"dp": 2}, {"offload": ("optimizer",), "precision": "bf16"}, torch.float32, cluster=BUSY)
+    right = zero_costs.MoveCosts._host
+    monkeypatch.setattr(zero_costs.MoveCosts, "_host", lambda *given: 9 * right(*given))
+    rows = {row.what for row in plan.compile().audit().different}
+    assert {"stage 0: gather of weights", "stage 0: reduction of gradients", "step"} == rows
+    monkeypatch.undo()
+    update = pass_costs._step_seconds
+    monkeypatch.setattr(pass_costs, "_step_seconds", lambda *given: tuple(1.01 * each for each in update(*given)))
+    assert {row.what for row in plan.compile().audit().different} == {"pipeline rank 0: optimizer", "step"}
+
+
 def test_gradients_that_are_scattered_are_added_up_as_planned() -> None:
     """Some have rows that two ranks can't share evenly."""
     options = {"schedule": "zb-h1", "zero": 2, "precision": "bf16"}

@@ -41,6 +41,7 @@ GPU = Measured(
     devices_per_node=8,
     memory_bytes_per_second=3e12,
     host_bytes_per_second=5e10,
+    host_memory_bytes_per_second=7e10,
     launch_seconds=2e-6,
     multiprocessors=132,
     element_seconds=1e-12,

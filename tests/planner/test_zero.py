@@ -113,6 +113,20 @@ def test_casts_of_masters_by_hand(model: Any) -> None:
     assert away.cast_seconds(CALLS) == 0.0
 
 
+@pytest.mark.parametrize("slow", [False, True])
+def test_the_host_casts_beside_its_copies(model: Any, slow: bool) -> None:
+    """Masters of 8 bytes: 12 of an element in the host's memory, 4 on the way to the device; the slower one counts."""
+    wide = {name: replace(known, master=torch.float64) for name, known in model.parameters.items()}
+    here = costs(replace(model, parameters=wide), 4, rate=1e6, zero=1, offload=("optimizer",))
+    device = replace(here.machine.device, host_memory_bytes_per_second=2e6 if slow else 9e6)
+    there = replace(here, machine=replace(here.machine, device=device))
+    part = DEPTH * WIDTH * WIDTH / 4
+    sent = costs(model, 4, zero=1).gather_seconds(CALLS)
+    assert here.gather_seconds(CALLS) - sent == pytest.approx(4 * part / 1e6)
+    assert there.gather_seconds(CALLS) - sent == pytest.approx(12 * part / 2e6 if slow else 4 * part / 1e6)
+    assert there.gathering(CALLS).seconds == sent
+
+
 class _Fixed(MoveCosts):
     """Gathers of ``calls`` take a second for each."""
 
