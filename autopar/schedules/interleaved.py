@@ -16,12 +16,12 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
     ``g`` the largest group (``ranks`` where it divides), rank 0 keeps ``(chunks - 1) g + 2 ranks - 1`` chunks'
     activations. Raises ScheduleError for sizes below 1.
     """
-    groups = _groups(ranks, microbatches)
+    groups = groups_of(ranks, microbatches)
     lists = tuple(_list(rank, ranks, chunks, groups) for rank in range(ranks))
     return Schedule("interleaved", ranks * chunks, microbatches, looped(ranks, chunks), lists)
 
 
-def _groups(ranks: int, microbatches: int) -> list[range]:
+def groups_of(ranks: int, microbatches: int) -> list[range]:
     """The larger groups come first: they set how many forwards the warm-up needs."""
     if ranks < 1 or microbatches < 1:
         return []

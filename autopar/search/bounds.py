@@ -10,7 +10,7 @@ it takes at least half of the time (:mod:`autopar.cost_models`).
   over all cuts the least of those is found by filling stages in order, for a bisected step (:func:`straight`).
   Where ranks hold several stages, the mean of ``prefix_s + m t_s`` bounds it: no cut changes the sum of ``t_s``
   (:func:`folded`); where these go round the ranks in a fixed order, more is known of what they wait for
-  (:func:`looped`).
+  (:mod:`autopar.search.interleaving`).
 * *By memory*: where a stage's layers don't fit as they are, recomputing takes at least what the best trade of bytes for
   seconds does, layer by layer (:func:`recomputed`, :func:`shared_out`).
 """
@@ -27,6 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.search.hulls import Array
+from autopar.search.interleaving import Counts
 from autopar.search.profiles import Key, Unit
 
 _BISECTIONS = 40
@@ -279,23 +280,6 @@ def shared_out(
     return max(float(slowest), mean)
 
 
-def looped(units: Sequence[Unit], ranks: int, chunks: int, microbatches: int, *, ends: bool) -> float:
-    """Of interleaved 1F1B, over all cuts of ``units``.
-
-    On rank r, before the first forward of its stage k in round c come the forwards of all stages ahead, of which rank r
-    itself has run those of ``ranks`` microbatches of each round before; so the step takes at least that, less these,
-    and all passes of rank r. The same holds at the end for backwards, if these ``ends`` count. Any mean of these bounds
-    over r and c is one. Ranks have such weights that it grows almost evenly with a second in any stage; it is least
-    with every unit in the stage where it grows least.
-    """
-    round_, rank = np.arange(chunks)[:, None], np.arange(ranks)[None, :]
-    period = (1 + ends) * chunks * microbatches / 2 - (chunks - 1) / 2
-    weights = (1 + (rank - (ranks - 1) / 2) / period) / ranks
-    if weights.min() < 0:
-        return 0.0
-    later = np.cumsum(weights[:, ::-1], axis=1)[:, ::-1] - weights
-    waits = ((chunks - 1 - round_) * (1 - ranks * weights) + later) / chunks
-    forward = (microbatches * weights + waits).ravel()
-    backward = (microbatches * weights + ends * waits).ravel()
-    passes = np.array([(unit.forward, unit.backward) for unit in units])
-    return float((passes[:, :1] * forward + passes[:, 1:] * backward).min(axis=1).sum())
+def looped(units: Sequence[Unit], counts: Counts) -> float:
+    """Of interleaved 1F1B, over all cuts of ``units``, by ``counts`` of its paths."""
+    return counts.seconds([(unit.forward, unit.backward) for unit in units])

@@ -26,6 +26,7 @@ from autopar.planner.rank_memory import MOMENTS, Storage, rank_state
 from autopar.schedules.registry import SCHEDULES
 from autopar.search.bounds import Held, folded, looped, recomputed, scaled, shared_out, straight
 from autopar.search.gradients import Sums
+from autopar.search.interleaving import Interleaving
 from autopar.search.keeping import Keeping
 from autopar.search.layers import layer_block
 from autopar.search.profiles import Profile, Unit, Weights
@@ -61,6 +62,7 @@ class Costing:
     _machines: dict[tuple[Mesh, int], Machine] = field(default_factory=dict)
     _updates: dict[tuple[object, ...], tuple[float, float, float, float]] = field(default_factory=dict)
     keeping: Keeping = field(default_factory=Keeping)
+    interleaving: Interleaving = field(default_factory=Interleaving)
     _loads: dict[tuple[object, ...], list[Unit]] = field(default_factory=dict)
     _holdings: dict[tuple[object, ...], Held | None] = field(default_factory=dict)
 
@@ -158,10 +160,16 @@ class Costing:
         split = row.splits_backward or splits_head(family)
         if chunks == 1:
             return beside + straight(inner, ranks, microbatches, split=split)
-        found = folded(inner, ranks, microbatches, split=split)
-        if row.placement == "looped":
-            found = max(found, looped(inner, ranks, chunks, microbatches, ends=not split))
-        return beside + found
+        found = beside + folded(inner, ranks, microbatches, split=split)
+        if row.placement != "looped":
+            return found
+        sizes = ranks, chunks, microbatches, len(inner)
+        if not beside:
+            return max(found, looped(units, self.interleaving.counts(*sizes, ends=True)))
+        first, last = (Unit(unit.block, 0.0, 0.0, 0.0) for unit in (units[0], units[-1]))
+        cut = [first, *inner, last]
+        both = (looped(cut, self.interleaving.counts(*sizes, ends=ends)) for ends in (True, False))
+        return max(found, next(both), beside + next(both))  # the head may be computed while the last backwards run
 
     def _memory_seconds(self, point: Point, profile: Profile) -> float:
         """Of the layers alone, with what has to be recomputed."""

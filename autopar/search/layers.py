@@ -103,9 +103,12 @@ class Scaler:
         first = next(i for i, call in enumerate(root.model.calls) if call.block == block)
         saved, extra = root.hull(block, first, recompute)
         times = figures(root.units, block)
+        count, ahead, behind = sum(units), units.index(True), units[::-1].index(True)
+        between = ahead + count + behind < len(units)
         layers = Layers(
-            count=sum(units),
-            ahead=units.index(True),
+            count=count,
+            ahead=ahead,
+            behind=len(units) if between else behind,
             forward=float(times[0]),
             inputs=float(times[1]),
             weights=float(times[2]),

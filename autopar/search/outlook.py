@@ -78,15 +78,34 @@ class Outlook:
         away = any("activations" in offload for _, _, offload in ways)
         free, found = without_memory(layers), math.inf
         roomy = _undominated(way._replace(state=0.0) for way in stored)
-        for ranks in _kinds(region, layers, families):
+        for ranks, chunks in _kinds(region, layers, families):
             seconds = least_seconds(free, roomy, ranks, region.microbatches, _BOUNDLESS)
-            if (fastest := float(seconds.min())) < min(found, enough):
+            fastest = max(float(seconds.min()), self._interleaved(region, layers, roomy, chunks, ranks))
+            if fastest < min(found, enough):
                 host = self._host(ranks, region, away=away)
                 seconds = least_seconds(layers, stored, ranks, region.microbatches, self.costing.budget_bytes, host)
             found = min(found, max(fastest, float(seconds.min())))
             if found <= known:
                 break
         return max(known, found)
+
+    def _interleaved(
+        self, region: Region, layers: Layers, ways: Sequence[Stored], chunks: Iterable[int], ranks: Ranks
+    ) -> float:
+        """The passes of the fastest of interleaved schedules with these ``chunks``; 0 without any."""
+        added = min(way.added for way in ways)
+        each = layers.forward, layers.inputs + layers.weights + added
+        beside = region.microbatches * sum(layers.beside) / ranks.count if ranks.spreads_head else 0.0
+        found = []
+        for number in chunks:
+            sizes = ranks.count, number, region.microbatches, layers.count
+            all_ = self.costing.interleaving.counts(*sizes, ends=True)
+            seconds = all_.layer_seconds(layers.count, each, layers.ahead, layers.behind)
+            if beside:
+                waits = self.costing.interleaving.counts(*sizes, ends=False)
+                seconds = max(seconds, beside + waits.layer_seconds(layers.count, each, layers.ahead, layers.behind))
+            found.append(seconds)
+        return min(found, default=0.0)
 
     def likely(self, region: Region, ways: Iterable[Way], references: Sequence[Profile], like: Profile | None) -> float:
         """Seconds of a likely step of ``region``, all on the device: with one stage on each rank, or with many.
@@ -136,13 +155,31 @@ class Outlook:
             return np.zeros(len(points))
         layers = self.scaler.with_units(profile.key, profile.units)
         stored = [self._of_point(point, profile) for point in points]
-        head = MODES[family.vocabulary].head
-        asked = (family.schedule, region.mesh.pp, region.microbatches, family.chunks, head)
-        ranks = _ranks(family, layers, self.costing.keeping.most(*asked))
+        head, count = MODES[family.vocabulary].head, region.microbatches
+        kept = self.costing.keeping.most(family.schedule, region.mesh.pp, count, family.chunks, head)
+        kinds = self._ranks(family, layers, kept)
+        free = without_memory(layers)
+        passes: Array = np.max([least_seconds(free, stored, ranks, count, _BOUNDLESS) for ranks in kinds], axis=0)
         if not memory:
-            return least_seconds(without_memory(layers), stored, ranks, region.microbatches, _BOUNDLESS)
-        host = self._copies(points[0])
-        return least_seconds(layers, stored, ranks, region.microbatches, self.costing.budget_bytes, host)
+            return passes
+        host, budget = self._copies(points[0]), self.costing.budget_bytes
+        if host is not None:
+            kinds = [_ranks(family, layers, kept)]  # copies take time where paths are elsewhere
+        for each in kinds:
+            passes = np.maximum(passes, least_seconds(layers, stored, each, count, budget, host))
+        return passes
+
+    def _ranks(self, family: Family, layers: Layers, kept: Array) -> list[Ranks]:
+        """Ways to say how ranks work under a schedule, each of which is a bound."""
+        found, row = [_ranks(family, layers, kept)], SCHEDULES[family.schedule]
+        pp, count, heads = family.region.mesh.pp, family.region.microbatches, splits_head(family)
+        if pp == 1 or row.placement != "looped":
+            return found
+        for ends in (True, False) if heads else (True,):
+            counts = self.costing.interleaving.counts(pp, family.chunks or 2, count, layers.count, ends=ends)
+            ranks = looped(layers, pp, counts, count, kept, ends=ends)
+            found.append(replace(ranks, spreads_head=heads, skips_head=heads and ends))
+        return found
 
     def _copies(self, point: Point) -> Host | None:
         """What copies to the host and back have to keep up with; None where there are none."""
@@ -291,25 +328,26 @@ def _undominated(ways: Iterable[Stored]) -> list[Stored]:
     return found
 
 
-def _kinds(region: Region, layers: Layers, families: Sequence[Family]) -> list[Ranks]:
-    """How ranks work: of all schedules that are placed alike one that waits and keeps as little as any."""
+def _kinds(region: Region, layers: Layers, families: Sequence[Family]) -> list[tuple[Ranks, list[int]]]:
+    """How ranks work: of all schedules that are placed alike one that waits and keeps as little as any; and how many
+    stages ranks of interleaved ones hold."""
     pp, count = region.mesh.pp, region.microbatches
     if pp == 1:
-        return [straight(layers, 1, count, np.ones(1), ends=False)]
+        return [(straight(layers, 1, count, np.ones(1), ends=False), [])]
     heads = any(splits_head(family) for family in families)
     chunks = {family.chunks or 2 for family in families if SCHEDULES[family.schedule].placement == "looped"}
     placements = {SCHEDULES[family.schedule].placement for family in families}
-    found = []
+    found: list[tuple[Ranks, list[int]]] = []
     if "v" in placements:
-        found.append(folded(layers, pp, folded_kept(pp, count), ends=False))
+        found.append((folded(layers, pp, folded_kept(pp, count), ends=False), []))
     if "straight" in placements:
         naive = any(family.schedule == "naive" for family in families)
         kept = np.ones(pp) if naive else straight_kept(pp, count)
-        found.append(straight(layers, pp, count, kept, ends=False))
+        found.append((straight(layers, pp, count, kept, ends=False), []))
     if chunks:
         least = np.min([looped_kept(pp, count, each) for each in sorted(chunks)], axis=0)
-        found.append(looped(layers, pp, max(chunks), count, least, ends=False))
-    return [replace(ranks, spreads_head=heads) for ranks in found]
+        found.append((folded(layers, pp, least, ends=not heads), sorted(chunks)))
+    return [(replace(ranks, spreads_head=heads), some) for ranks, some in found]
 
 
 def _ranks(family: Family, layers: Layers, kept: Array) -> Ranks:
@@ -318,8 +356,6 @@ def _ranks(family: Family, layers: Layers, kept: Array) -> Ranks:
     ends = pp > 1 and not (row.splits_backward or heads)
     if pp == 1 or row.placement == "straight":
         found = straight(layers, pp, count, kept, ends=ends)
-    elif row.placement == "looped":
-        found = looped(layers, pp, row.chunks or family.chunks or 2, count, kept, ends=ends)
     else:
         found = folded(layers, pp, kept, ends=ends)
     return replace(found, puts_off=row.splits_backward, spreads_head=heads)
@@ -335,4 +371,5 @@ def _even(layers: Layers, kept: Array, waits: float) -> Ranks:
     count, none = len(kept), np.zeros(len(kept))
     idle = waits * layers.count / count
     share = np.full(count, 1 / count)
-    return Ranks(share, (none, none), (idle, idle), none, True, False, kept, spreads_head=True)
+    stages = none[:, None]
+    return Ranks(share, (stages, stages), stages > 0, (idle, idle), none, True, False, kept, spreads_head=True)

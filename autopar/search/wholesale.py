@@ -16,6 +16,9 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from autopar.search.hulls import Array
+from autopar.search.interleaving import Counts
+
+Flags = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
 _VALUES: Final = 8  # of what layers keep that are told apart where the rest is copied
 _ROUNDED: Final = 1 + 1e-9
@@ -24,13 +27,15 @@ _WIDE: Final = 3  # times its even share of the layers that a rank is looked at 
 
 @dataclass(frozen=True)
 class Layers:
-    """``count`` equal layers, ``ahead`` other calls before the first. Of a microbatch: seconds of a layer's
-    ``forward``, of the part of its backward that the next one waits for (``inputs``), and of its ``weights``'
-    gradients; seconds of all other calls (``beside``: forward, backward). A layer may keep ``saved`` bytes (falling)
-    for ``extra`` seconds more (rising, convex), and works in ``working`` bytes."""
+    """``count`` equal layers, ``ahead`` other calls before the first, ``behind`` after the last; with others between,
+    all count as if they were at both ends. Of a microbatch: seconds of a layer's ``forward``, of the part of its
+    backward that the next one waits for (``inputs``), and of its ``weights``' gradients; seconds of all other calls
+    (``beside``: forward, backward). A layer may keep ``saved`` bytes (falling) for ``extra`` seconds more (rising,
+    convex), and works in ``working`` bytes."""
 
     count: int
     ahead: int
+    behind: int
     forward: float
     inputs: float
     weights: float
@@ -62,14 +67,17 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True)
 class Ranks:
-    """How pipeline ranks work, by rank. In the mean, each counts with ``share`` (they sum to 1), and a layer of it is
-    waited for so many forwards and backwards (``waits``); ``idle`` layers are waited for wherever they are. ``ahead``
-    layers at least come before a rank's first forward; if they do after its last backward, too, these ``ends`` count.
-    ``puts_off``: weights' gradients are a pass of their own. ``kept`` microbatches wait for a backward at most, after
-    as many forwards, or when some backwards ran as well (``goes_on``)."""
+    """How pipeline ranks work, by rank. In the mean, each counts with ``share`` (they sum to 1 at most), and a layer of
+    each of its stages is waited for so many forwards and backwards (``waits``, ``[rank, stage]``); ``idle`` layers are
+    waited for wherever they are. ``must`` says which stages have a layer in any case. ``ahead`` layers at least come
+    before a rank's first forward; if they do after its last backward, too, these ``ends`` count. ``puts_off``: weights'
+    gradients are a pass of their own. ``kept`` microbatches wait for a backward at most, after as many forwards, or
+    when some backwards ran as well (``goes_on``: there are several stages). A split head is spread over all ranks, in
+    time that counts with that of layers or (``skips_head``) doesn't."""
 
     share: Array
     waits: tuple[Array, Array]
+    must: Flags
     idle: tuple[float, float]
     ahead: Array
     ends: bool
@@ -77,6 +85,7 @@ class Ranks:
     kept: Array
     goes_on: bool = False
     spreads_head: bool = False
+    skips_head: bool = False
 
     @property
     def count(self) -> int:
@@ -103,32 +112,30 @@ def straight(layers: Layers, ranks: int, microbatches: int, kept: Array, *, ends
     whole = microbatches * (layers.forward + layers.inputs + layers.weights)
     share = (1 - min(1.0, waited / whole if whole else 0.0)) ** np.arange(ranks)[::-1]
     share = share / share.sum()
-    later = np.cumsum(share[::-1])[::-1] - share
-    none = np.zeros(ranks)
+    later = (np.cumsum(share[::-1])[::-1] - share)[:, None]
+    none = np.zeros((ranks, 1))
     waits = later, later if ends else none
-    return Ranks(share, waits, (0.0, 0.0), _ahead(layers, ranks), ends, False, kept)
+    return Ranks(share, waits, none > 0, (0.0, 0.0), _ahead(layers, ranks), ends, False, kept)
 
 
 def folded(layers: Layers, ranks: int, kept: Array, *, ends: bool) -> Ranks:
     """Several stages per rank, wherever they are: rank r waits for a layer of each of those ahead at least."""
-    ahead, none = _ahead(layers, ranks), np.zeros(ranks)
+    ahead, none = _ahead(layers, ranks), np.zeros((ranks, 1))
     idle = float(ahead.mean())
     share = np.full(ranks, 1 / ranks)
-    return Ranks(share, (none, none), (idle, ends * idle), ahead, ends, False, kept, goes_on=True)
+    return Ranks(share, (none, none), none > 0, (idle, ends * idle), ahead, ends, False, kept, goes_on=True)
 
 
-def looped(layers: Layers, ranks: int, chunks: int, microbatches: int, kept: Array, *, ends: bool) -> Ranks:
-    """Stages that go round the ranks: :func:`autopar.search.bounds.looped` says what they wait for."""
-    place = np.arange(ranks)
-    period = (1 + ends) * chunks * microbatches / 2 - (chunks - 1) / 2
-    share = (1 + (place - (ranks - 1) / 2) / period) / ranks
-    if share.min() < 0:
-        return folded(layers, ranks, kept, ends=ends)
-    later = np.cumsum(share[::-1])[::-1] - share
-    rounds = np.arange(chunks)[:, None]
-    waits = (((chunks - 1 - rounds) * (1 - ranks * share) + later) / chunks).min(axis=0)
-    none = np.zeros(ranks)
-    return Ranks(share, (waits, waits if ends else none), (0.0, 0.0), _ahead(layers, ranks), ends, False, kept)
+def looped(layers: Layers, ranks: int, counts: Counts, microbatches: int, kept: Array, *, ends: bool) -> Ranks:
+    """Stages that go round the ranks, of which paths have these ``counts``. That is said of passes alone: not of copies
+    to the host, which may have taken the time in which a path is elsewhere."""
+    forward, backward = (each.reshape(-1, ranks).T for each in (counts.forward, counts.backward))
+    share = backward.min(axis=1) / microbatches
+    waits = (each - microbatches * share[:, None] for each in (forward, backward))
+    stage = np.arange(forward.size).reshape(-1, ranks).T
+    must = (stage >= layers.ahead) & (stage < forward.size - layers.behind)
+    ahead = _ahead(layers, ranks)
+    return Ranks(share, (next(waits), next(waits)), must, (0.0, 0.0), ahead, ends, False, kept, goes_on=True)
 
 
 def _ahead(layers: Layers, ranks: int) -> Array:
@@ -144,35 +151,42 @@ def least_seconds(
     With a ``host``, what isn't kept may be there instead of being recomputed.
     """
     stored = np.array(ways, dtype=np.float64)
-    forward, inputs, weights = _passes(layers, ranks, stored)
     most = layers.count if ranks.count <= _WIDE else min(layers.count, _WIDE * math.ceil(layers.count / ranks.count))
     while True:
         mean, slowest, reached = _least(layers, stored, ranks, microbatches, budget, host, most)
         if not reached or most == layers.count:
             break
         most = layers.count
-    beside = _beside(layers, ranks, microbatches)
-    waited = ranks.idle[0] * forward + ranks.idle[1] * (inputs + weights)
-    latency = layers.count * (forward + inputs + (weights if ranks.ends else 0.0)) + layers.beside[0]
-    result: Array = np.maximum(np.maximum(mean + beside + waited, slowest), latency)
+    beside, (forward, backward) = _beside(layers, ranks, microbatches), _passes(layers, stored)
+    waited = ranks.idle[0] * forward + ranks.idle[1] * backward
+    until = backward if ranks.ends else layers.inputs
+    latency = layers.count * (forward + until) + layers.beside[0]
+    found = np.maximum(np.maximum(mean + beside + waited, slowest), latency)
+    result: Array = np.maximum(found, _moved(layers, stored, ranks, microbatches)) if ranks.goes_on else found
     return result
 
 
-def _passes(layers: Layers, ranks: Ranks, stored: Array) -> tuple[Array, Array, Array]:
-    """By way, seconds of a layer's passes, which last as long as its weights are gathered for them: of a forward, of
-    what the backward before waits for, and of the rest of a backward."""
-    gathered, weights = stored[:, 1], layers.weights + stored[:, 3]
-    forward, inputs = np.maximum(layers.forward, gathered), np.maximum(layers.inputs, gathered)
-    if ranks.puts_off:
-        return forward, inputs, weights
-    return forward, inputs, np.maximum(layers.inputs + weights, gathered) - inputs
+def _passes(layers: Layers, stored: Array) -> tuple[Array, Array]:
+    """By way, seconds of a layer's forward and backward, its weights being there: what others wait for."""
+    none = np.zeros(len(stored))
+    return layers.forward + none, layers.inputs + layers.weights + stored[:, 3]
+
+
+def _moved(layers: Layers, stored: Array, ranks: Ranks, microbatches: int) -> Array:
+    """By way, seconds of what a rank with several stages gathers on average, one pass ahead, or scatters."""
+    completing = layers.weights + stored[:, 3] + (0.0 if ranks.puts_off else layers.inputs)
+    each = np.maximum(2 * stored[:, 1], stored[:, 2] - completing)
+    result: Array = microbatches * layers.count * each / ranks.count
+    return result
 
 
 def _beside(layers: Layers, ranks: Ranks, microbatches: int) -> float:
-    """What calls that are no layers add, wherever they are."""
+    """What calls that are no layers add, wherever they are; nothing where they may fill the time that ranks wait."""
+    if ranks.skips_head:
+        return 0.0
     if ranks.spreads_head:
         return microbatches * sum(layers.beside) / ranks.count
-    counts = (microbatches * ranks.share + waits for waits in ranks.waits)
+    counts = (microbatches * ranks.share[:, None] + waits for waits in ranks.waits)
     return math.fsum(float(count.min()) * seconds for count, seconds in zip(counts, layers.beside, strict=True))
 
 
@@ -180,27 +194,30 @@ def _least(
     layers: Layers, stored: Array, ranks: Ranks, microbatches: int, budget: float, host: Host | None, most: int
 ) -> tuple[Array, Array, bool]:
     """Of ranks with up to ``most`` layers: in the mean, and of the slowest; and whether any has as many."""
-    forward, inputs, weights = _passes(layers, ranks, stored)
+    forward, backward = _passes(layers, stored)
     count = np.arange(1.0, most + 1)
     room = (budget - layers.working - stored[:, :1] * count)[:, None, :]  # [way, 1, n]
     rows = _rows(layers, stored, ranks, microbatches, room, count, host)
     with np.errstate(invalid="ignore"):
         more = np.diff(rows, axis=2, prepend=0.0) * ranks.share[:, None]
     more = np.where(np.isfinite(rows), more, np.inf)
-    waited = np.multiply.outer(forward, ranks.waits[0]) + np.multiply.outer(inputs + weights, ranks.waits[1])
-    more += waited[:, :, None]
-    ahead = forward + (inputs + weights if ranks.ends else 0.0)
-    starts = rows + (ahead[:, None] * ranks.ahead)[:, :, None]
-    (chosen, slowest), last = (_lowest(values, layers.count) for values in (more, starts)), layers.count - 1
+    waited = np.multiply.outer(forward, ranks.waits[0]) + np.multiply.outer(backward, ranks.waits[1])
+    nearest = waited.min(axis=2)
+    more += nearest[:, :, None]
+    starts = rows + ((forward + (backward if ranks.ends else 0.0))[:, None] * ranks.ahead)[:, :, None]
+    first = np.arange(most) < ranks.must.sum(axis=1)[:, None]  # [rank, n]: layers that it has in any case
+    left = layers.count - int(first.sum())
+    fixed = np.where(first, more, 0.0).sum(axis=(1, 2)) + ((waited - nearest[:, :, None]) * ranks.must).sum(axis=(1, 2))
+    chosen, slowest = _lowest(np.where(first, np.inf, more), left), _lowest(starts, layers.count)
     pairs = ((chosen, more), (slowest, starts))
-    reached = any((low[:, last, None] > all_[:, :, -1] * _ROUNDED).any() for low, all_ in pairs)
-    return chosen.sum(axis=1), slowest[:, last], reached
+    reached = any(low.size and (low[:, -1, None] > all_[:, :, -1] * _ROUNDED).any() for low, all_ in pairs)
+    return fixed + chosen.sum(axis=1), slowest[:, -1], bool(reached)
 
 
 def _lowest(values: Array, count: int) -> Array:
     """By way, the ``count`` lowest, the largest of them last."""
-    found: Array = np.partition(values.reshape(len(values), -1), count - 1, axis=1)[:, :count]
-    return found
+    flat = values.reshape(len(values), -1)
+    return np.partition(flat, count - 1, axis=1)[:, :count] if count else flat[:, :0]
 
 
 def _rows(
@@ -212,6 +229,8 @@ def _rows(
         each = np.where(kept > 0, room / kept, np.where(room < 0, -np.inf, np.inf))
     extra = np.interp(-each, -layers.saved, layers.extra)
     rows = microbatches * count * _layer_seconds(layers, stored, ranks, extra)
+    if ranks.count > 1 and not ranks.goes_on:  # the first gather is over when the first forward begins
+        rows -= count * np.maximum(0.0, stored[:, 1] - layers.forward)[:, None, None]
     if host is not None:
         rows = np.maximum(rows, _copied(layers, stored, ranks, microbatches, room, count, host))
     result: Array = np.where(each < layers.saved[-1] * (1 - 1e-9), np.inf, rows)
@@ -219,8 +238,12 @@ def _rows(
 
 
 def _layer_seconds(layers: Layers, stored: Array, ranks: Ranks, extra: Array) -> Array:
-    """Of one microbatch, with ``extra`` seconds in the backward, ``[…, way, rank, n]``."""
+    """Of one microbatch, with ``extra`` seconds in the backward, ``[…, way, rank, n]``: passes of one stage last as
+    long as its weights are gathered for them."""
     gathered, scattered, added = (stored[:, i, None, None] for i in (1, 2, 3))
+    if ranks.goes_on:
+        once: Array = layers.forward + (layers.inputs + layers.weights + added + extra)
+        return once
     forward, completing = np.maximum(layers.forward, gathered), layers.weights + added
     if ranks.puts_off:
         backward = np.maximum(layers.inputs + extra, gathered) + completing
@@ -239,7 +262,8 @@ def _copied(
     saved = np.linspace(layers.saved[-1], layers.saved[0], _VALUES + 1)
     extra = np.interp(-saved, -layers.saved, layers.extra)[1:, None, None, None]  # [value, way, rank, n]
     forwards, backwards = ((each / microbatches)[:, None] for each in host.ahead)
-    forward = microbatches * count * np.maximum(layers.forward, stored[:, 1])[:, None, None]
+    gathered = 0.0 * stored[:, 1] if ranks.goes_on else stored[:, 1]
+    forward = microbatches * count * np.maximum(layers.forward, gathered)[:, None, None]
     passes = microbatches * count * _layer_seconds(layers, stored, ranks, extra)
     kept = ranks.kept[:, None] * count
     copy = np.maximum(0.0, kept * saved[:-1, None, None, None] - room) / host.rate

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from autopar.schedules import Costs, Schedule, generate, lower, simulate_timeline
+from autopar.schedules import Action, Costs, Schedule, generate, lower, simulate_timeline
 from autopar.schedules.pass_times import PassTimes
 from autopar.search.bounds import Held, Kept, Spill, folded, looped, recomputed, scaled, shared_out, straight
 from autopar.search.hulls import Array, hull
+from autopar.search.interleaving import Interleaving, paths
 from autopar.search.profiles import Key, Unit
 
 times = st.lists(st.tuples(*[st.floats(0.01, 3.0)] * 3), min_size=4, max_size=7)
@@ -71,23 +73,53 @@ def test_no_cut_is_below_the_folded_bound(
     assert bound <= shortest(units, name, 2, chunks, 2 * microbatches) * ROUNDED
 
 
-@settings(max_examples=30)
-@given(times, st.integers(1, 3))
-def test_no_cut_is_below_the_looped_bound(passes: list[tuple[float, float, float]], microbatches: int) -> None:
-    """At both ends, and at the beginning alone."""
-    units = units_of(passes)
-    least = shortest(units, "interleaved", 2, 2, 2 * microbatches) * ROUNDED
-    assert (
-        looped(units, 2, 2, 2 * microbatches, ends=False) <= looped(units, 2, 2, 2 * microbatches, ends=True) <= least
-    )
+@settings(max_examples=40)
+@given(times, st.integers(2, 3), st.integers(2, 3), st.integers(1, 7))
+def test_no_cut_is_below_the_looped_bound(
+    passes: list[tuple[float, float, float]], ranks: int, chunks: int, microbatches: int
+) -> None:
+    """At both ends, and at the beginning alone; groups of microbatches may be larger than there are ranks, or fewer."""
+    assume(ranks * chunks <= len(passes))
+    units, paths = units_of(passes), Interleaving()
+    least = shortest(units, "interleaved", ranks, chunks, microbatches) * ROUNDED
+    for ends in (False, True):
+        assert looped(units, paths.counts(ranks, chunks, microbatches, len(units) - 2, ends=ends)) <= least
 
 
-def test_the_looped_bound_counts_half_of_the_bubble_at_least() -> None:
+@pytest.mark.parametrize(("ranks", "chunks", "microbatches"), [(2, 2, 2), (4, 3, 16), (4, 8, 4), (8, 2, 8)])
+def test_the_looped_bound_counts_half_of_the_bubble_at_least(ranks: int, chunks: int, microbatches: int) -> None:
     """Of equal stages: more would need that units are whole."""
-    units, ranks, chunks, microbatches = units_of([(1.0, 1.0, 1.0)] * 24), 4, 3, 16
-    busy = microbatches * 24 * 3 / ranks
-    bubble = (ranks - 1) * 24 * 3 / ranks / chunks
-    assert busy + 0.4 * bubble < looped(units, ranks, chunks, microbatches, ends=True) <= busy + bubble
+    layers = 6 * ranks * chunks
+    counts = Interleaving().counts(ranks, chunks, microbatches, layers, ends=True)
+    busy = microbatches * layers * 3 / ranks
+    bubble = (ranks - 1) * layers * 3 / ranks / chunks
+    none = Unit(0, 0.0, 0.0, 0.0)
+    assert busy + 0.5 * bubble < looped([none, *units_of([(1.0, 1.0, 1.0)] * layers), none], counts) <= busy + bubble
+    assert counts.layer_seconds(layers, (1.0, 2.0), 1, 1) <= busy + bubble
+
+
+def test_where_there_is_one_unit_for_each_stage_the_looped_bound_is_met() -> None:
+    none = Unit(0, 0.0, 0.0, 0.0)
+    units = [none, *units_of([(1.0, 1.0, 1.0)] * 6), none]
+    counts = Interleaving().counts(4, 2, 8, 6, ends=True)
+    assert looped(units, counts) == pytest.approx(shortest(units, "interleaved", 4, 2, 8))
+
+
+@pytest.mark.parametrize("head", ["", "vocab-1", "vocab-2"])
+@pytest.mark.parametrize(("ranks", "chunks", "microbatches"), [(2, 2, 2), (3, 2, 7), (4, 3, 8), (2, 4, 1), (4, 2, 6)])
+def test_paths_are_in_the_lists(ranks: int, chunks: int, microbatches: int, head: str) -> None:
+    """Between a stage's first forward and its last backward a rank runs all that the path counts, with a split head
+    too."""
+    schedule = generate("interleaved", ranks, microbatches, chunks=chunks, head=head)
+    forward, backward = paths(ranks, chunks, microbatches, ends=True)
+    for stage in range(ranks * chunks):
+        row = [a for a in schedule.lists[stage % ranks] if a.kind in ("F", "B")]
+        first = row.index(Action("F", 0, stage))
+        last = max(number for number, action in enumerate(row) if (action.kind, action.stage) == ("B", stage))
+        ran = Counter((action.kind, action.stage) for action in row[first : last + 1])
+        for other in range(ranks * chunks):
+            chain = int(other < stage)
+            assert (ran["F", other] + chain, ran["B", other] + chain) == (forward[stage, other], backward[stage, other])
 
 
 def test_bounds_are_met() -> None:

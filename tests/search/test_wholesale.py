@@ -9,11 +9,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from autopar.schedules import Costs, generate, lower, simulate_timeline
+from autopar.schedules.pass_times import PassTimes
+from autopar.schedules.weight_moves import WeightMoves
 from autopar.search import wholesale
 from autopar.search.hulls import Array
+from autopar.search.interleaving import Interleaving
 from autopar.search.keeping import Keeping, folded_kept, looped_kept, straight_kept
 from autopar.search.wholesale import (
     Host,
@@ -34,7 +38,7 @@ FREE = Stored(0.0, 0.0, 0.0)
 
 def layers_of(count: int, forward: float = 1.0, inputs: float = 1.2, weights: float = 0.8) -> Layers:
     """Nothing else beside them, and each may keep one of three amounts."""
-    return Layers(count, 0, forward, inputs, weights, (0.0, 0.0), np.array(SAVED), np.array(EXTRA), 0.0)
+    return Layers(count, 0, 0, forward, inputs, weights, (0.0, 0.0), np.array(SAVED), np.array(EXTRA), 0.0)
 
 
 def shares_of(count: int, ranks: int) -> Iterator[tuple[int, ...]]:
@@ -130,9 +134,61 @@ def test_ranks_wait_for_each_other() -> None:
     bubble = 3 * 2 * 3.0
     (found,) = least_seconds(layers, [FREE], many, 16, 1e9)
     assert 16 * 6.0 + 0.4 * bubble < found <= 16 * 6.0 + bubble
-    rounds = looped(layers, 4, 2, 16, looped_kept(4, 16, 2), ends=True)
+    counts = Interleaving().counts(4, 2, 16, 8, ends=True)
+    rounds = looped(layers, 4, counts, 16, looped_kept(4, 16, 2), ends=True)
     (found,) = least_seconds(layers, [FREE], rounds, 16, 1e9)
-    assert 16 * 6.0 < found <= 16 * 6.0 + bubble / 2
+    assert found == pytest.approx(16 * 6.0 + bubble / 2), "each stage has one layer"
+
+
+@settings(max_examples=40)
+@given(
+    st.integers(4, 9),
+    st.sampled_from([(2, 2), (2, 3), (3, 2), (4, 2)]),
+    st.integers(1, 6),
+    st.floats(0.0, 4.0),
+    st.sampled_from(["interleaved", "1f1b", "zb-h1", "v-half"]),
+)
+def test_no_timeline_is_below(
+    count: int, shape: tuple[int, int], microbatches: int, gathered: float, name: str
+) -> None:
+    """Of equal layers, cut in all ways, whose weights are gathered for each pass."""
+    ranks, chunks = shape
+    stages = ranks * {"interleaved": chunks, "v-half": 2}.get(name, 1)
+    assume(stages <= count)
+    layers, kept = layers_of(count), np.ones(ranks)
+    whole, split = name in ("interleaved", "1f1b"), name in ("zb-h1", "v-half")
+    if name == "interleaved":
+        counts = Interleaving().counts(ranks, chunks, microbatches, count, ends=True)
+        works = looped(layers, ranks, counts, microbatches, kept, ends=True)
+    elif name == "v-half":
+        works = folded(layers, ranks, kept, ends=False)
+    else:
+        works = straight(layers, ranks, microbatches, kept, ends=whole)
+    ways = [FREE, Stored(0.0, gathered, 0.0)]
+    found = least_seconds(without_memory(layers), ways, replace(works, puts_off=split), microbatches, 1e9)
+    for way, bound in zip(ways, found, strict=True):
+        assert bound <= min(timelines(name, layers, way, stages, ranks, microbatches)) * ROUNDED
+
+
+def timelines(name: str, layers: Layers, way: Stored, stages: int, ranks: int, microbatches: int) -> Iterator[float]:
+    """Seconds of all cuts."""
+    chunks = stages // ranks if name == "interleaved" else None
+    backward = layers.inputs + layers.weights
+    for cut in shares_of(layers.count, stages):
+        costs = Costs(
+            forward_seconds=tuple(n * layers.forward for n in cut),
+            backward_seconds=tuple(n * backward for n in cut),
+            weight_seconds=tuple(n * layers.weights for n in cut),
+            send_forward_seconds=(0.0,) * stages,
+            send_backward_seconds=(0.0,) * stages,
+            reduce_seconds=(0.0,) * stages,
+            activation_bytes=(0,) * stages,
+            step_seconds=(0.0,) * ranks,
+            gather_seconds=tuple(n * way.gathered for n in cut),
+        )
+        made = generate(name, ranks, microbatches, chunks=chunks, costs=PassTimes.of(costs))
+        moves = WeightMoves("pass" if way.gathered else "", scatters=False)
+        yield simulate_timeline(lower(made, costs.seconds, moves), costs).makespan_seconds
 
 
 def test_what_lies_beside_the_layers() -> None:

@@ -1,0 +1,96 @@
+"""What interleaved 1F1B waits, whatever its stages are cut to be: paths through its lists that count each stage alike.
+
+A step takes at least what any path of passes that wait for each other does. One leads down to a stage with the first
+microbatch, stays on that stage's rank to the stage's last backward, and leads up again: between, the rank runs all of
+its passes but those forwards that came before the stage's first one, and the backwards that come after its last one. A
+mean of such paths is a bound as well; in the best one it is no use to have a layer in one stage rather than in another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autopar.schedules.interleaved import groups_of
+from autopar.search.hulls import Array
+
+_LONGER = 2.0  # times a forward: a backward, where the mean is chosen
+
+
+@dataclass(frozen=True)
+class Counts:
+    """By stage, how many of its forwards and backwards the mean of some paths has."""
+
+    forward: Array
+    backward: Array
+
+    def seconds(self, passes: Sequence[tuple[float, float]]) -> float:
+        """The least over all cuts of units with these seconds of a forward and of a backward, in order.
+
+        Each unit takes what it does in the stage where that is least, and of each stage one unit at least what it takes
+        more there: one of those that can be in that stage if none is empty.
+        """
+        units, stages = np.array(passes, dtype=np.float64), len(self.forward)
+        each = units[:, :1] * self.forward + units[:, 1:] * self.backward  # [unit, stage]
+        least = each.min(axis=1, keepdims=True)
+        more, spare = each - least, len(units) - stages
+        return float(least.sum()) + math.fsum(float(more[s : s + spare + 1, s].min()) for s in range(stages))
+
+    def layer_seconds(self, count: int, passes: tuple[float, float], ahead: int, behind: int) -> float:
+        """The same of so many equal layers, and of no other calls, of which so many may be at each end."""
+        each = passes[0] * self.forward + passes[1] * self.backward
+        least = float(each.min())
+        return count * least + float((each - least)[ahead : max(ahead, len(each) - behind)].sum())
+
+
+@dataclass
+class Interleaving:
+    """The best mean of paths, by ranks, stages of each, microbatches and layers; each found once."""
+
+    _known: dict[tuple[int, int, int, int, bool], Counts] = field(default_factory=dict)
+
+    def counts(self, ranks: int, chunks: int, microbatches: int, layers: int, *, ends: bool) -> Counts:
+        """Of ``layers`` equal layers between one other call at each end. Without ``ends``, paths end where they would
+        lead up again: other work may be done meanwhile."""
+        key = ranks, chunks, microbatches, layers, ends
+        if key not in self._known:
+            self._known[key] = _best(*paths(ranks, chunks, microbatches, ends=ends), layers)
+        return self._known[key]
+
+
+def paths(ranks: int, chunks: int, microbatches: int, *, ends: bool) -> tuple[Array, Array]:
+    """``[path, stage]``: how many forwards and backwards of each stage the path by way of each stage has."""
+    groups = groups_of(ranks, microbatches)
+    stage = np.arange(ranks * chunks)
+    via, other = stage[:, None], stage[None, :]
+    own, before = via % ranks == other % ranks, other < via
+    stays = microbatches * own
+    forward = stays - len(groups[0]) * (own & before) + before
+    backward = stays - ends * (len(groups[-1]) * (own & before) - before * 1)
+    return forward.astype(np.float64), backward.astype(np.float64)
+
+
+def _best(forward: Array, backward: Array, layers: int) -> Counts:
+    """Of the mean in which all stages count alike, and of each path alone, what bounds equal layers best."""
+    paths_, means = forward + _LONGER * backward, np.eye(len(forward))
+    if (level := _level(paths_)) is not None:
+        means = np.vstack([means, level])
+    both = means @ paths_
+    least = both.min(axis=1)
+    found = layers * least + (both[:, 1:-1] - least[:, None]).sum(axis=1)  # each inner stage has a layer
+    best = means[int(found.argmax())]
+    return Counts(best @ forward, best @ backward)
+
+
+def _level(both: Array) -> Array | None:
+    """The mean of rows that is the same in each column, or nearly so; None where there is none."""
+    try:
+        mean = np.linalg.solve(both.T, np.ones(len(both)))
+    except np.linalg.LinAlgError:
+        return None
+    mean = np.maximum(mean, 0.0)
+    total = float(mean.sum())
+    return mean / total if total and math.isfinite(total) else None
