@@ -218,7 +218,7 @@ class Outlook:
             parts = [(k._replace(split=line), share * n) for line, share in spread.items() for k, n in kinds.items()]
             self._ways[key] = self._stored(mesh, lines, way, (), {mesh.data_axes(): large})
             self._added[key] = self._adding(mesh, dict(parts), {line: line for line in spread}, way, split=True)
-        return Stored(*self._ways[key][:3], self._added[key].each(microbatches))
+        return self._ways[key]._replace(added=self._added[key].each(microbatches))
 
     def _of_point(self, point: Point, profile: Profile) -> Stored:
         row = SCHEDULES[point.schedule]
@@ -237,7 +237,7 @@ class Outlook:
             self._ways[key] = self._stored(mesh, lines, way, summed, large)
             along = {each: mesh.data_axes(each) for each in profile.weights}
             self._added[key] = self._adding(mesh, self._kinds_of(profile), along, way, split=split)
-        return Stored(*self._ways[key][:3], self._added[key].each(microbatches))
+        return self._ways[key]._replace(added=self._added[key].each(microbatches))
 
     def _weights_of(self, profile: Profile) -> dict[tuple[str, ...], Weights]:
         """What each layer has at least, by the axes that it is split on."""
@@ -291,7 +291,7 @@ class Outlook:
         away = not {"optimizer", "parameters"}.isdisjoint(offload)
         streams = zero == 3 or "parameters" in offload
         machine = self.costing.machine_of(mesh, zero_ranks)
-        state = gathered = scattered = 0.0
+        state = gathered = scattered = held = 0.0
         for axes, weights in lines.items():
             shards = mesh.zero_shards(zero_ranks, axes) if zero and axes else 1
             link = machine.lines[axes].shard if shards > 1 and axes in machine.lines else None
@@ -302,12 +302,14 @@ class Outlook:
                 state += weights.copies if twice else 0.0
             else:
                 if link:
-                    gathered += seconds_of("all_gather", int(weights.copies), shards, link)
-                    gathered += max(0, large.get(axes, 0) - 1) * seconds_of("all_gather", 1, shards, link)
+                    seconds = seconds_of("all_gather", int(weights.copies), shards, link)
+                    seconds += max(0, large.get(axes, 0) - 1) * seconds_of("all_gather", 1, shards, link)
+                    gathered += seconds
+                    held += seconds * machine.device.held_share(link)
                 gathered += weights.copies / shards / host if away and host else 0.0
             if zero >= 2 and axes in summed and link:
                 scattered += seconds_of("reduce_scatter", int(self.costing.sent_bytes(weights)), shards, link)
-        return Stored(state, gathered, scattered)
+        return Stored(state, gathered, scattered, held=held / gathered if gathered else 0.0)
 
 
 def _by_split(kinds: Mapping[Kind, int]) -> dict[tuple[str, ...], Weights]:

@@ -57,12 +57,14 @@ class Layers:
 
 class Stored(NamedTuple):
     """A way to store weights: bytes of a layer that stay from step to step, seconds of gathering its weights for each
-    pass (0: they are there), of a SCATTER of its gradients for each microbatch, and of adding these up."""
+    pass (0: they are there), of a SCATTER of its gradients for each microbatch, and of adding these up; and the share
+    of a device's multiprocessors that gathers hold (:mod:`autopar.planner.contention`)."""
 
     state: float
     gathered: float
     scattered: float
     added: float = 0.0
+    held: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -167,9 +169,9 @@ def least_seconds(
 
 
 def _passes(layers: Layers, stored: Array) -> tuple[Array, Array]:
-    """By way, seconds of a layer's forward and backward, its weights being there: what others wait for."""
-    none = np.zeros(len(stored))
-    return layers.forward + none, layers.inputs + layers.weights + stored[:, 3]
+    """By way, seconds of a layer's forward and backward, which wait for no gather: what others wait for."""
+    forward, backward = np.full(len(stored), layers.forward), layers.inputs + layers.weights + stored[:, 3]
+    return forward + _slowed(forward, stored[:, 1], stored[:, 4]), backward
 
 
 def _moved(layers: Layers, stored: Array, ranks: Ranks, microbatches: int) -> Array:
@@ -228,7 +230,7 @@ def _rows(
     with np.errstate(divide="ignore", invalid="ignore"):
         each = np.where(kept > 0, room / kept, np.where(room < 0, -np.inf, np.inf))
     extra = np.interp(-each, -layers.saved, layers.extra)
-    rows = microbatches * count * _layer_seconds(layers, stored, ranks, extra)
+    rows = microbatches * count * _layer_passes(layers, stored, ranks, extra)[1]
     if ranks.count > 1 and not ranks.goes_on:  # the first gather is over when the first forward begins
         rows -= count * np.maximum(0.0, stored[:, 1] - layers.forward)[:, None, None]
     if host is not None:
@@ -237,20 +239,26 @@ def _rows(
     return result
 
 
-def _layer_seconds(layers: Layers, stored: Array, ranks: Ranks, extra: Array) -> Array:
-    """Of one microbatch, with ``extra`` seconds in the backward, ``[…, way, rank, n]``: passes of one stage last as
-    long as its weights are gathered for them."""
-    gathered, scattered, added = (stored[:, i, None, None] for i in (1, 2, 3))
-    if ranks.goes_on:
-        once: Array = layers.forward + (layers.inputs + layers.weights + added + extra)
-        return once
-    forward, completing = np.maximum(layers.forward, gathered), layers.weights + added
-    if ranks.puts_off:
-        backward = np.maximum(layers.inputs + extra, gathered) + completing
-    else:
-        backward = completing = np.maximum(layers.inputs + completing + extra, gathered)
-    result: Array = np.maximum(forward + backward, scattered - completing)
-    return result
+def _layer_passes(layers: Layers, stored: Array, ranks: Ranks, extra: Array) -> tuple[Array, Array]:
+    """Of one microbatch, ``[…, way, rank, n]``: seconds of the forward, and of both passes with ``extra`` seconds in
+    the backward. Passes of one stage last as long as its weights are gathered for them."""
+    gathered, scattered, added, held = (stored[:, i, None, None] for i in (1, 2, 3, 4))
+    completing = layers.weights + added
+    forward = np.full_like(gathered, layers.forward)
+    backward = layers.inputs + extra + (0.0 if ranks.puts_off else completing)
+    forward, backward = (each + _slowed(each, gathered, held) for each in (forward, backward))
+    if not ranks.goes_on:
+        forward, backward = np.maximum(forward, gathered), np.maximum(backward, gathered)
+    both = forward + backward + (completing if ranks.puts_off else 0.0)
+    if not ranks.goes_on:
+        both = np.maximum(both, scattered - (completing if ranks.puts_off else backward))
+    return forward, both
+
+
+def _slowed(seconds: Array, gathered: Array, held: Array) -> Array:
+    """By how much a pass of so many ``seconds`` takes longer beside a gather."""
+    found: Array = held * np.minimum(gathered, seconds / (1 - held))
+    return found
 
 
 def _copied(
@@ -262,9 +270,7 @@ def _copied(
     saved = np.linspace(layers.saved[-1], layers.saved[0], _VALUES + 1)
     extra = np.interp(-saved, -layers.saved, layers.extra)[1:, None, None, None]  # [value, way, rank, n]
     forwards, backwards = ((each / microbatches)[:, None] for each in host.ahead)
-    gathered = 0.0 * stored[:, 1] if ranks.goes_on else stored[:, 1]
-    forward = microbatches * count * np.maximum(layers.forward, gathered)[:, None, None]
-    passes = microbatches * count * _layer_seconds(layers, stored, ranks, extra)
+    forward, passes = (microbatches * count * each for each in _layer_passes(layers, stored, ranks, extra))
     kept = ranks.kept[:, None] * count
     copy = np.maximum(0.0, kept * saved[:-1, None, None, None] - room) / host.rate
     ahead = forwards * forward + backwards * (passes - forward)
