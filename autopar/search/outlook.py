@@ -308,8 +308,10 @@ class Outlook:
                     held += seconds * machine.device.held_share(link)
                 gathered += weights.copies / shards / host if away and host else 0.0
             if zero >= 2 and axes in summed and link:
-                scattered += seconds_of("reduce_scatter", int(self.costing.sent_bytes(weights)), shards, link)
-        return Stored(state, gathered, scattered, held=held / gathered if gathered else 0.0)
+                seconds = seconds_of("reduce_scatter", int(self.costing.sent_bytes(weights)), shards, link)
+                scattered += seconds
+                held += seconds * machine.device.held_share(link)
+        return Stored(state, gathered, scattered, held=held / (gathered + scattered) if held else 0.0)
 
 
 def _by_split(kinds: Mapping[Kind, int]) -> dict[tuple[str, ...], Weights]:
@@ -341,14 +343,14 @@ def _kinds(region: Region, layers: Layers, families: Sequence[Family]) -> list[t
     placements = {SCHEDULES[family.schedule].placement for family in families}
     found: list[tuple[Ranks, list[int]]] = []
     if "v" in placements:
-        found.append((folded(layers, pp, folded_kept(pp, count), ends=False), []))
+        found.append((folded(layers, pp, folded_kept(pp, count), ends=False, stages=2), []))
     if "straight" in placements:
         naive = any(family.schedule == "naive" for family in families)
         kept = np.ones(pp) if naive else straight_kept(pp, count)
         found.append((straight(layers, pp, count, kept, ends=False), []))
     if chunks:
         least = np.min([looped_kept(pp, count, each) for each in sorted(chunks)], axis=0)
-        found.append((folded(layers, pp, least, ends=not heads), sorted(chunks)))
+        found.append((folded(layers, pp, least, ends=not heads, stages=max(chunks)), sorted(chunks)))
     return [(replace(ranks, spreads_head=heads), some) for ranks, some in found]
 
 
@@ -359,7 +361,7 @@ def _ranks(family: Family, layers: Layers, kept: Array) -> Ranks:
     if pp == 1 or row.placement == "straight":
         found = straight(layers, pp, count, kept, ends=ends)
     else:
-        found = folded(layers, pp, kept, ends=ends)
+        found = folded(layers, pp, kept, ends=ends, stages=row.chunks or family.chunks or 2)
     return replace(found, puts_off=row.splits_backward, spreads_head=heads)
 
 

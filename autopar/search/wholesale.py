@@ -58,7 +58,7 @@ class Layers:
 class Stored(NamedTuple):
     """A way to store weights: bytes of a layer that stay from step to step, seconds of gathering its weights for each
     pass (0: they are there), of a SCATTER of its gradients for each microbatch, and of adding these up; and the share
-    of a device's multiprocessors that gathers hold (:mod:`autopar.planner.contention`)."""
+    of a device's multiprocessors that both hold (:mod:`autopar.planner.contention`)."""
 
     state: float
     gathered: float
@@ -74,8 +74,8 @@ class Ranks:
     waited for wherever they are. ``must`` says which stages have a layer in any case. ``ahead`` layers at least come
     before a rank's first forward; if they do after its last backward, too, these ``ends`` count. ``puts_off``: weights'
     gradients are a pass of their own. ``kept`` microbatches wait for a backward at most, after as many forwards, or
-    when some backwards ran as well (``goes_on``: there are several stages). A split head is spread over all ranks, in
-    time that counts with that of layers or (``skips_head``) doesn't."""
+    when some backwards ran as well (``goes_on``: there are several ``stages``). A split head is spread over all ranks,
+    in time that counts with that of layers or (``skips_head``) doesn't."""
 
     share: Array
     waits: tuple[Array, Array]
@@ -86,6 +86,7 @@ class Ranks:
     puts_off: bool
     kept: Array
     goes_on: bool = False
+    stages: int = 1
     spreads_head: bool = False
     skips_head: bool = False
 
@@ -120,12 +121,13 @@ def straight(layers: Layers, ranks: int, microbatches: int, kept: Array, *, ends
     return Ranks(share, waits, none > 0, (0.0, 0.0), _ahead(layers, ranks), ends, False, kept)
 
 
-def folded(layers: Layers, ranks: int, kept: Array, *, ends: bool) -> Ranks:
-    """Several stages per rank, wherever they are: rank r waits for a layer of each of those ahead at least."""
+def folded(layers: Layers, ranks: int, kept: Array, *, ends: bool, stages: int) -> Ranks:
+    """Several ``stages`` per rank, wherever they are: rank r waits for a layer of each of those ahead at least."""
     ahead, none = _ahead(layers, ranks), np.zeros((ranks, 1))
     idle = float(ahead.mean())
     share = np.full(ranks, 1 / ranks)
-    return Ranks(share, (none, none), none > 0, (idle, ends * idle), ahead, ends, False, kept, goes_on=True)
+    waits = idle, ends * idle
+    return Ranks(share, (none, none), none > 0, waits, ahead, ends, False, kept, goes_on=True, stages=stages)
 
 
 def looped(layers: Layers, ranks: int, counts: Counts, microbatches: int, kept: Array, *, ends: bool) -> Ranks:
@@ -136,8 +138,8 @@ def looped(layers: Layers, ranks: int, counts: Counts, microbatches: int, kept: 
     waits = (each - microbatches * share[:, None] for each in (forward, backward))
     stage = np.arange(forward.size).reshape(-1, ranks).T
     must = (stage >= layers.ahead) & (stage < forward.size - layers.behind)
-    ahead = _ahead(layers, ranks)
-    return Ranks(share, (next(waits), next(waits)), must, (0.0, 0.0), ahead, ends, False, kept, goes_on=True)
+    found = Ranks(share, (next(waits), next(waits)), must, (0.0, 0.0), _ahead(layers, ranks), ends, False, kept)
+    return replace(found, goes_on=True, stages=stage.shape[1])
 
 
 def _ahead(layers: Layers, ranks: int) -> Array:
@@ -230,7 +232,7 @@ def _rows(
     with np.errstate(divide="ignore", invalid="ignore"):
         each = np.where(kept > 0, room / kept, np.where(room < 0, -np.inf, np.inf))
     extra = np.interp(-each, -layers.saved, layers.extra)
-    rows = microbatches * count * _layer_passes(layers, stored, ranks, extra)[1]
+    rows = microbatches * count * _layer_passes(layers, stored, ranks, count, extra)[1]
     if ranks.count > 1 and not ranks.goes_on:  # the first gather is over when the first forward begins
         rows -= count * np.maximum(0.0, stored[:, 1] - layers.forward)[:, None, None]
     if host is not None:
@@ -239,14 +241,23 @@ def _rows(
     return result
 
 
-def _layer_passes(layers: Layers, stored: Array, ranks: Ranks, extra: Array) -> tuple[Array, Array]:
-    """Of one microbatch, ``[…, way, rank, n]``: seconds of the forward, and of both passes with ``extra`` seconds in
-    the backward. Passes of one stage last as long as its weights are gathered for them."""
+def _layer_passes(layers: Layers, stored: Array, ranks: Ranks, count: Array, extra: Array) -> tuple[Array, Array]:
+    """Of one microbatch, ``[…, way, rank, n]``: seconds of each of n layers' forward, and of both passes with ``extra``
+    seconds in the backward. Passes of one stage last as long as its weights are gathered for them. A scatter runs
+    beside the pass that completes gradients but for those of each stage's first layer."""
     gathered, scattered, added, held = (stored[:, i, None, None] for i in (1, 2, 3, 4))
     completing = layers.weights + added
     forward = np.full_like(gathered, layers.forward)
     backward = layers.inputs + extra + (0.0 if ranks.puts_off else completing)
-    forward, backward = (each + _slowed(each, gathered, held) for each in (forward, backward))
+    beside = np.maximum(0.0, 1 - ranks.stages / count) * np.minimum(
+        scattered, completing if ranks.puts_off else backward
+    )
+    forward = forward + _slowed(forward, gathered, held)
+    if ranks.puts_off:
+        completing = completing + _slowed(completing, beside, held)
+        backward = backward + _slowed(backward, gathered, held)
+    else:
+        backward = backward + _slowed(backward, gathered + beside, held)
     if not ranks.goes_on:
         forward, backward = np.maximum(forward, gathered), np.maximum(backward, gathered)
     both = forward + backward + (completing if ranks.puts_off else 0.0)
@@ -255,9 +266,9 @@ def _layer_passes(layers: Layers, stored: Array, ranks: Ranks, extra: Array) -> 
     return forward, both
 
 
-def _slowed(seconds: Array, gathered: Array, held: Array) -> Array:
-    """By how much a pass of so many ``seconds`` takes longer beside a gather."""
-    found: Array = held * np.minimum(gathered, seconds / (1 - held))
+def _slowed(seconds: Array, moved: Array, held: Array) -> Array:
+    """By how much a pass of so many ``seconds`` takes longer beside collectives."""
+    found: Array = held * np.minimum(moved, seconds / (1 - held))
     return found
 
 
@@ -270,7 +281,7 @@ def _copied(
     saved = np.linspace(layers.saved[-1], layers.saved[0], _VALUES + 1)
     extra = np.interp(-saved, -layers.saved, layers.extra)[1:, None, None, None]  # [value, way, rank, n]
     forwards, backwards = ((each / microbatches)[:, None] for each in host.ahead)
-    forward, passes = (microbatches * count * each for each in _layer_passes(layers, stored, ranks, extra))
+    forward, passes = (microbatches * count * each for each in _layer_passes(layers, stored, ranks, count, extra))
     kept = ranks.kept[:, None] * count
     copy = np.maximum(0.0, kept * saved[:-1, None, None, None] - room) / host.rate
     ahead = forwards * forward + backwards * (passes - forward)

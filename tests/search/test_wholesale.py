@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -90,7 +90,7 @@ def test_no_cut_is_below(
     found = least_seconds(layers, ways, every, microbatches, budget)
     for way, bound in zip(ways, found, strict=True):
         assert bound <= shortest(layers, way, every, microbatches, budget) * ROUNDED
-    some = folded(layers, ranks, kept, ends=ends)  # knows less of what ranks wait for
+    some = folded(layers, ranks, kept, ends=ends, stages=2)  # knows less of what ranks wait for
     assert (
         least_seconds(layers, ways, some, microbatches, budget)[1]
         <= shortest(layers, ways[1], every, microbatches, budget) * ROUNDED
@@ -146,12 +146,13 @@ def test_ranks_wait_for_each_other() -> None:
     st.sampled_from([(2, 2), (2, 3), (3, 2), (4, 2)]),
     st.integers(1, 6),
     st.floats(0.0, 4.0),
+    st.floats(0.0, 4.0),
     st.sampled_from(["interleaved", "1f1b", "zb-h1", "v-half"]),
 )
 def test_no_timeline_is_below(
-    count: int, shape: tuple[int, int], microbatches: int, gathered: float, name: str
+    count: int, shape: tuple[int, int], microbatches: int, gathered: float, scattered: float, name: str
 ) -> None:
-    """Of equal layers, cut in all ways, whose weights are gathered for each pass."""
+    """Of equal layers, cut in all ways, whose weights are gathered for each pass, and gradients scattered after it."""
     ranks, chunks = shape
     stages = ranks * {"interleaved": chunks, "v-half": 2}.get(name, 1)
     assume(stages <= count)
@@ -161,42 +162,52 @@ def test_no_timeline_is_below(
         counts = Interleaving().counts(ranks, chunks, microbatches, count, ends=True)
         works = looped(layers, ranks, counts, microbatches, kept, ends=True)
     elif name == "v-half":
-        works = folded(layers, ranks, kept, ends=False)
+        works = folded(layers, ranks, kept, ends=False, stages=2)
     else:
         works = straight(layers, ranks, microbatches, kept, ends=whole)
-    ways = [FREE, Stored(0.0, gathered, 0.0), Stored(0.0, gathered, 0.0, held=0.2)]
+    ways = [FREE, *(Stored(0.0, gathered, sent, held=held) for sent in (0.0, scattered) for held in (0.0, 0.2))]
     found = least_seconds(without_memory(layers), ways, replace(works, puts_off=split), microbatches, 1e9)
     for way, bound in zip(ways, found, strict=True):
         assert bound <= min(timelines(name, layers, way, stages, ranks, microbatches)) * ROUNDED
 
 
-def slowed(seconds: float, way: Stored) -> float:
-    """By gathers that run beside, until the pass ends."""
-    return way.held * min(way.gathered, seconds / (1 - way.held))
+def slowed(seconds: float, beside: Sequence[float], way: Stored) -> float:
+    """A pass with collectives that run beside, until it ends."""
+    return seconds + way.held * min(sum(beside), seconds / (1 - way.held))
 
 
 def timelines(name: str, layers: Layers, way: Stored, stages: int, ranks: int, microbatches: int) -> Iterator[float]:
     """Seconds of all cuts."""
     chunks = stages // ranks if name == "interleaved" else None
-    forward, inputs = (
-        layers.forward + slowed(layers.forward, way),
-        layers.inputs + slowed(layers.inputs + (0.0 if name in ("zb-h1", "v-half") else layers.weights), way),
-    )
-    backward = inputs + layers.weights
+    split = name in ("zb-h1", "v-half")
     for cut in shares_of(layers.count, stages):
+        forward = [slowed(n * layers.forward, [n * way.gathered], way) for n in cut]
+        sent = [way.scattered * n for n in cut]
+        completing = [n * (layers.weights + (0.0 if split else layers.inputs)) for n in cut]
+        left = [max(s / n, s - c * (n - 1) / n) for s, c, n in zip(sent, completing, cut, strict=True)]
+        hidden = [s - rest for s, rest in zip(sent, left, strict=True)]
+        if split:
+            weights = [slowed(c, [h], way) for c, h in zip(completing, hidden, strict=True)]
+            inputs = [slowed(n * layers.inputs, [n * way.gathered], way) for n in cut]
+            backward = [i + w for i, w in zip(inputs, weights, strict=True)]
+        else:
+            beside = [[n * way.gathered, h] for n, h in zip(cut, hidden, strict=True)]
+            backward = [slowed(c, some, way) for c, some in zip(completing, beside, strict=True)]
+            weights = [n * layers.weights for n in cut]
         costs = Costs(
-            forward_seconds=tuple(n * forward for n in cut),
-            backward_seconds=tuple(n * backward for n in cut),
-            weight_seconds=tuple(n * layers.weights for n in cut),
+            forward_seconds=tuple(forward),
+            backward_seconds=tuple(backward),
+            weight_seconds=tuple(weights),
             send_forward_seconds=(0.0,) * stages,
             send_backward_seconds=(0.0,) * stages,
             reduce_seconds=(0.0,) * stages,
             activation_bytes=(0,) * stages,
             step_seconds=(0.0,) * ranks,
             gather_seconds=tuple(n * way.gathered for n in cut),
+            scatter_seconds=tuple(left),
         )
         made = generate(name, ranks, microbatches, chunks=chunks, costs=PassTimes.of(costs))
-        moves = WeightMoves("pass" if way.gathered else "", scatters=False)
+        moves = WeightMoves("pass" if way.gathered else "", scatters=bool(way.scattered))
         yield simulate_timeline(lower(made, costs.seconds, moves), costs).makespan_seconds
 
 
