@@ -1,9 +1,10 @@
 """What a pass of a block holds beside what is kept for its backward: from its graph, as autograd runs it.
 
-A forward holds values from the op that makes them to the last one that reads them. A backward runs the ops the other
-way round. It holds a gradient of each value from the first op that makes a term of it to the op that made the value;
-meanwhile what was kept goes, op by op. Gradients of what an op made inside of itself and kept are temporaries of that
-op, those of weights until they are added to what is counted as state. Views share memory, and so do their gradients.
+A forward holds values as Python does: under a name, until its function returns or another value takes the name, as
+:mod:`autopar.codegen.names` gives them. A backward runs the ops the other way round. It holds a gradient of each value
+from the first op that makes a term of it to the op that made the value; meanwhile what was kept goes, op by op.
+Gradients of what an op made inside of itself and kept are temporaries of that op, those of weights until they are added
+to what is counted as state. Views share memory, and so do their gradients.
 
 All bytes are relative to a rank that holds what all of the block keeps (:mod:`autopar.planner.saved`): that is what
 microbatches in flight count. Of a stage, the last block's backward begins with that much; others with less.
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from autopar.graph import Block, RuntimeOp, info, is_getitem, op_name, operands
+from autopar.graph import Block, RuntimeOp, info, is_getitem, is_view, op_name, operands
 from autopar.planner.saved import BlockSaved
 from autopar.rules import lookup
 from autopar.rules.base import Op
@@ -62,10 +63,11 @@ class _Kept:
 
 
 def _forward(block: Block, found: BlockSaved, kept: _Kept) -> int:
-    """Values that are not kept go after their last use; those that are kept come one after the other."""
-    owner, sizes = found.owner, found.owned_bytes
+    """Values that are not kept go when their names do; those that are kept come one after the other."""
+    owner, sizes, ends = found.owner, found.owned_bytes, len(block.ops)
     last = {owner[n]: k for k, node in enumerate(block.ops) for n in operands(node) if n in owner}
-    last |= {owner[n]: len(block.ops) for n in block.outputs if n in owner}
+    last |= {owner[n]: ends for n in block.outputs if n in owner}
+    named = _names(block)
     live = {n for n in block.inputs if info(n).meta.needs_grad}
     bytes_ = sum(sizes[n] for n in live | (kept.memories.keys() & set(block.inputs))) - kept.bytes_
     most = bytes_
@@ -74,10 +76,31 @@ def _forward(block: Block, found: BlockSaved, kept: _Kept) -> int:
         live.update(made)
         bytes_ += sum(sizes[n] for n in made) + kept.inside[node]
         most = max(most, bytes_)
-        gone = {n for n in live if n not in kept.memories and last.get(n, k) <= k and n.op == "call_function"}
+        taken = {named[n] for n in (node, *made)}
+        free = {n for n in live if n in named and n not in kept.memories and last.get(n, -1) <= k}
+        gone = {n for n in free if n not in last or (n not in made and named[n] in taken)}
         live -= gone
         bytes_ -= sum(sizes[n] for n in gone)
     return most
+
+
+def _names(block: Block) -> dict[fx.Node, str]:
+    """What values that the text gives one name have in common: the module whose weights made them, or else the op. A
+    value that is only changed keeps its name: by a view, a cast, dropout, a sum with a bias."""
+    found: dict[fx.Node, str] = {}
+    for node in block.ops:
+        given = [n for n in operands(node) if info(n).role not in _WEIGHTS]
+        weights = len(given) < len(operands(node))
+        if is_getitem(node) or (len(given) == 1 and given[0] in found and _is_changed(node, given[0])):
+            found[node] = found[given[0]]
+        else:
+            found[node] = info(node).module if weights else op_name(node)
+    return found
+
+
+def _is_changed(node: fx.Node, value: fx.Node) -> bool:
+    same = info(node).meta.numel == info(value).meta.numel
+    return same and (is_view(node) or lookup(op_name(node)).is_linear(Op.of(node)))
 
 
 def _made(node: fx.Node, found: BlockSaved) -> Iterator[fx.Node]:

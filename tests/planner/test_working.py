@@ -160,6 +160,30 @@ def test_what_backwards_of_quotients_hold(built: list[Built], kind: str, precisi
     assert reckoned(built[-1]) == pytest.approx([expected.peak_bytes], rel=0.05)
 
 
+class Adapted(nn.Module):
+    """A frozen layer beside a product of two small weights, which is all that is trained: little of it is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.requires_grad_(False)
+        self.first, self.second = nn.Parameter(torch.randn(WIDTH, 2)), nn.Parameter(torch.zeros(2, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        down: Tensor = self.down(F.relu(self.up(self.norm(x))))
+        return x + down + x @ self.first @ self.second
+
+
+def test_forwards_hold_what_has_a_name(built: list[Built]) -> None:
+    """Until the layer's function returns: of layers that keep little, that is more than their backwards hold."""
+    sample = {"input": torch.randn(ROWS, WIDTH)}
+    model = nn.Sequential(*(Adapted() for _ in range(4)))
+    job = compile_pinned(model, 1, sample=sample, loss=lambda y, _: y.square().mean(), cluster=FAST).job
+    (expected,) = predicted_memory(job, sample)
+    assert max(expected.phases, key=lambda phase: phase.peak_bytes).label[0] == "F"
+    assert reckoned(built[-1]) == pytest.approx([expected.peak_bytes], rel=0.03)
+
+
 def test_weights_that_come_and_go(built: list[Built]) -> None:
     """ZeRO 3: the head and the last layer are gathered when a backward begins, and the last gradients of the backward
     before, of table and first layer, are under way; nothing of that where weights stay."""
