@@ -274,6 +274,7 @@ def _predicted(job: ParallelModel) -> Counter[str]:
             for passes, seconds in zip("FB", ways, strict=True):
                 found[f"{passes} {kind}"] += count * seconds
     step = next(e for e in job.timeline.events if e.action.kind == "STEP")
+    found["GATHER all else"] = job.plan.cost.exposed_seconds("casts")
     found["STEP all else"] = step.end_seconds - step.start_seconds
     return found
 

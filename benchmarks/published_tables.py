@@ -249,8 +249,8 @@ def titan(file: str, rows: Sequence[Row]) -> Table:
             name, batch = f"{row['model']} {mode} b{rows_each}", rows_each * gpus
             runs.append(Run(name, "a100", sizes, {"dp": gpus}, rows_each, batch, seconds, **more))
     note = (
-        "too fast by the same share in every row: collectives slow what is computed beside them (18.9 % on average on "
-        "GPUs, arXiv 2507.03114), which isn't modelled"
+        "too fast by much the same share in every row: collectives slow what is computed beside them by 18.9 % on "
+        "average on GPUs (arXiv 2507.03114); of that, only the multiprocessors that they hold are modelled"
     )
     return Table("torchtitan, FSDP (A100)", file, runs, out, note)
 

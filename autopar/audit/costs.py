@@ -66,15 +66,17 @@ class SeenCosts:
     def forward_seconds(self, stage: int) -> float:
         """With what collectives beside it take from it, as in all passes."""
         plain = self._forward(stage)
-        return plain + step.slowed_seconds([self._gathered_beside(stage)], plain)
+        within = self.prices.slowed(self._phase("F", stage))
+        return plain + within + step.slowed_seconds([self._gathered_beside(stage)], plain)
 
     def backward_seconds(self, stage: int) -> float:
         """Both parts of it, where it is split."""
         plain, late = self._backward(stage), self._weights(stage)
         back = [self._gathering(stage)] if self._streams else []
+        within = self.prices.slowed(self._phase("F", stage), back=True)
         if not self.is_split(stage):
-            return plain + step.slowed_seconds([*back, *self._summed_beside(stage)], plain)
-        return self.weight_seconds(stage) + (plain - late) + step.slowed_seconds(back, plain - late)
+            return plain + within + step.slowed_seconds([*back, *self._summed_beside(stage)], plain)
+        return self.weight_seconds(stage) + (plain - late) + within + step.slowed_seconds(back, plain - late)
 
     def weight_seconds(self, stage: int) -> float:
         plain = self._weights(stage)

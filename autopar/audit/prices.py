@@ -19,7 +19,7 @@ from autopar.cluster import Cluster, Link
 from autopar.cost_models import collective, compute, step
 from autopar.cost_models.compute import Work
 from autopar.cost_models.step import Collectives
-from autopar.graph import Choice
+from autopar.graph import AxisRef, Choice
 from autopar.mesh import Mesh
 from autopar.planner.op_costs import work_of
 from autopar.rules import lookup
@@ -79,6 +79,18 @@ class Prices:
         """What the backward of that forward takes."""
         ops = list(_once(ran for ran in phase.ops if not ran.again))
         return math.fsum(self._backward(ran) for ran in ops) - math.fsum(self._hidden(ops, back=True))
+
+    def slowed(self, phase: Phase, *, back: bool = False) -> float:
+        """What ops take longer because rows travel to experts beside them."""
+        ops = list(_once(ran for ran in phase.ops if not ran.again))
+        routes = [ran.op.kwargs.get(EXCHANGE) for ran in ops if ran.op.name == ROUTE]
+        hidden, shares = list(self._hidden(ops, back=back)), [self._held_share(axes) for axes in routes if axes]
+        return math.fsum(share * seconds for share, seconds in zip(shares, hidden, strict=True)) if hidden else 0.0
+
+    def _held_share(self, axes: Sequence[AxisRef]) -> float:
+        ranks = self.mesh.group(0, *(axis.name for axis in axes))
+        stride = min((b - a for a, b in pairwise(ranks)), default=1)
+        return self.cluster.device.held_share(self.cluster.link(len(ranks), stride, self.mesh.world))
 
     def weights(self, phase: Phase) -> float:
         """The part of that which ``W`` takes, where the backward is split."""

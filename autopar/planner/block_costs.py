@@ -90,6 +90,14 @@ class Machine:
     def sizes(self) -> Mapping[str, int]:
         return {axis: self.mesh.size(axis) for axis in AXES}
 
+    def held_share(self, axes: Sequence[str]) -> float:
+        """The share of a device's multiprocessors that a collective of all ranks along ``axes`` holds."""
+        if self.cluster is None:
+            return 0.0
+        ranks = len(self.mesh.group(0, *axes))
+        stride = min((self.mesh.stride(axis) for axis in axes if self.mesh.size(axis) > 1), default=1)
+        return self.device.held_share(self.cluster.link(ranks, stride, self.mesh.world))
+
     def line(self, types: Mapping[str, Type]) -> DataLine:
         """Of a parameter of these types."""
         return self.lines[self.mesh.data_axes([axis for axis, kind in types.items() if kind.is_shard])]

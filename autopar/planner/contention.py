@@ -5,18 +5,22 @@ ends: a gather for each pass beside that pass (ZeRO 3); a scatter beside each ba
 weights' gradients; the reduction beside the last of those, and the one gather of a step beside the first forward, which
 count with their share of an update's microbatches. What is left doesn't shrink because passes take longer.
 
-Messages between stages and copies to the host hold a few multiprocessors or none, and slow nothing. Nor is counted what
-is left of a collective and runs beside a later pass, what ranks exchange for a split vocabulary, and what passes send
-beside their own compute (:attr:`autopar.planner.block_costs.BlockCost.hidden`).
+Rows of experts that travel within a pass, beside others' compute, slow that pass as long
+(:attr:`autopar.planner.block_costs.BlockCost.hidden`).
+
+Messages between stages, around rings, and copies to the host hold a few multiprocessors or none, and slow nothing. Nor
+is counted what is left of a collective and runs beside a later pass, and what ranks exchange for a split vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from autopar.cost_models import step
+from autopar.planner.block_costs import BlockCost, Both, Machine
 from autopar.planner.zero import MoveCosts
 
 
@@ -46,8 +50,14 @@ class Contention:
     microbatches: int
     split: bool
 
-    def slowed(self, calls: Sequence[int], passes: Passes) -> Slowed:
-        """The passes of ``calls``, which would take so long with all multiprocessors."""
+    def slowed(self, calls: Sequence[int], passes: Passes, costs: Iterable[BlockCost]) -> Slowed:
+        """The passes of ``calls``, which would take so long with all multiprocessors; ``costs`` are those of each."""
+        forward, backward = _exchanges(costs, self.moves.machine)
+        by_moves = self._by_moves(calls, passes)
+        return Slowed(forward + by_moves.forward, backward + by_moves.backward, by_moves.weights)
+
+    def _by_moves(self, calls: Sequence[int], passes: Passes) -> Slowed:
+        """Of weights and gradients."""
         moves, once = self.moves, 1 / self.microbatches
         gathered, scattered, reduced = moves.gathering(calls), moves.scattering(calls), moves.reducing(calls)
         if not gathered.held_seconds and not scattered.held_seconds and not reduced.held_seconds:
@@ -67,3 +77,13 @@ class Contention:
             return Slowed(forward, step.slowed_seconds([*back, *sums], passes.backward), 0.0)
         weights = step.slowed_seconds(sums, passes.weights)
         return Slowed(forward, step.slowed_seconds(back, passes.backward - passes.weights) + weights, weights)
+
+
+def _exchanges(costs: Iterable[BlockCost], machine: Machine) -> Both:
+    """Of rows that travel to experts beside what the same pass computes, which takes as long or longer."""
+    found: list[Both] = []
+    for cost in costs:
+        for (axes, kind), (forward, backward) in cost.hidden.items():
+            share = machine.held_share(axes.split("+")) if kind == "all_to_all" else 0.0
+            found.append((share * forward, share * backward))
+    return math.fsum(f for f, _ in found), math.fsum(b for _, b in found)

@@ -82,7 +82,7 @@ def priced(work: Work, draft: Schedule, stages: Sequence[Sequence[int]], chosen:
     )
     completing = weights if work.split else backward
     contention = Contention(moves, count, work.split)
-    slowed = tuple(map(contention.slowed, stages, map(Passes, forward, backward, weights)))
+    slowed = tuple(map(contention.slowed, stages, map(Passes, forward, backward, weights), per_stage))
     begin, end = scalars(model, stages, work.blocks, machine, placement, work.microbatches)
     costs = Costs(
         forward_seconds=tuple(f + s.forward for f, s in zip(forward, slowed, strict=True)),

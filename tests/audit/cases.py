@@ -124,6 +124,7 @@ SLOW_PLANS: Final = (
     Plan("mlp", {"pp": 2, "dp": 2}, {"schedule": "zb-v", "zero": 3, **BF16}, torch.float32, cluster=BUSY),
     Plan("llama_tied", {"pp": 2, "dp": 2}, {"zero": 3}, cluster=BUSY),
     Plan("mlp", {"pp": 2, "dp": 2}, {"zero": 1, "offload": ("optimizer",)}, cluster=BUSY),
+    Plan("moe_deepseek_v3", {"dp": 4, "ep": 4}, {"zero": 1}, batch=16, cluster=BUSY),  # rows beside shared experts
     Plan("mlp", {"pp": 2, "dp": 2}, {"zero": 3, "offload": ("parameters",), **BF16}, torch.float32, cluster=BUSY),
     Plan("gpt2", {"pp": 2}, {"vocabulary": "vocab-1", "offload": ("optimizer",), **BF16}, torch.float32, cluster=BUSY),
 )

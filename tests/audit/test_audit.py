@@ -95,6 +95,14 @@ def test_a_wrong_price_of_what_collectives_slow_is_seen(monkeypatch: pytest.Monk
     }
 
 
+def test_rows_that_travel_beside_experts_slow_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan("moe_deepseek_v3", {"dp": 4, "ep": 4}, batch=16, cluster=BUSY)
+    check(plan.compile().audit())
+    monkeypatch.setattr(contention, "_exchanges", lambda *given: (0.0, 0.0))
+    rows = {row.what for row in plan.compile().audit().different}
+    assert rows == {"stage 0: forward", "stage 0: backward", "step"}
+
+
 @pytest.mark.parametrize("zero", [1, 3])
 def test_a_wrong_price_of_casts_is_seen(zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a step, or in each pass."""
