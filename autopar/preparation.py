@@ -26,6 +26,7 @@ from autopar.passes.mixed_precision import LOWER, has_autocast, mixed_precision
 from autopar.passes.normalize_losses import normalize_losses
 from autopar.passes.place_casts import place_casts
 from autopar.passes.shifted_losses import has_shifted_losses, shifted_losses
+from autopar.passes.untrained import untrained
 from autopar.passes.working_copies import working_copies
 
 
@@ -117,9 +118,9 @@ class Prepared:
             flat = shifted_losses(flat)
         if has_autocast(flat, precision):
             flat = mixed_precision(flat, self.device, precision)
-            folded = working_copies(canonicalize(place_casts(fold(flat))))
+            folded = working_copies(canonicalize(place_casts(untrained(fold(flat)))))
         else:
-            folded = canonicalize(fold(flat))
+            folded = canonicalize(untrained(fold(flat)))
         verify(experts(folded), "experts")
         return folded
 

@@ -182,13 +182,19 @@ def _reached(model: Model) -> set[Value]:
 
 def _inputs_reached(block: Block, outputs: Iterable[int]) -> list[int]:
     """Positions of the inputs that gradients of these outputs reach."""
+    seen = gradient_paths(block, outputs)
+    return [position for position, node in enumerate(block.inputs) if node in seen]
+
+
+def gradient_paths(block: Block, outputs: Iterable[int]) -> set[fx.Node]:
+    """The nodes that gradients of these outputs reach."""
     waiting, seen = [block.outputs[output] for output in outputs], set[fx.Node]()
     while waiting:
         node = waiting.pop()
         if node not in seen and (info(node).is_object or any(meta.needs_grad for meta in info(node).outputs)):
             seen.add(node)
             waiting += node.all_input_nodes
-    return [position for position, node in enumerate(block.inputs) if node in seen]
+    return seen
 
 
 def _wire(model: Model, mesh: Mesh, places: Mapping[int, int], value: Value, takers: list[tuple[int, Edge]]) -> Wire:

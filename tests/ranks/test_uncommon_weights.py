@@ -56,6 +56,10 @@ class TiedToAConstantHead(Tied):
         return F.linear(x, self.head.weight.detach())
 
 
+class TiedConstants(TiedToAConstantTable, TiedToAConstantHead):
+    """Of a weight that several stages read, none makes a gradient: an optimizer must not decay it."""
+
+
 class Adapters(Plain):
     """Frozen layers beside weights in lists, which are given to them."""
 
@@ -117,6 +121,9 @@ def case(model: type[nn.Module]) -> Case:
 PLANS: list[tuple[type[nn.Module], dict[str, int], dict[str, Any]]] = [
     (TiedToAConstantTable, {"pp": 2}, {}),
     (TiedToAConstantHead, {"pp": 2, "dp": 2}, {"zero": 1}),
+    (TiedConstants, {"pp": 2}, {}),
+    (TiedConstants, {"pp": 2, "dp": 2}, {"zero": 1}),
+    (TiedConstants, {"pp": 2, "dp": 2}, {"zero": 3, "schedule": "zb-h1"}),
     (Adapters, {"dp": 2}, {"zero": 3}),
     (Adapters, {"pp": 2}, {"vocabulary": "vocab-1"}),  # no gradient goes back to the embedding
     (Early, {"dp": 2}, {"zero": 1}),
