@@ -185,14 +185,12 @@ def _sums(parts: Iterable[Mapping[Wire, Sequence[float]]]) -> dict[Wire, Both]:
 
 def weight_product(node: fx.Node) -> fx.Node | None:
     """The other factor of a product with a trained parameter, whose gradient can be put off; else None."""
-    if not lookup(op_name(node)).flops(Op.of(node)):
-        return None
     both = [operand for operand in operands(node) if not info(operand).is_object]
     dims = 2 if len(both) == len(operands(node)) else 3  # a weight for each expert, and the routing to them
     factors = [operand for operand in both if not _is_weight(operand, dims)]
     if len(factors) != 1 or len(both) != 2 or (dims == 2 and (op_name(node) not in PRODUCTS or factors != both[:1])):
         return None
-    return factors[0]
+    return factors[0] if lookup(op_name(node)).flops(Op.of(node)) else None
 
 
 def put_off_weights(block: Block) -> Iterator[fx.Node]:

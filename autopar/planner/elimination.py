@@ -16,7 +16,7 @@ What it takes is the size of the largest table, which the order decides: greedy 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log2, prod
 from typing import Any
@@ -53,9 +53,9 @@ class _Step:
     own: Table
     factors: Sequence[Table]
 
-    def least(self) -> Table:
+    def least(self, sizes: Sequence[int]) -> Table:
         """Of its values, for each combination of values of ``scope``; value by value where a table of all is large."""
-        shape = np.broadcast_shapes(*(factor.shape[1:] for factor in self.factors))
+        shape = tuple(sizes[w] for w in self.scope)
         if len(self.own) * prod(shape) < _CACHED:
             least: Table = _total(self.own.reshape(-1, *[1] * len(shape)), self.factors).min(axis=0)
             return least
@@ -80,7 +80,7 @@ class _Step:
 def _total(table: Table, factors: Sequence[Table]) -> Table:
     """Of ``table`` and all ``factors``, which broadcast."""
     for factor in factors:
-        shape = np.broadcast_shapes(table.shape, factor.shape)
+        shape = tuple(map(max, table.shape, factor.shape))
         table = np.add(table, factor, out=table if table.shape == shape and table.base is None else np.empty(shape))
     return table
 
@@ -109,7 +109,7 @@ def eliminate(network: Network, largest: int = LARGEST) -> tuple[list[int], floa
                     del factors[w][n]
         step = _step(v, own[v], mine)
         steps.append(step)
-        least = step.least()
+        least = step.least(sizes)
         if not step.scope:
             total += float(least)
         elif len(step.scope) == 1:
@@ -157,31 +157,48 @@ def _decode(steps: Sequence[_Step], count: int) -> list[int]:
 
 # --- orders ---------------------------------------------------------------------------------------
 
-_Key = Callable[[int, Sequence[int], Sequence[set[int]]], tuple[int, int]]
+
+@dataclass(frozen=True)
+class _Graph:
+    """Variables that are left: ``sizes`` and their logarithms (``weights``, in steps that are the same on every
+    machine), and which have a price together with which."""
+
+    sizes: Sequence[int]
+    weights: Sequence[int]
+    near: list[set[int]]
+
+    @classmethod
+    def of(cls, sizes: Sequence[int], pairs: Iterable[tuple[int, int]]) -> _Graph:
+        near: list[set[int]] = [set() for _ in sizes]
+        for u, v in pairs:
+            near[u].add(v)
+            near[v].add(u)
+        return cls(sizes, [round(16 * log2(size)) for size in sizes], near)
+
+    def result(self, v: int) -> int:
+        """Entries of the table that replaces ``v``."""
+        return prod([self.sizes[w] for w in self.near[v]])
 
 
-def _by_fill(v: int, sizes: Sequence[int], near: Sequence[set[int]]) -> tuple[int, int]:
+_Key = Callable[[int, _Graph], tuple[int, int]]
+
+
+def _by_fill(v: int, graph: _Graph) -> tuple[int, int]:
     """Pairs of neighbours that get a price together, large ones counting more (weighted min-fill)."""
-    around = sorted(near[v])
-    new = [(a, b) for i, a in enumerate(around) for b in around[:i] if b not in near[a]]
-    return sum(_weight(sizes[a]) * _weight(sizes[b]) for a, b in new), _result(v, sizes, near)
+    around, near, weights, fill = list(graph.near[v]), graph.near, graph.weights, 0
+    for i, a in enumerate(around):
+        for b in around[:i]:
+            if b not in near[a]:
+                fill += weights[a] * weights[b]
+    return fill, graph.result(v)
 
 
-def _weight(size: int) -> int:
-    """Its logarithm, in steps that are the same on every machine."""
-    return round(16 * log2(size))
+def _by_table(v: int, graph: _Graph) -> tuple[int, int]:
+    return graph.sizes[v] * graph.result(v), 0
 
 
-def _by_table(v: int, sizes: Sequence[int], near: Sequence[set[int]]) -> tuple[int, int]:
-    return sizes[v] * _result(v, sizes, near), 0
-
-
-def _by_degree(v: int, sizes: Sequence[int], near: Sequence[set[int]]) -> tuple[int, int]:
-    return len(near[v]), _result(v, sizes, near)
-
-
-def _result(v: int, sizes: Sequence[int], near: Sequence[set[int]]) -> int:
-    return prod(sizes[w] for w in near[v])
+def _by_degree(v: int, graph: _Graph) -> tuple[int, int]:
+    return len(graph.near[v]), graph.result(v)
 
 
 def _order(sizes: Sequence[int], pairs: Sequence[tuple[int, int]], largest: int) -> list[int] | None:
@@ -198,11 +215,9 @@ def _order(sizes: Sequence[int], pairs: Sequence[tuple[int, int]], largest: int)
 
 def _greedy(sizes: Sequence[int], pairs: Sequence[tuple[int, int]], key: _Key) -> tuple[int, int, list[int]]:
     """Entries of all tables, of the largest, and the order that takes next what has the least ``key``."""
-    near: list[set[int]] = [set() for _ in sizes]
-    for u, v in pairs:
-        near[u].add(v)
-        near[v].add(u)
-    current = [key(v, sizes, near) for v in range(len(sizes))]
+    graph = _Graph.of(sizes, pairs)
+    near = graph.near
+    current = [key(v, graph) for v in range(len(sizes))]
     heap = [(k, v) for v, k in enumerate(current)]
     heapq.heapify(heap)
     entries, most, order, done = 0, 0, list[int](), [False] * len(sizes)
@@ -212,12 +227,12 @@ def _greedy(sizes: Sequence[int], pairs: Sequence[tuple[int, int]], key: _Key) -
             continue
         done[v] = True
         order.append(v)
-        size = sizes[v] * _result(v, sizes, near)
+        size = sizes[v] * graph.result(v)
         entries, most = entries + size, max(most, size)
         for w in near[v]:
             near[w] |= near[v]
             near[w] -= {v, w}
         for w in near[v]:
-            current[w] = key(w, sizes, near)
+            current[w] = key(w, graph)
             heapq.heappush(heap, (current[w], w))
     return entries, most, order

@@ -100,7 +100,7 @@ def _shares(model: milp.Model, problem: Problem, e: Flows) -> Shares:
     """What is changed once for several edges, and at which price."""
     flows = {id(edge): flow for edge, flow in zip(problem.edges, e, strict=True)}
     shared: Shares = []
-    for share in problem.parts()[1]:
+    for share in problem.parts[1]:
         prices = share.prices
         pairs = sorted({pair for edge in share.edges for pair in flows[id(edge)] if prices[pair] > 0})
         copies = {pair: model.new_num_var(0.0, 1.0, f"z{len(shared)}_{pair}") for pair in pairs}
@@ -137,7 +137,7 @@ def _objective(model: milp.Model, problem: Problem, x: Variables, e: Flows, z: S
     terms = []
     for vertex, row in zip(problem.vertices, x, strict=True):
         terms += [s / _MICROSECOND * v for s, v in zip(vertex.seconds, row, strict=True) if s]
-    alone = {id(edge) for edge in problem.parts()[0]}
+    alone = {id(edge) for edge in problem.parts[0]}
     for edge, flow in zip(problem.edges, e, strict=True):
         if id(edge) in alone:
             terms += [edge.prices[pair] / _MICROSECOND * v for pair, v in flow.items() if edge.prices[pair]]

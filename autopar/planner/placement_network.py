@@ -8,9 +8,9 @@ a consumer takes what was made or one of the set. Choices that no neighbour can 
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations
 from math import comb, inf
@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from autopar.errors import ShardingError
 from autopar.planner.elimination import Network, Table
-from autopar.planner.placement import Edge, Problem, Share, Vertex
-from autopar.spmd import Type
+from autopar.planner.placement import Change, Edge, NumberedTypes, Problem, Share, Vertex, WayPrices
 
 _STATES = 4096  # of one share
 _KINDS = ("S", "I", "R", "P")  # which of equal choices is taken
@@ -53,37 +52,81 @@ def network_of(problem: Problem) -> PlacementNetwork | None:
 
     None where a share has too many states. Raises ShardingError where a vertex has no choice that others can go with.
     """
-    kept, (alone, shares) = _consistent(problem), problem.parts()
-    if any(_too_many(problem, kept, share) for share in shares):
+    numbers, (alone, shares) = _Numbers.of(problem), problem.parts
+    kept = _consistent(problem, numbers)
+    if any(_too_many(numbers, kept, share) for share in shares):
         return None
     pairs = list(zip(problem.vertices, kept, strict=True))
     own = [np.array([vertex.seconds[c] for c in choices]) for vertex, choices in pairs]
     stored = [np.array([float(vertex.bytes[c]) for c in choices]) for vertex, choices in pairs]
-    building = _Building(problem, kept, own, {})
+    building = _Building(numbers, kept, own)
     for edge in alone:
         building.add_edge(edge)
     for share in shares:
         building.add_share(share)
     for v, w in problem.ties:
         made, other = building.made(v), building.made(w)
-        building.add(v, w, np.array([[0.0 if a == b else inf for b in other] for a in made]))
+        building.add(v, w, np.where(made[:, None] == other, 0.0, inf))
     return PlacementNetwork(Network(building.own, building.pairs), kept, stored)
+
+
+_Kinds = NDArray[np.intp]
+"""Types, by number."""
+
+
+@dataclass
+class _Numbers:
+    """The types of a problem by number, in their order: ``results[v][c]`` of choice c of vertex v, ``operands[v][i]``
+    of its operand i by choice."""
+
+    kinds: NumberedTypes
+    results: list[list[int]]
+    operands: list[list[tuple[int, ...]]]
+    _tables: dict[int, tuple[Mapping[Change, float], Table]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, problem: Problem) -> _Numbers:
+        found = {kind for vertex in problem.vertices for row in (vertex.results, *vertex.operands) for kind in row}
+        key = tuple(sorted(found))
+        if key not in problem.numbered:
+            problem.numbered[key] = NumberedTypes.of(key)
+        kinds = problem.numbered[key]
+        places = kinds.places
+        results = [[places[kind] for kind in vertex.results] for vertex in problem.vertices]
+        rows = ([tuple(places[kind] for kind in row) for row in vertex.operands] for vertex in problem.vertices)
+        return cls(kinds, results, [list(zip(*row, strict=True)) for row in rows])
+
+    def taken(self, edge: Edge) -> tuple[int, ...]:
+        """The type that the edge's target takes it as, by choice."""
+        return self.operands[edge.target][edge.position]
+
+    def changes(self, edge: Edge) -> list[tuple[int, int]]:
+        """Those that are allowed and may be."""
+        return self.kinds.ways(edge.prices).changes
+
+    def prices(self, prices: Mapping[Change, float]) -> Table:
+        """By what a value was made and taken as; infinite: not allowed."""
+        if id(prices) not in self._tables:
+            seconds = prices.seconds if isinstance(prices, WayPrices) else prices.values()
+            table = np.array([*seconds, inf])[self.kinds.ways(prices).table]
+            self._tables[id(prices)] = prices, table  # with the mapping, whose id is its own that long
+        return self._tables[id(prices)][1]
 
 
 @dataclass
 class _Building:
-    problem: Problem
+    numbers: _Numbers
     kept: list[list[int]]
     own: list[Table]
-    pairs: dict[tuple[int, int], Table]
+    pairs: dict[tuple[int, int], Table] = field(default_factory=dict)
 
-    def made(self, v: int) -> list[Type]:
-        results = self.problem.vertices[v].results
-        return [results[c] for c in self.kept[v]]
+    def made(self, v: int) -> _Kinds:
+        results = self.numbers.results[v]
+        return np.array([results[c] for c in self.kept[v]])
 
-    def taken(self, edge: Edge) -> list[Type]:
-        operands = self.problem.vertices[edge.target].operands
-        return [operands[c][edge.position] for c in self.kept[edge.target]]
+    def taken(self, edge: Edge) -> _Kinds:
+        operands = self.numbers.taken(edge)
+        return np.array([operands[c] for c in self.kept[edge.target]])
 
     def add(self, u: int, v: int, table: Table) -> None:
         if u == v:
@@ -94,44 +137,48 @@ class _Building:
         self.pairs[key] = table if before is None else before + table
 
     def add_edge(self, edge: Edge) -> None:
-        made, rows = _numbered(self.made(edge.source))
-        taken, columns = _numbered(self.taken(edge))
-        prices = np.array([[edge.prices.get((a, b), inf) for b in taken] for a in made])
-        self.add(edge.source, edge.target, prices[rows][:, columns])
+        prices = self.numbers.prices(edge.prices)
+        self.add(edge.source, edge.target, prices[self.made(edge.source)[:, None], self.taken(edge)])
 
     def add_share(self, share: Share) -> None:
         """The variable of a share, its pair with the source, and one with each consumer."""
         source, here = share.edges[0].source, len(self.own)
         made, rows = _numbered(self.made(source))
-        takes = [_numbered(self.taken(edge)) for edge in share.edges]
-        places = {kind: n for n, kind in enumerate(sorted({kind for kinds, _ in takes for kind in kinds}))}
-        known = share.prices
-        prices = np.array([[known.get((a, b), inf) for b in places] for a in made])
-        origin, changed = _states(prices, len(share.edges))
+        takes = [self.taken(edge) for edge in share.edges]
+        kinds = np.unique(np.concatenate(takes))
+        prices = self.numbers.prices(share.prices)[made[:, None], kinds]
+        origin, changed = self._states_of(prices, len(share.edges))
         self.own.append(np.where(changed, prices[origin], 0.0).sum(axis=1))
-        self.add(source, here, np.where(np.asarray(rows)[:, None] == origin[None, :], 0.0, inf))
+        self.add(source, here, np.where(rows[:, None] == origin, 0.0, inf))
         free = changed | (prices[origin] <= 0)
-        for edge, (kinds, columns) in zip(share.edges, takes, strict=True):
-            allowed = np.array([[(a, b) in edge.prices for b in kinds] for a in made])[origin]
-            allowed &= free[:, [places[kind] for kind in kinds]]
-            self.add(here, edge.target, np.where(allowed, 0.0, inf)[:, columns])
+        for edge, taken in zip(share.edges, takes, strict=True):
+            allowed = self.numbers.prices(edge.prices)[made[origin][:, None], taken] < inf
+            allowed &= free[:, np.searchsorted(kinds, taken)]
+            self.add(here, edge.target, np.where(allowed, 0.0, inf))
+
+    def _states_of(self, prices: Table, consumers: int) -> tuple[_Kinds, NDArray[np.bool_]]:
+        """By state: which type was made, and into which it is changed: no more than there are consumers."""
+        paid = (prices > 0) & (prices < inf)
+        key, known = (paid.tobytes(), len(paid), consumers), self.numbers.kinds.states
+        if key not in known:
+            known[key] = _states(paid, consumers)
+        return known[key]
 
 
-def _numbered(types: Sequence[Type]) -> tuple[list[Type], list[int]]:
-    """The different types, and which of them each is."""
-    places: dict[Type, int] = {}
-    numbers = [places.setdefault(kind, len(places)) for kind in types]
-    return list(places), numbers
+def _numbered(kinds: _Kinds) -> tuple[_Kinds, _Kinds]:
+    """The different types in the order in which they come, and which of them each is."""
+    places: dict[int, int] = {}
+    numbers = [places.setdefault(kind, len(places)) for kind in kinds.tolist()]
+    return np.array(list(places)), np.array(numbers)
 
 
-def _states(prices: Table, consumers: int) -> tuple[NDArray[np.intp], NDArray[np.bool_]]:
-    """By state: which type was made, and into which it is changed: no more than there are consumers."""
+def _states(paid: NDArray[np.bool_], consumers: int) -> tuple[_Kinds, NDArray[np.bool_]]:
     origin: list[int] = []
     changed: list[NDArray[np.bool_]] = []
-    for i, row in enumerate(prices):
-        paid = np.flatnonzero((row > 0) & (row < inf))
-        for count in range(min(len(paid), consumers) + 1):
-            for some in combinations(paid, count):
+    for i, row in enumerate(paid):
+        places = np.flatnonzero(row)
+        for count in range(min(len(places), consumers) + 1):
+            for some in combinations(places, count):
                 origin.append(i)
                 mask = np.zeros(len(row), dtype=bool)
                 mask[list(some)] = True
@@ -139,11 +186,13 @@ def _states(prices: Table, consumers: int) -> tuple[NDArray[np.intp], NDArray[np
     return np.array(origin), np.array(changed)
 
 
-def _too_many(problem: Problem, kept: Sequence[Sequence[int]], share: Share) -> bool:
+def _too_many(numbers: _Numbers, kept: Sequence[Sequence[int]], share: Share) -> bool:
     source = share.edges[0].source
-    made = {problem.vertices[source].results[c] for c in kept[source]}
-    paid = Counter(a for (a, _), price in share.prices.items() if price > 0 and a in made)
-    return sum(comb(n, k) for n in paid.values() for k in range(min(n, len(share.edges)) + 1)) > _STATES
+    made = {numbers.results[source][c] for c in kept[source]}
+    prices = numbers.prices(share.prices)
+    paid = np.count_nonzero((prices > 0) & (prices < inf), axis=1)
+    consumers = len(share.edges)
+    return sum(comb(n, k) for n in paid[list(made)].tolist() for k in range(min(n, consumers) + 1)) > _STATES
 
 
 # --- arc consistency ------------------------------------------------------------------------------
@@ -152,11 +201,11 @@ _Groups = list[tuple[int, int]]
 """By type that a pair's first vertex makes: its choices that do, the second's that go with them, as bits."""
 
 
-def _consistent(problem: Problem) -> list[list[int]]:
+def _consistent(problem: Problem, numbers: _Numbers) -> list[list[int]]:
     """The choices that every neighbour has some choice to go with. Raises ShardingError where none are left."""
-    alive = [(1 << len(vertex.results)) - 1 for vertex in problem.vertices]
+    alive = [(1 << len(results)) - 1 for results in numbers.results]
     arcs: list[list[tuple[int, _Groups]]] = [[] for _ in alive]
-    for u, v, groups in _relations(problem):
+    for u, v, groups in _relations(problem, numbers):
         arcs[u].append((v, groups))
         arcs[v].append((u, [(second, first) for first, second in groups]))
     waiting, queued = deque(range(len(alive))), [True] * len(alive)
@@ -185,23 +234,22 @@ def _rank(vertex: Vertex, choice: int) -> tuple[int, int]:
     return _KINDS.index(kind.kind), kind.outer
 
 
-def _relations(problem: Problem) -> list[tuple[int, int, _Groups]]:
-    vertices, found = problem.vertices, []
-    makes = [_bits(vertex.results) for vertex in vertices]
+def _relations(problem: Problem, numbers: _Numbers) -> list[tuple[int, int, _Groups]]:
+    found = []
+    makes = [_bits(results) for results in numbers.results]
     for edge in problem.edges:
-        takes = _bits([row[edge.position] for row in vertices[edge.target].operands])
-        goes: dict[Type, int] = {}
-        for (a, b), _ in edge.prices.items():
-            goes[a] = goes.get(a, 0) | takes.get(b, 0)
-        groups = [(bits, goes.get(kind, 0)) for kind, bits in makes[edge.source].items()]
-        found.append((edge.source, edge.target, groups))
+        takes, goes = _bits(numbers.taken(edge)), dict.fromkeys(makes[edge.source], 0)
+        for a, b in numbers.changes(edge):
+            if a in goes and b in takes:
+                goes[a] |= takes[b]
+        found.append((edge.source, edge.target, [(bits, goes[kind]) for kind, bits in makes[edge.source].items()]))
     for v, w in problem.ties:
         found.append((v, w, [(bits, makes[w].get(kind, 0)) for kind, bits in makes[v].items()]))
     return found
 
 
-def _bits(types: Sequence[Type]) -> dict[Type, int]:
-    found: dict[Type, int] = {}
-    for c, kind in enumerate(types):
+def _bits(kinds: Sequence[int]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for c, kind in enumerate(kinds):
         found[kind] = found.get(kind, 0) | 1 << c
     return found

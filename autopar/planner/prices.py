@@ -12,6 +12,7 @@ from autopar.cluster import Device, Link
 from autopar.cost_models import collective, step
 from autopar.graph import Choice, Meta
 from autopar.planner.op_costs import expert_imbalance, moves_nothing, work_seconds
+from autopar.planner.placement import Change
 from autopar.rules.base import Op, Rule
 from autopar.spmd import P, R, Transition, Type, transition
 
@@ -39,7 +40,13 @@ class Prices(Protocol):
     def ops(self, node: fx.Node, op: Op, rule: Rule, choices: Sequence[Choice]) -> list[float]:
         """Of each of its choices."""
 
-    def change(self, meta: Meta, src: Type, dst: Type, *, per_step: bool, from_tables: bool) -> float | None: ...
+    def change(self, meta: Meta, src: Type, dst: Type, *, per_step: bool, from_tables: bool) -> float | None:
+        """Which dims are split makes no difference to it."""
+
+    def changes(
+        self, meta: Meta, changes: tuple[Change, ...], *, per_step: bool, from_tables: bool
+    ) -> list[float | None]:
+        """Of each of some changes."""
 
     def update(self, elements: int) -> float: ...
 
@@ -55,6 +62,8 @@ class RankPrices:
     paired: bool = False
     known: dict[tuple[Any, ...], float] = field(default_factory=dict, compare=False, repr=False)
     """Changes priced before."""
+    together: dict[tuple[Any, ...], list[float | None]] = field(default_factory=dict, compare=False, repr=False)
+    """And several at once."""
 
     def op(self, node: fx.Node, op: Op, rule: Rule, choice: Choice) -> float:
         """Forward and backward seconds of one rank, the communication inside the op's form included."""
@@ -96,6 +105,15 @@ class RankPrices:
         if key not in self.known:
             self.known[key] = self._change(way, meta, per_step, from_tables)
         return self.known[key]
+
+    def changes(
+        self, meta: Meta, changes: tuple[Change, ...], *, per_step: bool, from_tables: bool
+    ) -> list[float | None]:
+        key = changes, meta.bytes, meta.needs_grad, may_be_term(meta), per_step, from_tables
+        if key not in self.together:
+            priced = (self.change(meta, *each, per_step=per_step, from_tables=from_tables) for each in changes)
+            self.together[key] = list(priced)
+        return self.together[key]
 
     def _change(self, way: Transition, meta: Meta, per_step: bool, from_tables: bool) -> float:
         forward = self._one_way(way.forward, meta)
@@ -146,6 +164,11 @@ class MicrobatchPrices:
         if self.estimates and ((src, dst) == (P, R) or (src == R and dst == P and may_be_term(meta))):
             return ESTIMATE_SECONDS
         return FORBIDDEN_SECONDS if transition(src, dst) is not None else None
+
+    def changes(
+        self, meta: Meta, changes: tuple[Change, ...], *, per_step: bool, from_tables: bool
+    ) -> list[float | None]:
+        return [self.change(meta, *each, per_step=per_step, from_tables=from_tables) for each in changes]
 
     def update(self, elements: int) -> float:
         return 0.0

@@ -6,14 +6,16 @@ and on it (:attr:`Op.found`) what rules and prices find out about it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
 from autopar.graph import Choice, info, operands
+from autopar.planner.placement import Change, NumberedTypes, Ways
 from autopar.rules.base import Op, Rule, Splits, legal_choices
+from autopar.spmd import Type
 
 Frozen = tuple[frozenset[int], ...]
 """Split points of a value, which no longer change."""
@@ -24,10 +26,44 @@ def frozen(splits: Splits) -> Frozen:
 
 
 @dataclass
+class Changes:
+    """What may change on an edge: ``ways``, of which 0 is to change nothing, with an example of each of the others. One
+    price is that of all changes between types of the same kinds."""
+
+    ways: Ways
+    examples: tuple[Change, ...]
+    _left: dict[tuple[bool, ...], Ways] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, free: Iterable[Type], changes: Iterable[Change]) -> Changes:
+        """``free`` are types that may stay."""
+        ways: dict[Change, int] = {(kind, kind): 0 for kind in free}
+        numbers: dict[tuple[str, str], int] = {}
+        examples: list[Change] = []
+        for change in changes:
+            kinds = change[0].kind, change[1].kind
+            if kinds not in numbers:
+                examples.append(change)
+            ways[change] = numbers.setdefault(kinds, len(examples))
+        return cls(ways, tuple(examples))
+
+    def where(self, possible: tuple[bool, ...]) -> Ways:
+        """Without the ways that aren't."""
+        if all(possible):
+            return self.ways
+        if possible not in self._left:
+            self._left[possible] = {change: way for change, way in self.ways.items() if not way or possible[way - 1]}
+        return self._left[possible]
+
+
+@dataclass
 class Rulings:
-    """The ops of some models, each once. Whoever places several models holds one for all of them."""
+    """The ops of some models, each once, and what edges between them have in common. Whoever places several models
+    holds one for all of them."""
 
     _ops: dict[Hashable, Op] = field(default_factory=dict)
+    changes: dict[Hashable, Changes] = field(default_factory=dict)
+    numbered: dict[tuple[Type, ...], NumberedTypes] = field(default_factory=dict)
 
     def op(self, node: fx.Node) -> Op:
         """``node`` as rules see it; the same object for all that are alike."""

@@ -6,7 +6,7 @@ calls is an edge between their blocks, so a repeated layer closes on itself and 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -16,8 +16,9 @@ from autopar.graph import INPUT_CALL, Choice, Meta, Model, info, operands, where
 from autopar.passes.vocabulary import CASTS, VOCABULARY, head_of, is_head, vocabulary_dims
 from autopar.planner.indivisible import refusal
 from autopar.planner.pinned_placements import Placements, pinned_types, restricted
-from autopar.planner.placement import Change, Edge, Problem, Solution, Vertex
+from autopar.planner.placement import Change, Edge, Problem, Solution, Vertex, WayPrices
 from autopar.planner.prices import FORBIDDEN_SECONDS, STATE_COPIES, Prices
+from autopar.planner.rulings import Changes
 from autopar.planner.solve_placement import solve
 from autopar.planner.spreading import Key, Spread, expert_types, follow
 from autopar.rules.attention import WAYS, explain, heads, is_attention, offers, way
@@ -70,8 +71,8 @@ class _Build:
     problem: AxisProblem
     spread: Spread
     loss: Key
-    batch: dict[Key, Type] = field(default_factory=dict)  # the type that a split of the batch gives each value
-    sequence: dict[Key, Type] = field(default_factory=dict)  # and one of the sequence
+    batch: Mapping[Key, Type] = field(default_factory=dict)  # the type that a split of the batch gives each value
+    sequence: Mapping[Key, Type] = field(default_factory=dict)  # and one of the sequence
     experts: dict[Key, list[Type]] = field(default_factory=dict)  # types of weights of experts on an axis of theirs
     choices: dict[Key, list[Choice]] = field(default_factory=dict)
     index: dict[Key, int] = field(default_factory=dict)
@@ -79,10 +80,15 @@ class _Build:
     edges: list[Edge] = field(default_factory=list)
     in_order: dict[fx.Node, bool] = field(default_factory=dict)
     made: dict[Key, tuple[Type, ...]] = field(default_factory=dict)
-    prices: dict[Hashable, dict[Change, float]] = field(default_factory=dict)  # of edges that are alike
 
     def placement(self) -> Problem:
-        return Problem(tuple(self.vertices), tuple(self.edges), _ties(self), self.problem.budget_bytes)
+        return Problem(
+            tuple(self.vertices),
+            tuple(self.edges),
+            _ties(self),
+            self.problem.budget_bytes,
+            self.spread.rulings.numbered,
+        )
 
 
 @dataclass(frozen=True)
@@ -378,19 +384,25 @@ class _Paid:
 def _edge(
     build: _Build, source: Key, target: Key, position: int, paid: _Paid, *, is_between: bool, share: int | None
 ) -> None:
-    made, taken = _made(build, source), _taken(build, target, position)
-    stored, changeable = source in build.spread.parameters, _is_changeable(build, source)
-    ragged = any(RAGGED in points for points in build.spread.splits[source])
-    key = made, taken, _meta(build.model, source), paid, is_between, stored, changeable
-    if ragged or key not in build.prices:
-        free = {(kind, kind): 0.0 for kind in made if kind in taken}
-        changes = _changes(build, source, made, taken, paid, is_between) if changeable else []
-        prices = free | _priced(build, source, changes, paid)
-        if not ragged:
-            build.prices[key] = prices
-    else:
-        prices = build.prices[key]
-    build.edges.append(Edge(build.index[source], build.index[target], position, prices, share))
+    changes, meta = _changes_of(build, source, target, position, paid, is_between), _meta(build.model, source)
+    priced = build.problem.prices.changes(meta, changes.examples, per_step=paid.per_step, from_tables=paid.from_tables)
+    ways = changes.where(tuple(price is not None for price in priced))
+    seconds = (0.0, *(price * paid.count if price is not None else 0.0 for price in priced))
+    build.edges.append(Edge(build.index[source], build.index[target], position, WayPrices(ways, seconds), share))
+
+
+def _changes_of(build: _Build, source: Key, target: Key, position: int, paid: _Paid, is_between: bool) -> Changes:
+    """What the problem has on an edge, found out once for edges that are alike."""
+    made, taken, is_stored = _made(build, source), _taken(build, target, position), source in build.spread.parameters
+    ragged = tuple(RAGGED in points for points in build.spread.splits[source])
+    exact = not _meta(build.model, source).dtype.is_floating_point  # has no equal terms
+    here = is_between and build.problem.splits_tokens, paid.from_tables
+    key = made, taken, ragged, here, is_stored, _is_changeable(build, source), exact
+    known = build.spread.rulings.changes
+    if key not in known:
+        free = (kind for kind in made if kind in taken)
+        known[key] = Changes.of(free, _changes(*key) if key[-2] else ())
+    return known[key]
 
 
 def _made(build: _Build, source: Key) -> tuple[Type, ...]:
@@ -405,36 +417,33 @@ def _taken(build: _Build, target: Key, position: int) -> frozenset[Type]:
     return frozenset([choice.operands[position] for choice in build.choices[target]])
 
 
-def _priced(build: _Build, source: Key, changes: Sequence[Change], paid: _Paid) -> dict[Change, float]:
-    found, prices, meta = {}, build.problem.prices, _meta(build.model, source)
-    for a, b in changes:
-        price = prices.change(meta, a, b, per_step=paid.per_step, from_tables=paid.from_tables)
-        if price is not None:
-            found[a, b] = price * paid.count
-    return found
-
-
 def _is_changeable(build: _Build, source: Key) -> bool:
     return not ((source[0] != INPUT_CALL and _is_fixed(source)) or _is_parameter_cast(build, source))
 
 
 def _changes(
-    build: _Build, source: Key, made: Sequence[Type], taken: Collection[Type], paid: _Paid, is_between: bool
+    made: Sequence[Type],
+    taken: Collection[Type],
+    ragged: Sequence[bool],
+    here: tuple[bool, bool],
+    is_stored: bool,
+    is_changeable: bool,
+    exact: bool,
 ) -> list[Change]:
-    """Which changes of type the problem has on an edge.
+    """Which changes of type the problem has on an edge, of a value whose dims may be ``ragged`` shards.
 
     Parameters are used where they are stored (``I -> R`` costs one reduction a
     step and moves nothing), and casts of them too: what changes changes before the cast, where it can be hoisted.
     Between calls nothing changes on an axis that others are solved after, but totals over the batch: a change of one
-    axis has to be a node of a block, where the rules of the later axes see it.
+    axis has to be a node of a block, where the rules of the later axes see it. (``here``: whether it is between calls
+    on such an axis, and of tables.)
     """
-    if source in build.spread.parameters:
+    if is_stored:
         return [(I, R)] if I in made and R in taken else []
-    if is_between and build.problem.splits_tokens:
-        return [(P, R)] if paid.from_tables and P in made and R in taken else []
-    splits = build.spread.splits[source]  # how many rows each expert gets is known to the ops that send them alone
-    exact = not _meta(build.model, source).dtype.is_floating_point  # has no equal terms
-    plain = [[k for k in sorted(kinds) if not (k.is_shard and RAGGED in splits[k.dim])] for kinds in (made, taken)]
+    if here[0]:
+        return [(P, R)] if here[1] and P in made and R in taken else []
+    # How many rows each expert gets is known to the ops that send them alone.
+    plain = [[k for k in sorted(kinds) if not (k.is_shard and ragged[k.dim])] for kinds in (made, taken)]
     pairs = ((a, b) for a in plain[0] for b in plain[1] if a != b)
     return [(a, b) for a, b in pairs if not (exact and a.is_whole and b == P)]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 from torch import fx
@@ -39,7 +39,7 @@ class Known:
 class Spread:
     """``ops`` by key, in order; ``edges`` between calls, (source, target), with how often; ``splits``: split points of
     every value; ``parameters``: keys of parameters, and of what an axis solved before made of them without
-    communication in the forward."""
+    communication in the forward; ``followed`` is what :func:`follow` found out."""
 
     model: Model
     ops: dict[Key, Known]
@@ -47,6 +47,7 @@ class Spread:
     splits: dict[Key, Splits]
     parameters: set[Key]
     rulings: Rulings
+    followed: dict[tuple[tuple[tuple[int, int | None], ...], bool], dict[Key, Type]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: Model, rulings: Rulings | None = None) -> Spread:
@@ -137,11 +138,18 @@ def _join(source: Splits, target: Splits) -> None:
 # --- splits of the batch and of sequences ---------------------------------------------------------
 
 
-def follow(spread: Spread, dims: Mapping[int, int | None], slices: bool = False) -> dict[Key, Type]:
+def follow(spread: Spread, dims: Mapping[int, int | None], slices: bool = False) -> Mapping[Key, Type]:
     """The type that a split of the batch's tensors on ``dims`` (by position) gives each value, call by call, as far as
     the rules carry it. With ``slices``, what is not split may be cut to fit what is, and what is split otherwise be
     gathered; and what is shifted or padded along the dim, which is computed whole, still has it.
     """
+    key = tuple(dims.items()), slices
+    if key not in spread.followed:
+        spread.followed[key] = _follow(spread, dims, slices)
+    return spread.followed[key]
+
+
+def _follow(spread: Spread, dims: Mapping[int, int | None], slices: bool) -> dict[Key, Type]:
     found: dict[Key, Type] = {(INPUT_CALL, position): S(dim) for position, dim in dims.items() if dim is not None}
     into: dict[int, list[tuple[Key, Key]]] = defaultdict(list)
     for source, target in spread.edges:

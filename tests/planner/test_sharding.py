@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,17 +14,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from autopar.api import prepare
 from autopar.cluster import Cluster
-from autopar.graph import Choice, Model, info
+from autopar.graph import Choice, Meta, Model, info
 from autopar.mesh import Mesh
 from autopar.planner import sharding
 from autopar.planner.build import Built, Request, build
 from autopar.planner.onehot import solve_milp
 from autopar.planner.pipeline import Wanted
 from autopar.planner.placement import Problem, Solution
-from autopar.planner.prices import RankPrices
+from autopar.planner.prices import MicrobatchPrices, RankPrices
 from autopar.planner.sharding import AxisProblem, solve_axis
 from autopar.planner.solve_placement import solve
 from autopar.rules.base import Op, Rule
+from autopar.spmd import I, P, R, S
 
 
 def llama(layers: int) -> Model:
@@ -130,3 +133,20 @@ def test_what_choices_have_in_common_is_priced_once_and_rightly() -> None:
     cluster = Cluster.load("h100")
     link = cluster.link(4, 1)
     solve_axis(llama(1), AxisProblem("cp", 4, Separately(4, cluster.device, link, 8), "sequence"))
+
+
+def test_what_changes_cost_depends_on_the_kinds_of_their_types_alone() -> None:
+    """Which is why one of each is priced for an edge."""
+    cluster = Cluster.load("h100")
+    kinds = [I, R, P, S(0), S(1), S(1, 2), S(2, 4)]
+    pairs = tuple((a, b) for a in kinds for b in kinds if a != b)
+    scalar, tensor = Meta((), torch.float32, needs_grad=True), Meta((4, 8, 16), torch.bfloat16)
+    for prices in (RankPrices(4, cluster.device, cluster.link(4, 1), 8), MicrobatchPrices(), MicrobatchPrices(True)):
+        for meta, per_step, from_tables in itertools.product((scalar, tensor), (False, True), (False, True)):
+            found = prices.changes(meta, pairs, per_step=per_step, from_tables=from_tables)
+            by_kinds: dict[tuple[str, str], set[float | None]] = defaultdict(set)
+            for (a, b), price in zip(pairs, found, strict=True):
+                assert price == prices.change(meta, a, b, per_step=per_step, from_tables=from_tables)
+                by_kinds[a.kind, b.kind].add(price)
+            assert all(len(some) == 1 for some in by_kinds.values())
+            assert len({price for some in by_kinds.values() for price in some}) > 1
