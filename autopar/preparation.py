@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -29,18 +29,26 @@ from autopar.passes.shifted_losses import has_shifted_losses, shifted_losses
 from autopar.passes.untrained import untrained
 from autopar.passes.working_copies import working_copies
 
+_COLLECTED: Final = 20_000
+"""So many more objects are made than freed between two collections, of which Python's own settings make one every 700.
+Graphs that planning is through with are cycles of fewer, and together take some megabytes."""
+
 
 @contextmanager
 def settled() -> Iterator[None]:
-    """Within, Python's cyclic collector leaves alone what is there already: a captured graph lives on, and walking it
-    again and again is a tenth of planning. What is made within is collected as ever."""
+    """Within, Python's cyclic collector leaves alone what is there already, and walks what is made within more rarely:
+    most of both lives on, and walking it again and again is a tenth of planning."""
     if gc.get_freeze_count():  # somebody else's, who will want it to stay so
         yield
         return
+    young, *older = gc.get_threshold()
     gc.freeze()
+    if young:  # 0: somebody turned it off
+        gc.set_threshold(max(young, _COLLECTED), *older)
     try:
         yield
     finally:
+        gc.set_threshold(young, *older)
         gc.unfreeze()
 
 

@@ -97,12 +97,15 @@ def test_an_autocast_around_the_capture() -> None:
 
 
 def test_what_is_there_is_left_alone_while_planning() -> None:
-    """And not after it, whatever happens; what somebody else left alone stays so."""
+    """And not after it, whatever happens; what somebody else left alone stays so. Collections are rarer within."""
+    before = gc.get_threshold()
     with preparation.settled():
         assert gc.get_freeze_count() > 0
+        assert gc.get_threshold()[0] > 10 * before[0] > 0
     with pytest.raises(RuntimeError), preparation.settled():
         raise RuntimeError
     assert gc.get_freeze_count() == 0
+    assert gc.get_threshold() == before
     gc.freeze()
     try:
         with preparation.settled():
@@ -110,3 +113,13 @@ def test_what_is_there_is_left_alone_while_planning() -> None:
         assert gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()
+
+
+def test_a_collector_that_is_off_stays_off_while_planning() -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(0)
+    try:
+        with preparation.settled():
+            assert gc.get_threshold()[0] == 0
+    finally:
+        gc.set_threshold(*before)
