@@ -33,9 +33,8 @@ class Plan:
         parts = [f"{axis}{size}" for axis, size in self.mesh.items()]
         parts += [f"{name}={value}" for name, value in self.options.items()]
         parts += [] if self.dtype == torch.float64 else [str(self.dtype)]
-        return "-".join(
-            [self.model, *parts, *([] if self.cluster == FAST else ["busy" if self.cluster == BUSY else "nodes"])]
-        )
+        where = {FAST: [], BUSY: ["busy"]}.get(self.cluster, ["nodes"])
+        return "-".join([self.model, *parts, *where])
 
     @property
     def case(self) -> Case:
@@ -77,9 +76,8 @@ FAST_PLANS: Final = (
     Plan("mlp", {"dp": 3}, {"zero": 3, **BF16}, torch.float32, batch=12),  # rows are padded
     Plan("moe_qwen2_moe", {"dp": 8, "ep": 8}, {"expert_imbalance": 1.25}, batch=16, cluster=NODES),  # in two hops
     Plan("mlp", {"dp": 4}, {"zero": 3, "zero_ranks": 2}, cluster=BUSY),  # what collectives slow: both passes
-    Plan(
-        "mlp", {"pp": 2, "dp": 4}, {"schedule": "zb-h1", "zero": 2, "zero_ranks": 2}, batch=16, cluster=BUSY
-    ),  # the second half
+    Plan("mlp", {"pp": 2, "dp": 2}, {"schedule": "zb-h1", "zero": 2}, cluster=BUSY),  # the second half of the backward
+    Plan("mlp", {"dp": 2}, {"offload": ("optimizer",), **BF16}, torch.float32, cluster=BUSY),  # updated on the host
 )
 
 SLOW_PLANS: Final = (
