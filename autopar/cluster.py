@@ -163,7 +163,8 @@ class Device:
         return (on_host and self.host_memory_bytes_per_second) or self.achievable_memory_bytes_per_second
 
     def held_share(self, link: Link) -> float:
-        """The share of its multiprocessors that a collective over ``link`` holds while it runs, below 1."""
+        """The share of its multiprocessors that a collective over ``link`` holds while it runs, below 1; 0 where their
+        number isn't known."""
         return link.held_multiprocessors / self.multiprocessors if self.multiprocessors else 0.0
 
 
@@ -253,10 +254,10 @@ class Cluster:
     def __post_init__(self) -> None:
         _check(self)
         held = max(self.intra_node.held_multiprocessors, self._held_across(self.devices_per_node))
-        if held and held >= self.device.multiprocessors:
+        if 0 < self.device.multiprocessors <= held:
             raise ClusterError(
                 f"held_multiprocessors of a link are {held}, but the device has {self.device.multiprocessors} "
-                "multiprocessors, of which collectives leave some: give fewer, or device.multiprocessors"
+                "multiprocessors, of which collectives leave some; give fewer"
             )
 
     @classmethod

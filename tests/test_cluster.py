@@ -364,6 +364,8 @@ def test_collectives_leave_some_multiprocessors() -> None:
         }
         with pytest.raises(ClusterError, match="the device has 108 multiprocessors, of which collectives leave some"):
             replace(a100, **links)
+    unknown = replace(a100.device, multiprocessors=0)
+    assert replace(a100, device=unknown).device.held_share(a100.intra_node) == 0.0
 
 
 def test_rings_over_nodes_use_all_cards() -> None:
