@@ -51,8 +51,8 @@ def batch_of(sequences: int, positions: int) -> dict[str, torch.Tensor]:
 
 def how(plan: Plan) -> str:
     """Degrees, microbatches, schedule and ZeRO in one line."""
-    rows = plan.batch_size // plan.microbatches // plan.mesh.replicas
-    parts = [str(plan.mesh), f"{plan.microbatches} microbatches of {rows}"]
+    count, rows = plan.microbatches, plan.batch_size // plan.microbatches // plan.mesh.replicas
+    parts = [str(plan.mesh), f"{count} microbatch{'' if count == 1 else 'es'} of {rows}"]
     if plan.mesh.pp > 1:
         parts.append(plan.schedule + (f" x {plan.chunks}" if plan.chunks > 1 else ""))
     if plan.options.zero:

@@ -65,10 +65,11 @@ def answer(plan: Plan | autopar.AutoparError, gpus: int, cluster: str) -> str:
     fullest = max(plan.rank_plans, key=lambda rank: rank.peak_bytes)
     memory = autopar.Cluster.parse(plan.cluster_toml).device.memory_bytes
     host = f", and {bytes_text(fullest.host_bytes)} of the host's" if fullest.host_bytes else ""
-    rows = plan.batch_size // plan.microbatches // plan.mesh.replicas
+    count, rows = plan.microbatches, plan.batch_size // plan.microbatches // plan.mesh.replicas
+    parts = f"{count} microbatch{'' if count == 1 else 'es'} of {rows} sequence{'' if rows == 1 else 's'}"
     return (
         f"Yes, on {gpus} x {cluster}: {bytes_text(fullest.peak_bytes)} of {bytes_text(memory)} a GPU{host}.\n"
-        f"How: {'; '.join(means(plan)) or 'whole on each GPU'}; {plan.microbatches} microbatches of {rows} sequences.\n"
+        f"How: {'; '.join(means(plan)) or 'whole on each GPU'}; {parts}.\n"
         f"A step of {plan.batch_size} sequences takes {seconds_text(plan.step_seconds)} (MFU {percent_text(plan.mfu)})."
     )
 

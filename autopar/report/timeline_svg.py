@@ -128,7 +128,8 @@ def document(inner: str, width: float, height: float, style: str = "", label: st
 
 def title(schedule: Schedule) -> str:
     """The schedule's name and sizes in words."""
-    sizes = f"{schedule.ranks} ranks, {schedule.microbatches} microbatches"
+    ranks, microbatches = schedule.ranks, schedule.microbatches
+    sizes = f"{ranks} rank{'' if ranks == 1 else 's'}, {microbatches} microbatch{'' if microbatches == 1 else 'es'}"
     sizes += f", {schedule.stages} stages" if schedule.stages != schedule.ranks else ""
     sizes += f", vocabulary split by {schedule.head}" if schedule.head else ""
     return f"{schedule.name}: {sizes}"
@@ -290,9 +291,9 @@ class Chart:
     def legend(self, width: float) -> tuple[str, float]:
         """The legend in lines of at most ``width`` px, and its height in px."""
         parts = [*self._pass_keys(), *self._lane_keys()]
-        parts.append(('<path class="count" d="M0 9h6v-6h8"/>', 16, "microbatches in flight"))
+        parts.append(('<path class="count" d="M0 9h6v-6h8"/>', 18, "microbatches in flight"))
         if self.peak_bytes:
-            parts.append((_swatch("bytes", 0), 16, "bytes kept"))
+            parts.append((_swatch("bytes", 0), 18, "bytes kept"))
         text, x, y = "", 0.0, 0.0
         for shapes, shapes_width, name in parts:
             needed = shapes_width + _DIGIT * len(name) + 14

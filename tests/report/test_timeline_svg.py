@@ -11,7 +11,7 @@ import pytest
 
 from autopar.report import timeline_html, timeline_svg
 from autopar.report.lanes import exchange_events
-from autopar.report.timeline_svg import MAX_DETAILED
+from autopar.report.timeline_svg import MAX_DETAILED, title
 from autopar.schedules import Costs, Timeline, generate, lower, simulate_timeline
 from autopar.schedules.looks import LOOKS
 from autopar.schedules.weight_moves import WeightMoves
@@ -138,3 +138,8 @@ def test_a_step_that_takes_no_time_is_drawn_empty() -> None:
     root = ElementTree.fromstring(timeline_svg(free))
     assert boxes(root) == {}
     assert "makespan 0 µs" in timeline_html(free).replace("</dt><dd>", " ")
+
+
+def test_one_rank_and_one_microbatch_are_singular() -> None:
+    assert title(generate("1f1b", 1, 1)) == "1f1b: 1 rank, 1 microbatch"
+    assert title(generate("interleaved", 2, 4, chunks=2)) == "interleaved: 2 ranks, 4 microbatches, 4 stages"
