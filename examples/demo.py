@@ -142,7 +142,9 @@ def main() -> None:
     console.print()
     console.print(render(job.timeline, width=min(console.width, 110)))
     console.rule("a layer of the program that rank 0 runs")
-    console.print(Syntax(layer_text(job.source(0)), "python", background_color="default"))
+    code = layer_text(job.source(0))
+    widest = max(map(len, code.splitlines()))  # the terminal may break lines, but nothing is cut off
+    console.print(Syntax(code, "python", background_color="default", code_width=widest), soft_wrap=True)
     programs = ", ".join(sorted(path.name for path in directory.glob("*.py")))
     console.print(f"everything is in {directory}/: plan.json, {programs}, actions.txt, README.md")
     console.print(f"done in {time.perf_counter() - began:.0f} s")
