@@ -9,7 +9,7 @@ it anyway. What several calls keep as inputs (rotary tables, masks, an encoder's
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,6 +20,7 @@ from autopar.graph import INPUT_CALL, Model, info
 from autopar.passes.recompute import groups
 from autopar.passes.vocabulary import STAGELESS
 from autopar.planner.compression import kept_in_8_bits
+from autopar.planner.knapsack import Option
 from autopar.planner.recompute import Point, Regions, evaluate, frontier, problem_of, whole
 from autopar.planner.saved import BlockSaved, Storage, saved_tensors, storage_bytes, storage_of_input, storages_of
 from autopar.planner.working import working_bytes
@@ -128,7 +129,8 @@ def _free(model: Model, index: int) -> frozenset[fx.Node]:
 class Activations:
     """A model's calls and their alternatives (``choices`` by block). ``eight_bits``: layers keep what they keep so.
 
-    ``working_bytes``, by block: what its passes hold beside what it keeps (:mod:`autopar.planner.working`).
+    ``working_bytes``, by block: what its passes hold beside what it keeps (:mod:`autopar.planner.working`). ``taken``:
+    what was found for ranks that hold some calls within some bytes (:func:`autopar.planner.knapsack.choose`).
     """
 
     def __init__(
@@ -140,8 +142,11 @@ class Activations:
             self.found = [kept_in_8_bits(b, f) for b, f in zip(model.blocks, self.found, strict=True)]
         self.choices = [BlockChoices(model, i, f, seconds[i]) for i, f in enumerate(self.found)]
         self.working_bytes = [working_bytes(b, f) for b, f in zip(model.blocks, self.found, strict=True)]
+        self.taken: dict[Hashable, list[list[int]] | None] = {}
         self._places: dict[int, dict[fx.Node, Storage]] = {}
         self._bytes: dict[tuple[int, Regions], int] = {}
+        self._rows: dict[tuple[int, tuple[Regions, ...]], tuple[Option, ...]] = {}
+        self._different: dict[tuple[Option, ...], tuple[Option, ...]] = {}
 
     def call_bytes(self, index: int, alternative: Alternative) -> int:
         """What counts to one call, a microbatch."""
@@ -155,6 +160,16 @@ class Activations:
     def transient_bytes(self, index: int, alternative: Alternative) -> int:
         """What a pass of a call holds beside what it keeps, with what it made again."""
         return self.working_bytes[self.model.calls[index].block] + alternative.transient_bytes
+
+    def row(self, index: int, alternatives: Sequence[Alternative]) -> tuple[Option, ...]:
+        """The alternatives of one call as the knapsack has them; one object for calls of which they are equal."""
+        key = index, tuple(alternative.regions for alternative in alternatives)
+        if key not in self._rows:
+            made = tuple(
+                Option(self.call_bytes(index, a), a.seconds, self.transient_bytes(index, a)) for a in alternatives
+            )
+            self._rows[key] = self._different.setdefault(made, made)
+        return self._rows[key]
 
     def _payer(self, storage: Storage, index: int) -> int | None:
         """The call that a storage counts to; None: all of a stage together."""

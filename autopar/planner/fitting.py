@@ -18,7 +18,7 @@ from autopar.graph import Model
 from autopar.passes.recompute import own_modules
 from autopar.planner.activations import Activations, Alternative
 from autopar.planner.chunk_cuts import paces
-from autopar.planner.knapsack import Option, StageCalls, choose, least_bytes, used_bytes
+from autopar.planner.knapsack import StageCalls, choose, least_bytes, used_bytes
 from autopar.planner.stages import (
     NANOSECOND,
     Partition,
@@ -208,14 +208,23 @@ def _chosen(demand: Demand, cut: Partition, options: Mapping[int, tuple[Alternat
     """The fastest choice within the budget for this cut; None where there is none."""
     chosen: dict[int, Alternative] = {}
     for numbers, stages in _ranks(demand, cut, options):
-        taken = choose(stages, demand.free_bytes)
+        taken = _taken(demand, stages)
         if taken is None:
             return None
-        assert used_bytes(stages, taken) <= demand.free_bytes
         for number, row in zip(numbers, taken, strict=True):
             calls = _calls(demand, cut, number)
             chosen |= {i: options[i][p] for i, p in zip(calls, row, strict=True)}
     return _timed(demand, cut, chosen)
+
+
+def _taken(demand: Demand, stages: Sequence[StageCalls]) -> list[list[int]] | None:
+    """:func:`~autopar.planner.knapsack.choose`, once for ranks of any cut that hold the same."""
+    rows = tuple((stage.inflight, stage.fixed_bytes, tuple(map(id, stage.calls))) for stage in stages)
+    key, known = (rows, demand.free_bytes), demand.activations.taken
+    if key not in known:
+        known[key] = taken = choose(stages, demand.free_bytes)
+        assert taken is None or used_bytes(stages, taken) <= demand.free_bytes
+    return known[key]
 
 
 def _timed(demand: Demand, cut: Partition, chosen: Mapping[int, Alternative]) -> Fit:
@@ -237,11 +246,10 @@ def _ranks(
 ) -> list[tuple[list[int], list[StageCalls]]]:
     """Per pipeline rank, its stages by number and as the knapsack sees them."""
     state = {i: unit.state_bytes for i, unit in zip(demand.calls, demand.units, strict=True)}
-    bytes_, transient = demand.activations.call_bytes, demand.activations.transient_bytes
     found: dict[int, tuple[list[int], list[StageCalls]]] = {}
     for number, rank in enumerate(demand.placement):
         calls, inflight = _calls(demand, cut, number), demand.inflight[number]
-        rows = tuple(tuple(Option(bytes_(i, a), a.seconds, transient(i, a)) for a in options[i]) for i in calls)
+        rows = tuple(demand.activations.row(i, options[i]) for i in calls)
         fixed = sum(state[i] for i in calls) + inflight * demand.activations.shared_bytes
         numbers, stages = found.setdefault(rank, ([], []))
         numbers.append(number)

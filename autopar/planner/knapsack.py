@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -65,7 +65,8 @@ def choose(stages: Sequence[StageCalls], budget_bytes: int) -> list[list[int]] |
     None where there is none.
     """
     fixed = sum(stage.fixed_bytes for stage in stages)
-    plain = [[_fastest(options) for options in stage.calls] for stage in stages]
+    fastest = {id(options): _fastest(options) for stage in stages for options in _different(stage)}
+    plain = [[fastest[id(options)] for options in stage.calls] for stage in stages]
     if used_bytes(stages, plain) <= budget_bytes:
         return plain
     best: tuple[float, int, list[int]] | None = None
@@ -110,7 +111,12 @@ def _fastest(options: Sequence[Option]) -> int:
 
 def _transients(stages: Sequence[StageCalls]) -> list[int]:
     """What the largest recomputation may take."""
-    return sorted({o.transient_bytes for s in stages for options in set(s.calls) for o in options} or {0})
+    return sorted({o.transient_bytes for s in stages for options in _different(s) for o in options} or {0})
+
+
+def _different(stage: StageCalls) -> Iterable[tuple[Option, ...]]:
+    """The options of its calls, those that are one object once: equal calls have one, where much is to be done."""
+    return {id(options): options for options in stage.calls}.values()
 
 
 def _items(stages: Sequence[StageCalls], transient: int) -> list[list[_Item]] | None:
@@ -118,11 +124,11 @@ def _items(stages: Sequence[StageCalls], transient: int) -> list[list[_Item]] | 
 
     What another option of the call beats in both is left out.
     """
-    known: dict[tuple[int, tuple[Option, ...]], list[_Item]] = {}
+    known: dict[tuple[int, int], list[_Item]] = {}
     found = []
     for stage in stages:
         for options in stage.calls:
-            key = stage.inflight, options
+            key = stage.inflight, id(options)
             if key not in known:
                 known[key] = _useful(options, stage.inflight, transient)
             if not known[key]:
@@ -158,13 +164,13 @@ class _Relaxed:
 
     def __init__(self, calls: Sequence[Sequence[_Item]]) -> None:
         self.calls = calls
-        self.segments = sorted(s for i, items in enumerate(calls) for s in _segments(i, items))
+        hulls = {id(items): _hull(items) for items in calls}  # equal calls have one list
+        self.segments = sorted(s for i, items in enumerate(calls) for s in _segments(i, hulls[id(items)]))
         self.owners = np.array([s.call for s in self.segments], dtype=np.int64)
         self.bytes_ = np.array([float(s.bytes_) for s in self.segments])
         self.saved = np.array([s.saved for s in self.segments])
-        rest = [(float(items[0].bytes_), items[0].seconds) for items in calls]
-        self.least = [math.fsum(b for b, _ in rest[i:]) for i in range(len(rest) + 1)]
-        self.most = [math.fsum(s for _, s in rest[i:]) for i in range(len(rest) + 1)]
+        self.least = _sums_from([float(items[0].bytes_) for items in calls])
+        self.most = _sums_from([items[0].seconds for items in calls])
 
     def seconds(self, first: int, room: NDArray[np.int64]) -> NDArray[np.float64]:
         """The least seconds of calls from ``first`` on, for each amount of bytes that is left; infinite below the
@@ -190,12 +196,32 @@ class _Relaxed:
         return seconds
 
 
-def _segments(call: int, items: Sequence[_Item]) -> Iterator[_Segment]:
+def _sums_from(values: Sequence[float]) -> list[float]:
+    """``math.fsum`` of the values from each place on: of those behind a place, partial sums are kept that lose nothing
+    (J. R. Shewchuk, Discrete & Computational Geometry 18, 1997)."""
+    found, partials = [0.0], list[float]()
+    for value in reversed(values):
+        kept = []
+        for partial in partials:
+            large, small = (partial, value) if abs(partial) > abs(value) else (value, partial)
+            value = large + small
+            if lost := small - (value - large):
+                kept.append(lost)
+        partials = [*kept, value]
+        found.append(math.fsum(partials))
+    return found[::-1]
+
+
+def _hull(items: Sequence[_Item]) -> list[_Item]:
     hull: list[_Item] = []
     for item in items:
         while len(hull) > 1 and _is_above(hull[-2], hull[-1], item):
             hull.pop()
         hull.append(item)
+    return hull
+
+
+def _segments(call: int, hull: Sequence[_Item]) -> Iterator[_Segment]:
     for before, after in itertools.pairwise(hull):
         bytes_, saved = after.bytes_ - before.bytes_, before.seconds - after.seconds
         yield _Segment(bytes_ / saved, call, bytes_, saved, after.number)
@@ -214,9 +240,17 @@ def _labelled(calls: Sequence[Sequence[_Item]], relaxed: _Relaxed, room: int) ->
     limit += _EQUAL * (abs(limit) + relaxed.most[0])
     bytes_, seconds = np.zeros(1, dtype=np.int64), np.zeros(1)
     steps: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
+    columns = {
+        id(items): (
+            np.array([item.bytes_ for item in items], dtype=np.int64),
+            np.array([item.seconds for item in items]),
+        )
+        for items in calls
+    }
     for i, items in enumerate(calls):
-        more = (bytes_[:, None] + np.array([item.bytes_ for item in items], dtype=np.int64)).ravel()
-        later = (seconds[:, None] + np.array([item.seconds for item in items])).ravel()
+        own_bytes, own_seconds = columns[id(items)]
+        more = (bytes_[:, None] + own_bytes).ravel()
+        later = (seconds[:, None] + own_seconds).ravel()
         bounds = later + relaxed.seconds(i + 1, room - more)
         kept = np.flatnonzero(bounds <= limit)
         if len(kept) > _LABELS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import math
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.plan import BlockPlan, Plan
 from autopar.planner.build import Request, build
-from autopar.planner.knapsack import Option, StageCalls, choose, least_bytes, used_bytes
+from autopar.planner.knapsack import Option, StageCalls, _sums_from, choose, least_bytes, used_bytes
 from autopar.planner.pipeline import Wanted
 from autopar.planner.recompute import Point, Problem, Regions, evaluate, frontier
 from benchmarks.models import MegatronGPT
@@ -320,3 +321,10 @@ def test_a_plan_is_taken_as_it_is() -> None:
 def test_asynchronous_schedules_can_not_recompute() -> None:
     with pytest.raises(ArgumentError, match="asynchronous"):
         planned(gpt(), schedule="pipedream", recompute="full")
+
+
+def test_sums_from_each_place_lose_nothing() -> None:
+    draw = random.Random(0)
+    for count in (0, 1, 2, 40):
+        values = [draw.choice((-1, 1)) * draw.random() * 10.0 ** draw.randint(-20, 20) for _ in range(count)]
+        assert _sums_from(values) == [math.fsum(values[first:]) for first in range(count + 1)]
