@@ -113,6 +113,18 @@ def _quotient_holds(op: Op) -> int:
     return max(4 * op.result.bytes - gradients if is_trained else 0, _whole(op))
 
 
+def _negated(taken: int, given: int) -> Callable[[Op], int]:
+    """Of a difference, whose operand ``given`` hands the gradient on as it is: that of ``taken`` is negated, whole."""
+
+    def holds(op: Op) -> int:
+        if len(op.operands) < 2 or not op.operands[taken].needs_grad:
+            return 0
+        is_whole = op.operands[taken].shape == op.result.shape
+        return 0 if is_whole and not op.operands[given].needs_grad else op.result.bytes
+
+    return holds
+
+
 def _several(count: int) -> Callable[[Op], int]:
     """So many intermediate results, which live until the gradient is made of them."""
     return lambda op: count * op.result.bytes
@@ -174,7 +186,7 @@ UNARY = (
     *("bitwise_not", "isfinite", "isinf", "isnan", "logical_not"),
 )
 BINARY = (
-    *("add.Scalar", "sub.Scalar", "rsub.Scalar", "rsub.Tensor"),
+    *("add.Scalar", "sub.Scalar", "rsub.Scalar"),
     *("atan2.default", "floor_divide.default", "floor_divide.Scalar", "fmod.Scalar", "fmod.Tensor"),
     *("remainder.Scalar", "remainder.Tensor", "maximum.default", "minimum.default", "max.other", "min.other"),
     *("pow.Scalar", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "polar.default"),
@@ -203,7 +215,8 @@ RULES: dict[str, Rule] = {
     "aten.sub.Scalar": _pointwise(kernels=_of_sum),
     "aten.pow.Tensor_Scalar": _pointwise(kernels=_of_power, holds=_several(2)),
     "aten.add.Tensor": _pointwise(_sum, _of_sum),
-    "aten.sub.Tensor": _pointwise(_sum, _of_sum),
+    "aten.sub.Tensor": _pointwise(_sum, _of_sum, _negated(1, 0)),
+    "aten.rsub.Tensor": _pointwise(holds=_negated(0, 1)),
     "aten.mul.Tensor": _pointwise(each, _of_product, _whole),
     "aten.mul.Scalar": _pointwise(each),
     "aten.div.Tensor": _pointwise(through(0), _of_quotient, _quotient_holds),

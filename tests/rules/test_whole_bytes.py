@@ -87,6 +87,24 @@ def test_as_much_as_a_choice_holds(case: int) -> None:
     assert lookup(found.name).whole_bytes(found) == pytest.approx(expected, abs=0.1 * made.nbytes)
 
 
+@pytest.mark.parametrize("case", [n for n, (one, other) in enumerate(pairs()) if one.dtype == other.dtype])
+@pytest.mark.parametrize(("name", "kept"), [("sub", 0), ("rsub", 1)])
+def test_as_much_as_a_difference_holds(name: str, kept: int, case: int) -> None:
+    """Where both have gradients, and of what was broadcast, gradients count as the result's own, handed on: all that
+    is made is held beside. One that is alone counts by itself."""
+    both = pairs()[case]
+    made = getattr(torch, name)(*both)
+    found = given_to(f"aten.{name}.Tensor", both, made)
+    one, other = both[kept], both[1 - kept]
+    slope = torch.ones_like(made)
+    with StorageTracker() as tracker:
+        gradients = torch.autograd.grad(made, [x for x in both if x.requires_grad], slope)
+        del gradients
+    alone = other.requires_grad and not one.requires_grad and other.shape == made.shape
+    expected = tracker.peak_bytes - (other.nbytes if alone else 0)
+    assert lookup(found.name).whole_bytes(found) == pytest.approx(expected, abs=0.1 * made.nbytes)
+
+
 ALONE: list[tuple[str, Callable[[Tensor], Tensor]]] = [
     *((f"aten.{name}.default", getattr(torch, name)) for name in INSIDE),
     *((f"aten.{name}.default", getattr(torch, name)) for name in ("exp", "log", "sigmoid", "tanh", "relu")),
