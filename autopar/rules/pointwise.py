@@ -186,7 +186,7 @@ UNARY = (
     *("bitwise_not", "isfinite", "isinf", "isnan", "logical_not"),
 )
 BINARY = (
-    *("add.Scalar", "sub.Scalar", "rsub.Scalar"),
+    *("add.Scalar", "sub.Scalar", "rsub.Scalar", "rsub.Tensor"),
     *("atan2.default", "floor_divide.default", "floor_divide.Scalar", "fmod.Scalar", "fmod.Tensor"),
     *("remainder.Scalar", "remainder.Tensor", "maximum.default", "minimum.default", "max.other", "min.other"),
     *("pow.Scalar", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "polar.default"),
