@@ -1,4 +1,4 @@
-"""Which calls have weights alike: what they hold, move and sum up is found once for all of them."""
+"""Which calls have weights that are alike, so that what these take to be held, moved and summed is found once."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from autopar.passes.recompute import own_modules
 
 @dataclass(frozen=True)
 class Alike:
-    """Of ``model``, whose layers mostly are alike."""
+    """Says it of the calls of ``model``, most of whose layers are alike."""
 
     model: Model
 
     def key(self, calls: Sequence[int]) -> Hashable:
-        """Equal for calls of the same blocks, in order, whose weights are stored alike and in use nowhere else."""
+        """A key that is equal for two runs of calls if these are of the same blocks in the same order, and their
+        weights are stored alike. Weights that several calls read are alike only if they are the same."""
         return tuple(self._marks[index] for index in calls)
 
     @cached_property

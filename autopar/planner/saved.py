@@ -1,13 +1,17 @@
 """What autograd keeps from a block's forward to its backward, found by running its ops on fake tensors.
 
-Each op runs once under ``FakeTensorMode`` (shapes and strides, no memory, no arithmetic) with hooks on what its
-backward saves, which is therefore never a table made by hand; only functions of ``autopar.runtime`` that communicate
-state it beside their rules (:mod:`autopar.rules.forms`). A tensor is its *storage*: views and transitions that copy
-nothing are resolved to the node that made the memory, so a union of nodes is a union of bytes.
+Each op runs once under ``FakeTensorMode`` (shapes and strides, but no memory and no arithmetic) with hooks on what its
+backward saves. So there is no table of ops to be kept up to date; only functions of ``autopar.runtime`` that
+communicate, which can't run here, state what they keep beside their rules (:mod:`autopar.rules.forms`). A tensor
+stands for its *storage*: views, and transitions that copy nothing, are resolved to the node that made the memory. The
+bytes of several tensors are then those of the union of these nodes.
 
-Parameters and buffers of the model don't count. A kept *input* of a block counts for the block that keeps it, and
-whoever sums over calls counts a value once (:func:`kept_storages` does): a value of another call where it was made or
-where it is first kept, a value of the batch never (the step holds the batch anyway), what tables make once per stage.
+Parameters and buffers of the model don't count, because a rank holds them anyway. An *input* of a block that its
+backward needs counts for that block. Whoever adds up several calls counts each value once (:func:`kept_storages`):
+
+* a value that another call made counts where it was made, if it is kept there, else where it is first kept;
+* a value of the batch never counts: the step holds the batch anyway;
+* what blocks of tables make (rotary tables, masks) counts once per stage.
 """
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
 """What a pass of a block holds beside what is kept for its backward: from its graph, as autograd runs it.
 
-A forward holds values as Python does: under a name, until its function returns or another value takes the name, as
-:mod:`autopar.codegen.names` gives them. A backward runs the ops the other way round. It holds a gradient of each value
-from the first op that makes a term of it to the op that made the value; meanwhile what was kept goes, op by op.
-Gradients of what an op made inside of itself and kept are temporaries of that op, those of weights until they are added
-to what is counted as state. Views share memory, and so do their gradients.
+A forward holds values as Python does: each under a name, until the function returns or another value takes the name.
+Which values share names is reckoned as :mod:`autopar.codegen.names` gives them.
 
-All bytes are relative to a rank that holds what all of the block keeps (:mod:`autopar.planner.saved`): that is what
-microbatches in flight count. Of a stage, the last block's backward begins with that much; others with less.
+A backward runs the ops in the opposite order. It holds a gradient of each value from the first op that makes a term of
+it until the op that made the value is done. Meanwhile what was kept is freed, op by op. Gradients of tensors that an op
+made for itself and kept are temporaries of that op. Gradients of weights are temporaries, too, until they are added to
+those that count as state. Views share memory, and so do their gradients.
+
+All bytes are relative to a rank that holds everything that the block keeps (:mod:`autopar.planner.saved`), because that
+is how microbatches in flight are counted. The backward of a stage's last block begins with that much; those of other
+blocks with less.
 """
 
 from __future__ import annotations
@@ -28,15 +31,15 @@ _WEIGHTS = ("parameter", "buffer")
 
 
 def working_bytes(block: Block, found: BlockSaved) -> int:
-    """At most, in a forward or a backward of one microbatch; with recomputation, what is made again comes on top."""
+    """The most that a forward or a backward of one microbatch holds; what recomputation makes again comes on top."""
     kept = _Kept.of(block, found)
     return max(0, _forward(block, found, kept), _backward(block, found, kept))
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """By op, the memories whose last reader in a backward it is; ``inside``: bytes that ops made and keep themselves;
-    ``memories``: all that are kept, with their bytes."""
+    """What a block keeps: ``memories`` with their bytes; by op, those that no backward after its own needs
+    (``goes_after``), and the bytes that it made for itself (``inside``)."""
 
     memories: dict[fx.Node, int]
     goes_after: dict[fx.Node, list[fx.Node]]
@@ -114,7 +117,8 @@ def _made(node: fx.Node, found: BlockSaved) -> Iterator[fx.Node]:
 
 @dataclass
 class _Gradients:
-    """Those that live: by node the memory that its gradient lies in, with bytes and how many nodes it serves."""
+    """The gradients that live: the ``memory`` that a node's lies in, and of each memory its bytes (``sizes``) and how
+    many nodes' gradients lie in it (``serves``)."""
 
     memory: dict[fx.Node, int] = field(default_factory=dict)
     sizes: dict[int, int] = field(default_factory=dict)

@@ -78,7 +78,8 @@ class Reducer:
     With ``scatters``, gradients of weights whose rows are stored on several ranks are reduce-scattered in every
     backward: :meth:`expect` before it, :meth:`scatter` after it.
     A parameter that no microbatch used has no gradient (None), as on one device; a weight of several stages on
-    different ranks has one on each, zeros where no stage gives any. Parameters in ``without`` are
+    different ranks has one on each, zeros where no stage gave any in this step (what none can give one isn't trained:
+    :mod:`autopar.passes.untrained`). Parameters in ``without`` are
     another reducer's: those that two stages of one rank share. ``masters`` by name are what the optimizer updates,
     where that isn't the module's parameter. ``reduce_dtype`` is what is sent (None: the master's). With ``powersgd``,
     matrices are summed over dp in so low a rank.
