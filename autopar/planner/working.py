@@ -15,7 +15,7 @@ blocks with less.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -70,7 +70,7 @@ def _forward(block: Block, found: BlockSaved, kept: _Kept) -> int:
     owner, sizes, ends = found.owner, found.owned_bytes, len(block.ops)
     last = {owner[n]: k for k, node in enumerate(block.ops) for n in operands(node) if n in owner}
     last |= {owner[n]: ends for n in block.outputs if n in owner}
-    named = _names(block)
+    named, under = _names(block), defaultdict[str, list[fx.Node]](list)
     live = {n for n in block.inputs if info(n).meta.needs_grad}
     bytes_ = sum(sizes[n] for n in live | (kept.memories.keys() & set(block.inputs))) - kept.bytes_
     most = bytes_
@@ -79,11 +79,15 @@ def _forward(block: Block, found: BlockSaved, kept: _Kept) -> int:
         live.update(made)
         bytes_ += sum(sizes[n] for n in made) + kept.inside[node]
         most = max(most, bytes_)
-        taken = {named[n] for n in (node, *made)}
-        free = {n for n in live if n in named and n not in kept.memories and last.get(n, -1) <= k}
-        gone = {n for n in free if n not in last or (n not in made and named[n] in taken)}
-        live -= gone
-        bytes_ -= sum(sizes[n] for n in gone)
+        for name in {named[n] for n in (node, *made)}:
+            gone = [n for n in under[name] if last[n] <= k]
+            under[name] = [n for n in under[name] if last[n] > k]
+            bytes_ -= sum(sizes[n] for n in gone)
+        for n in made:
+            if n not in last and n not in kept.memories:
+                bytes_ -= sizes[n]  # nobody reads it
+            elif n not in kept.memories:
+                under[named[n]].append(n)
     return most
 
 
