@@ -58,9 +58,9 @@ def paces(seconds: Numbers, placement: Sequence[int], microbatches: int, *, pair
     of another at a time, and all wait for the longest of these pairs (not ``paired``: that is left out); twice as long
     a backward as a forward is taken for that.
     """
-    homes = np.array(placement)
-    ranks = len(set(placement))
-    slowest: Numbers = np.max([seconds[:, homes == rank].sum(axis=1) for rank in sorted(set(placement))], axis=0)
+    homes, by_rank = np.array(placement), _ByRank.of(placement)
+    ranks = len(by_rank.firsts)
+    slowest: Numbers = by_rank.sums(seconds).max(axis=1)
     if not microbatches or len(placement) == ranks:
         return slowest * max(1, microbatches)
     step = microbatches * slowest
@@ -68,6 +68,29 @@ def paces(seconds: Numbers, placement: Sequence[int], microbatches: int, *, pair
         step = np.maximum(step, microbatches * _paired(seconds, ranks) // ranks)
     longest: Numbers = seconds.max(axis=1)
     return step + (ranks - 1) * longest
+
+
+@dataclass(frozen=True)
+class _ByRank:
+    """Stages in the ``order`` of their ranks, and where there those of each rank begin."""
+
+    order: Numbers
+    firsts: Numbers
+
+    @classmethod
+    def of(cls, placement: Sequence[int]) -> _ByRank:
+        homes = np.array(placement)
+        order = np.argsort(homes, kind="stable")
+        return cls(order, np.flatnonzero(np.diff(homes[order], prepend=-1)))
+
+    def sums(self, values: Numbers) -> Numbers:
+        """Of values by [cut, stage], by [cut, rank]."""
+        found: Numbers = np.add.reduceat(values[:, self.order], self.firsts, axis=1)
+        return found
+
+    def largest(self, values: Numbers) -> Numbers:
+        found: Numbers = np.maximum.reduceat(values[:, self.order], self.firsts, axis=1)
+        return found
 
 
 def _paired(seconds: Numbers, ranks: int) -> Numbers:
@@ -95,7 +118,7 @@ class _Search:
     def keys(self, cuts: Numbers, *, paired: bool) -> Numbers:
         """[cut, place in the key] of cuts [cut, stage and the end]."""
         seconds, kib = self._stages(cuts)
-        slowest, largest = self._sums(seconds).max(axis=1), self._held_kib(cuts, kib).max(axis=1)
+        slowest, largest = self._ranks.sums(seconds).max(axis=1), self._held_kib(cuts, kib).max(axis=1)
         if not self.by_seconds:
             return np.stack([largest, slowest, seconds.max(axis=1)], axis=1)
         pace = paces(seconds, self.table.placement, self.table.microbatches, paired=paired)
@@ -103,24 +126,28 @@ class _Search:
 
     def slowest(self, cut: Numbers) -> int:
         """Nanoseconds of the slowest rank."""
-        return int(self._sums(self._stages(cut[None, :])[0]).max())
+        return int(self._ranks.sums(self._stages(cut[None, :])[0]).max())
 
     def _stages(self, cuts: Numbers) -> tuple[Numbers, Numbers]:
         """Nanoseconds and KiB by [cut, stage]."""
         table = self.table
         passed = (table.time_to + table.send_at)[cuts[:, 1:]] - (table.time_to - table.send_at)[cuts[:, :-1]]
-        kept = np.diff(table.saved_to[cuts], axis=1) + table.shared
-        return passed, np.diff(table.state_to[cuts], axis=1) + np.array(table.inflight, dtype=np.int64) * kept
-
-    def _sums(self, values: Numbers) -> Numbers:
-        """By rank."""
-        return np.stack([values[:, stages].sum(axis=1) for stages in self._held], axis=1)
+        saved, state = table.saved_to[cuts], table.state_to[cuts]
+        kept = saved[:, 1:] - saved[:, :-1] + table.shared
+        return passed, state[:, 1:] - state[:, :-1] + self._inflight * kept
 
     def _held_kib(self, cuts: Numbers, kib: Numbers) -> Numbers:
         """By rank, with the largest transient of its units."""
         transient = self.table.largest_transient[cuts[:, :-1], cuts[:, 1:]]
-        largest: Numbers = np.stack([transient[:, stages].max(axis=1) for stages in self._held], axis=1)
-        return self._sums(kib) + largest
+        return self._ranks.sums(kib) + self._ranks.largest(transient)
+
+    @cached_property
+    def _inflight(self) -> Numbers:
+        return np.array(self.table.inflight, dtype=np.int64)
+
+    @cached_property
+    def _ranks(self) -> _ByRank:
+        return _ByRank.of(self.table.placement)
 
     @cached_property
     def _held(self) -> list[list[int]]:
@@ -132,17 +159,26 @@ class _Search:
         """The stages that a better cut takes units from, most likely: of the fullest rank, and the longest stage."""
         seconds, kib = self._stages(cut[None, :])
         full = self._held_kib(cut[None, :], kib)[0]
-        ranks = self._sums(seconds)[0] if self.by_seconds else full
+        ranks = self._ranks.sums(seconds)[0] if self.by_seconds else full
         most = full if self.by_seconds and full.max() > self.budget else ranks
         return {*self._held[int(most.argmax())], int(seconds[0].argmax())}
 
-    def least(self, cuts: Numbers) -> tuple[Key, Numbers]:
-        """The best of ``cuts``; pairs are looked at of those that are the best without."""
+    def least(self, cuts: Numbers, below: Key | None = None) -> tuple[Key, Numbers] | None:
+        """The best of ``cuts``; pairs are looked at of those that are the best without. None where it isn't
+        ``below``."""
         if len(cuts) > _PAIRED:
-            cuts = cuts[np.lexsort(self.keys(cuts, paired=False).T[::-1])[:_PAIRED]]
+            keys = self.keys(cuts, paired=False)
+            if below is not None:  # pairs make no key smaller
+                first, second = keys[:, 0], keys[:, 1]
+                may = (first < below[0]) | ((first == below[0]) & (second <= below[1]))
+                cuts, keys = cuts[may], keys[may]
+            cuts = cuts[np.lexsort(keys.T[::-1])[:_PAIRED]]
+        if not len(cuts):
+            return None
         keys = self.keys(cuts, paired=True)
         place = np.lexsort(keys.T[::-1])[0]
-        return tuple(int(k) for k in keys[place]), cuts[place]
+        key = tuple(int(k) for k in keys[place])
+        return (key, cuts[place]) if below is None or key < below else None
 
 
 def _best(search: _Search) -> tuple[Key, tuple[int, ...]]:
@@ -150,7 +186,9 @@ def _best(search: _Search) -> tuple[Key, tuple[int, ...]]:
     inner, ends = table.units - 1, table.stages - 1
     if math.comb(inner, ends) <= _ALL:
         rows = itertools.combinations(range(1, table.units), ends)
-        key, cut = search.least(np.array([(0, *row, table.units) for row in rows], dtype=np.int64))
+        found = search.least(np.array([(0, *row, table.units) for row in rows], dtype=np.int64))
+        assert found is not None  # there are units enough
+        key, cut = found
     else:
         key, cut = min((_improved(search, starts) for starts in _beginnings(table)), key=lambda item: item[0])
     return key, tuple(int(c) for c in cut[:-1])
@@ -169,7 +207,7 @@ def _beginnings(table: CutTable) -> Iterator[tuple[int, ...]]:
 def _improved(search: _Search, starts: Sequence[int]) -> tuple[Key, Numbers]:
     """The best that is reached by steps, each the best of all that move one unit."""
     cut = np.array([*starts, search.table.units], dtype=np.int64)
-    key = search.least(cut[None, :])[0]
+    key = tuple(int(k) for k in search.keys(cut[None, :], paired=True)[0])
     moves, sources = _moves(search.table.stages)
     for _ in range(_STEPS):
         likely = moves[np.isin(sources, list(search.hot(cut)))]
@@ -183,10 +221,7 @@ def _improved(search: _Search, starts: Sequence[int]) -> tuple[Key, Numbers]:
 def _step(search: _Search, cut: Numbers, key: Key, moves: Numbers) -> tuple[Key, Numbers] | None:
     cuts = cut + moves
     cuts = cuts[(cuts[:, 1:] > cuts[:, :-1]).all(axis=1)]
-    if not len(cuts):
-        return None
-    found = search.least(cuts)
-    return found if found[0] < key else None
+    return search.least(cuts, key)
 
 
 def _moves(stages: int) -> tuple[Numbers, Numbers]:

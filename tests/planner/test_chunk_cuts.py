@@ -7,7 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from autopar.planner.chunk_cuts import paces
+from autopar.planner.chunk_cuts import _ByRank, _Search, paces
+from autopar.planner.cuts import CutTable
 from autopar.planner.stages import Unit, partition
 from autopar.schedules import Costs, generate, lower, simulate_timeline
 
@@ -76,3 +77,36 @@ def test_ranks_wait_for_the_longest_pair_of_passes() -> None:
     assert paces(even, placement, microbatches)[0] == 16 * 10_000 + 3 * 5000
     assert paces(uneven, placement, microbatches)[0] > 1.2 * paces(even, placement, microbatches)[0]
     assert paces(uneven, placement, 0)[0] == 10_000, "of very many microbatches, the slowest rank's"
+
+
+def test_what_ranks_hold_is_of_their_own_stages() -> None:
+    generator = np.random.default_rng(0)
+    for _ in range(20):
+        placement = [*generator.permutation([0, 1, 2, *generator.integers(0, 3, 5)]).tolist()]
+        values = generator.integers(0, 100, (4, len(placement)))
+        mine = [[place for place, home in enumerate(placement) if home == rank] for rank in range(3)]
+        by_rank = _ByRank.of(placement)
+        assert by_rank.sums(values).tolist() == [[sum(row[places]) for places in mine] for row in values]
+        assert by_rank.largest(values).tolist() == [[max(row[places]) for places in mine] for row in values]
+
+
+@pytest.mark.parametrize("by_seconds", [True, False])
+def test_the_best_of_many_cuts_below_another_is_the_best_of_all(by_seconds: bool) -> None:
+    """More cuts than pairs are looked at of, so that those above the other one are left out first."""
+    generator = np.random.default_rng(0)
+    fewer = 0
+    for _ in range(10):
+        times, saved, state, transient = (tuple(generator.integers(1, 9, 14).tolist()) for _ in range(4))
+        placement = (0, 1, 2, 0, 1, 2)
+        table = CutTable(times, (0, *times[1:]), state, saved, transient, 1, (3, 2, 1) * 2, placement, 8)
+        search = _Search(table, 60, by_seconds=by_seconds)
+        cuts = np.array([(0, *inner, 14) for inner in itertools.combinations(range(1, 14), 5)])
+        everything = search.least(cuts)
+        assert everything is not None
+        keys = search.keys(cuts, paired=True)
+        for key in sorted(map(tuple, keys.tolist()))[:20]:
+            other = tuple(int(k) for k in key)
+            found = search.least(cuts, other)
+            fewer += found is not None
+            assert (found[0] if found is not None else other) == min(everything[0], other)
+    assert fewer > 100
