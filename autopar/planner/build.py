@@ -63,6 +63,7 @@ class Request:
     options: Options = field(default_factory=Options)
     expert_load: Load = field(default_factory=dict)
     state_bytes: int | None = None  # of one pipeline, for parameters with gradients and optimizer; None: by the budget
+    is_streamed: bool = False  # over tp, parameters cost what they slow passes by when they move with each microbatch
 
 
 @dataclass
@@ -288,11 +289,24 @@ def _problem(request: Request, axis: str) -> AxisProblem:
     mesh, size = request.mesh, request.mesh.size(axis)
     link = request.cluster.link(size, mesh.stride(axis), mesh.world)
     paired = axis == "cp" and mesh.paired
-    prices = RankPrices(size, request.cluster.device, link, request.microbatches, paired)
+    moved = _moved_seconds(request) if axis == "tp" and request.is_streamed else 0.0
+    prices = RankPrices(size, request.cluster.device, link, request.microbatches, paired, moved)
     kind = {"cp": "sequence", "tp": "model"}.get(axis, "batch")
     budget = _state_budget(request) if axis == "tp" else None
     attention, holds_experts = options.attention, axis in mesh.expert_axes
     return AxisProblem(axis, size, prices, kind, budget, holds_experts, paired, attention, mesh.tp, options.placements)
+
+
+def _moved_seconds(request: Request) -> float:
+    """Of an element of a parameter that all ranks beside tp share: gathered for both passes of each microbatch, its
+    gradient scattered, and passes slowed by that."""
+    mesh, cluster, tp = request.mesh, request.cluster, request.mesh.tp
+    if mesh.world == tp:
+        return 0.0
+    ranks, narrow = mesh.world // tp, 2 if request.options.precision in ("bf16", "fp16") else 4
+    link = cluster.link(ranks, tp, mesh.world)
+    bytes_ = 2 * narrow + 4
+    return cluster.device.held_share(link) * bytes_ / link.ring_bytes_per_second(ranks)
 
 
 def _state_budget(request: Request) -> int:

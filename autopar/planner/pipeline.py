@@ -98,6 +98,7 @@ class Pipeline:
 
 
 _ROOMS = 3  # tries to make room for what a schedule keeps
+_ROOM = 512  # of the budget, that much at least: a cut rounds what its layers keep
 _COPIES = 4  # tries to recompute as little as copies to the host keep up with
 _BOUNDLESS = 1 << 60
 
@@ -222,7 +223,7 @@ def _roomy(parts: _Parts, draft: Schedule, schedule_for: Callable[[Costs, list[i
         lacks = max(p - f for p, f in zip(found.timeline.peak_activation_bytes, found.free_bytes, strict=True))
         if lacks <= 0:
             return found
-        spared += lacks
+        spared += max(lacks, parts.budget_bytes // _ROOM)
         try:
             found = _scheduled(parts, draft, _fit(parts.sparing(spared), draft, None, inflight), schedule_for)
         except BudgetError:

@@ -60,6 +60,8 @@ class RankPrices:
     link: Link
     microbatches: int
     paired: bool = False
+    moved_seconds: float = 0.0
+    """What an element of a rank's parameters costs with each microbatch, beside its update."""
     known: dict[tuple[Any, ...], float] = field(default_factory=dict, compare=False, repr=False)
     """Changes priced before."""
     together: dict[tuple[Any, ...], list[float | None]] = field(default_factory=dict, compare=False, repr=False)
@@ -125,8 +127,8 @@ class RankPrices:
         return (forward + backward) / (self.microbatches if from_tables else 1)
 
     def update(self, elements: int) -> float:
-        """Seconds of the optimizer for ``elements`` of a rank's parameters, once per step."""
-        return step.optimizer_seconds(elements, self.device) / self.microbatches
+        """Seconds of the optimizer for ``elements`` of a rank's parameters, once per step; and of moving them."""
+        return step.optimizer_seconds(elements, self.device) / self.microbatches + elements * self.moved_seconds
 
     def _one_way(self, kind: str | None, meta: Meta) -> float:
         if kind is None:

@@ -14,7 +14,6 @@ from autopar.passes.vocabulary import STAGELESS
 from autopar.plan import SearchPlan, bytes_text
 from autopar.planner.block_costs import Machine
 from autopar.planner.build import Built, Request, build, finish
-from autopar.planner.fitting import Layout
 from autopar.planner.pipeline import Wanted
 from autopar.search.costing import Costing, Outcome
 from autopar.search.fronts import compared, gpus_front, memory_front, runners_up
@@ -22,7 +21,7 @@ from autopar.search.infeasible import no_degrees, refusal
 from autopar.search.loop import Found, Search
 from autopar.search.pins import Pins
 from autopar.search.profiles import Models, Profiler
-from autopar.search.space import Point, Region, Sizes, regions
+from autopar.search.space import Point, Region, Sizes, regions, streams
 from autopar.search.watching import Watcher
 
 _ROUNDS = 3
@@ -162,16 +161,19 @@ def _microbatches(search: Search) -> int:
 
 
 def _build(
-    search: Search, point: Point, measured: Callable[[Built], Built] | None, layout: Layout | None = None
+    search: Search, point: Point, measured: Callable[[Built], Built] | None, outcome: Outcome | None = None
 ) -> Built:
-    """``layout`` is how the search laid it out."""
+    """``outcome`` is how the search laid it out."""
     region, profiler = point.region, search.profiler
     options = search.costing.options_of(point)
     wanted = Wanted(point.schedule, point.vocabulary, point.chunks)
-    profile = profiler.known.get(search.key_of(point))
+    layout = outcome.layout if outcome is not None else None
+    key = outcome.key if outcome is not None and outcome.key is not None else search.key_of(point)
+    profile = profiler.known.get(key)
     state = profile.placed.request.state_bytes if profile is not None else None
     load = dict(profiler.expert_load)
-    request = Request(region.mesh, region.microbatches, profiler.cluster, wanted, options, load, state)
+    streamed = key.streamed or (profile is None and streams(point))
+    request = Request(region.mesh, region.microbatches, profiler.cluster, wanted, options, load, state, streamed)
     if profile is None or layout is None:
         return build(profiler.models[region.mesh.cp > 1].copy(), request, None, measured)
     machine = Machine.of(profiler.cluster, profile.mesh(region.mesh), point.zero_ranks)
@@ -190,7 +192,7 @@ def _best(search: Search, found: Found, measured: Callable[[Built], Built] | Non
             break
         search.tell("build")
         try:
-            built = _build(search, outcome.point, measured, outcome.layout)
+            built = _build(search, outcome.point, measured, outcome)
         except AutoparError as error:  # what its ranks really hold doesn't fit
             last = error
             continue

@@ -29,14 +29,15 @@ from autopar.search.gradients import Sums
 from autopar.search.interleaving import Interleaving
 from autopar.search.keeping import Keeping
 from autopar.search.layers import layer_block
-from autopar.search.profiles import Profile, Unit, Weights
+from autopar.search.profiles import Key, Profile, Unit, Weights
 from autopar.search.space import Family, Point
 
 
 @dataclass(frozen=True)
 class Outcome:
     """A point as it was laid out: seconds of its step, bytes that its fullest rank is reckoned to hold, and whether it
-    recomputes anything. ``parts`` say where its busiest rank's time goes; ``layout`` is how it fits."""
+    recomputes anything. ``parts`` say where its busiest rank's time goes; ``layout`` is how it fits, on the profile of
+    ``key``."""
 
     point: Point
     step_seconds: float
@@ -44,6 +45,7 @@ class Outcome:
     recomputes: bool
     parts: Mapping[str, float] = field(default_factory=dict)
     layout: Layout | None = field(default=None, compare=False)
+    key: Key | None = field(default=None, compare=False)
 
 
 @dataclass
@@ -100,7 +102,9 @@ class Costing:
             raise BudgetError(f"a rank would hold {held} bytes of {budget}", held)
         seconds = pipeline.timeline.makespan_seconds
         parts = parts_of(pipeline, costs, model)
-        return Outcome(point, seconds, max(r.peak_bytes for r in ranks), recomputes, parts, pipeline.layout)
+        return Outcome(
+            point, seconds, max(r.peak_bytes for r in ranks), recomputes, parts, pipeline.layout, profile.key
+        )
 
     def bound(self, point: Point, profile: Profile) -> float:
         """No step of ``point`` is below, by its passes. The head may be another than the profile's."""

@@ -43,6 +43,7 @@ _FACTOR, _CHANGES = 3, 3  # by which those differ, in so many degrees
 _SEARCHES, _AGAIN = 0.6, 0.05  # of the work of a whole search: at first, and with something to compare with
 _LONGER = 4  # times that, if what waits may still be better by much
 _NEAR = 1.4  # times the least estimate that waits: less is good enough
+_DOUBT = 0.03  # of such a ratio
 _WORK = 1e5  # of a point: about two seconds
 _LOOKS = 20_000  # at regions and points
 
@@ -72,7 +73,8 @@ class _Learned:
     least: dict[object, float] = field(default_factory=dict)
 
     def likely(self, point: Point, estimate: float) -> float:
-        return estimate * self.least.get(_kind(point), 1.0)
+        """What it takes, if it does as well as any like it, or a little better."""
+        return estimate * max(1.0, self.least.get(_kind(point), 1.0) * (1 - _DOUBT))
 
     def lay_out(self, search: Search, point: Point, estimate: float) -> None:
         """Raises AutoparError where it can't run or doesn't fit."""

@@ -40,6 +40,7 @@ from autopar.search.space import (
     savers,
     schedules,
     storages,
+    streams,
     work_of,
 )
 from autopar.search.watching import Watcher
@@ -55,6 +56,7 @@ _OPS, _FAMILY, _REGION = 25, 90, 110  # units of work of placing one op, of boun
 _PROOF = 0.3  # of the work, for bounds at least
 _CALLS, _BLOCKS = 32, 150  # calls of a model, and ops of its blocks: with fewer, laying out takes less
 _OTHERS = 60  # families whose points are bounded for runners-up alone
+_WHOLE = 0.02  # of the weights, that tp doesn't split
 _SHARED = 4  # regions that a profile made for its bound alone has to serve
 
 
@@ -237,7 +239,7 @@ class Search:
 
     def _is_placed(self, item: Region | Point) -> bool:
         if isinstance(item, Point):
-            return self.key_of(item) in self.profiler.known
+            return self.key_of(item)._replace(streamed=False) in self.profiler.known
         return self.profile(item) is not None
 
     def _goes_on(self) -> bool:
@@ -387,8 +389,12 @@ class Search:
         return self.profiler.known.get(self._keys.get(region, region.key))
 
     def key_of(self, point: Point) -> Key:
-        """Of the profile that ``point`` is laid out on."""
-        return self._keys.get(point.region, point.region.key)._replace(head=point.head, chunks=point.head_chunks)
+        """Of the profile that ``point`` is laid out on: where its weights move with each microbatch and the fastest
+        passes would leave some of them whole, of one that says what that costs."""
+        key = self._keys.get(point.region, point.region.key)._replace(head=point.head, chunks=point.head_chunks)
+        profile = self.profile(point.region)
+        whole = streams(point) and not key.stages and profile is not None and profile.whole_share > _WHOLE
+        return key._replace(streamed=True) if whole else key
 
     def share(self, region: Region) -> float:
         """Which part of the root's work a rank of ``region`` does of a microbatch."""
@@ -428,7 +434,7 @@ class Search:
     def _references(self) -> list[Profile]:
         """Profiles that bound others: placed as is best, with the head as it is."""
         known = self.profiler.known.items()
-        return [p for key, p in known if not (key.stages or key.head or key.chunks > 1 or key.borrowed)]
+        return [p for k, p in known if not (k.stages or k.head or k.chunks > 1 or k.borrowed or k.streamed)]
 
     def _alone(self, axis: str, key: Key) -> Key:
         """The whole batch on this axis of ``key``."""

@@ -46,6 +46,7 @@ class Key(NamedTuple):
     stages: int = 0
     several: bool = False
     copies: bool = False
+    streamed: bool = False
 
     @property
     def inner(self) -> int:
@@ -100,6 +101,13 @@ class Profile:
     @cached_property
     def forward_seconds(self) -> float:
         return math.fsum(unit.forward for unit in self.units)
+
+    @cached_property
+    def whole_share(self) -> float:
+        """Of the trained elements that a rank has, those of parameters that aren't split though there is tp."""
+        whole = self.weights[()].elements if () in self.weights else 0
+        total = sum(each.elements for each in self.weights.values())
+        return whole / total if self.key.tp > 1 and total else 0.0
 
     @cached_property
     def sent_seconds(self) -> Counter[str]:
@@ -243,7 +251,7 @@ class Profiler:
         state = (self.options.budget_bytes or self.cluster.device.memory_bytes) * key.stages or _BOUNDLESS
         vocabulary = "vocab-1" if key.head else "redistributed"  # what is placed is the same for all split heads
         wanted, load = Wanted("1f1b", vocabulary), dict(self.expert_load)
-        request = Request(mesh, microbatches, self.cluster, wanted, options, load, state)
+        request = Request(mesh, microbatches, self.cluster, wanted, options, load, state, key.streamed)
         placed = place_inner(self._rows(key, request), request)
         machine = Machine.of(self.cluster, placed.request.mesh, options.zero_ranks)
         costs = [block_cost(block, machine) for block in placed.model.blocks]

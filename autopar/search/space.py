@@ -335,6 +335,11 @@ def stages_of(point: Point) -> int:
     return point.region.mesh.pp * (point.chunks or (row.chunks if row else 0) or 1)
 
 
+def streams(point: Point) -> bool:
+    """Whether weights or their gradients move with each microbatch."""
+    return point.zero >= 2 or "parameters" in point.offload
+
+
 def work_of(point: Point, length: float = 1.0) -> float:
     """How long laying it out takes, in :data:`autopar.search.loop.WORK`'s units of some 20 microseconds, of a model
     that is so many times as long as those that units of work were counted for."""
