@@ -21,7 +21,7 @@ from autopar.search.infeasible import no_degrees, refusal
 from autopar.search.loop import Found, Search
 from autopar.search.pins import Pins
 from autopar.search.profiles import Models, Profiler
-from autopar.search.space import Point, Region, Sizes, regions, streams
+from autopar.search.space import SPLIT_HEADS, Point, Region, Sizes, regions, streams
 from autopar.search.watching import Watcher
 
 _ROUNDS = 3
@@ -96,11 +96,11 @@ def searching(
     """A search that hasn't begun. Raises ArgumentError or ShardingError where ``pins`` leave nothing."""
     _check_budget(pins, cluster)
     model = models[False]
-    units = sum(model.block_of(call).kind not in STAGELESS for call in model.calls)
-    sizes = Sizes.of(model, units)
+    split = _split(model)
+    sizes = Sizes.of(model, _units(model), _units(split) if split is not None else 0)
     profiler = Profiler(models, cluster, pins.options, expert_load)
     costing = Costing(cluster, pins.options)
-    return Search(pins, sizes, profiler, costing, _heads(model), watch)
+    return Search(pins, sizes, profiler, costing, () if split is None else SPLIT_HEADS, watch)
 
 
 def _check_budget(pins: Pins, cluster: Cluster) -> None:
@@ -113,13 +113,17 @@ def _check_budget(pins: Pins, cluster: Cluster) -> None:
         )
 
 
-def _heads(model: Model) -> tuple[str, ...]:
-    """The ways in which the head can be split over a pipeline, if it can."""
+def _units(model: Model) -> int:
+    """The calls that stages are cut between."""
+    return sum(model.block_of(call).kind not in STAGELESS for call in model.calls)
+
+
+def _split(model: Model) -> Model | None:
+    """With the head split over a pipeline; None where it can't be."""
     try:
-        split_vocabulary(model.copy(), 2, 1)
+        return split_vocabulary(model, 2, 1)
     except StageError:
-        return ()
-    return ("vocab-1", "vocab-2")
+        return None
 
 
 def _only(search: Search) -> Point | None:

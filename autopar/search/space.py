@@ -45,7 +45,7 @@ _OFFLOADS: Final = (
     ("optimizer", "activations"),
     ("parameters", "activations"),
 )
-_SPLIT_HEADS: Final = ("vocab-1", "vocab-2")
+SPLIT_HEADS: Final = ("vocab-1", "vocab-2")
 _HEAD_CHUNKS: Final = (1, 8)
 _LAYING, _ACTION = 4000, 4  # units of work of a point, and of each of its passes
 _AWAY = 5  # times that: several ways to put activations on the host are tried
@@ -55,7 +55,8 @@ _MOST_CHUNKS: Final = 8
 
 @dataclass(frozen=True)
 class Sizes:
-    """What has to divide: the global batch, positions, heads and experts; and how many units stages are cut between.
+    """What has to divide: the global batch, positions, heads and experts; and how many units stages are cut between,
+    in all and (``inner``) where the head is split over the pipeline.
 
     A model without sequences has no ``lengths``; ``heads`` and ``experts`` are of all layers that have any. ``widths``
     are those of all weights: without heads, ``tp`` divides one of them at least, or it would split nothing.
@@ -63,18 +64,20 @@ class Sizes:
 
     batch: int
     units: int
+    inner: int
     lengths: tuple[int, ...]
     heads: tuple[int, ...]
     experts: tuple[int, ...]
     widths: tuple[int, ...]
 
     @classmethod
-    def of(cls, model: Model, units: int) -> Sizes:
+    def of(cls, model: Model, units: int, inner: int) -> Sizes:
         ops = [node for block in model.blocks for node in block.ops]
         counts = [count for node in ops for count in heads(Op.of(node)) or ()]
         return cls(
             batch=model.batch_size,
             units=units,
+            inner=inner,
             lengths=tuple(sequence_lengths(Spread.of(model)))
             if any(i.seq_dim is not None for i in model.inputs)
             else (),
@@ -273,12 +276,12 @@ def schedules(region: Region, sizes: Sizes, pins: Pins, heads_: Sequence[str]) -
         if row is not None and microbatches < row.least_per_rank * pp:
             continue
         for chunks in _chunks(name, pp, sizes, pins):
-            fills = pp * (chunks or (row.chunks if row else 0) or 1) == sizes.units
+            splits = pp * _stages(name, chunks) <= sizes.inner
             for vocabulary in _vocabularies(name, pins, heads_):
-                if pins.vocabulary or not (fills and MODES[vocabulary].head):  # a split head is no unit
+                if pins.vocabulary or splits or not MODES[vocabulary].head:
                     yield name, chunks, vocabulary
     interlaces = pins.schedule is None and pins.chunks in (None, 1) and pins.vocabulary is None
-    if interlaces and "vocab-1" in heads_:
+    if interlaces and "vocab-1" in heads_ and pp <= sizes.inner:
         yield "1f1b", pins.chunks, "interlaced"
 
 
@@ -302,7 +305,7 @@ def _vocabularies(name: str, pins: Pins, heads_: Sequence[str]) -> list[str]:
         alone = MODES[pins.vocabulary].schedule and name != "1f1b"
         suits = MODES[pins.vocabulary].head in having and not alone
         return [pins.vocabulary] if pins.schedule is not None or suits else []
-    split: list[str] = [head for head in _SPLIT_HEADS if head in having and head in heads_]
+    split: list[str] = [head for head in SPLIT_HEADS if head in having and head in heads_]
     return ["redistributed", *split] if "" in having else split
 
 
@@ -331,8 +334,13 @@ def savers(region: Region, cluster: Cluster, pins: Pins) -> Iterator[tuple[tuple
 
 def stages_of(point: Point) -> int:
     """Of all ranks."""
-    row = SCHEDULES.get(point.schedule)
-    return point.region.mesh.pp * (point.chunks or (row.chunks if row else 0) or 1)
+    return point.region.mesh.pp * _stages(point.schedule, point.chunks)
+
+
+def _stages(schedule: str, chunks: int | None) -> int:
+    """Of one rank; one where that isn't said."""
+    row = SCHEDULES.get(schedule)
+    return chunks or (row.chunks if row else 0) or 1
 
 
 def streams(point: Point) -> bool:
@@ -354,7 +362,7 @@ def promise(what: Region | Point) -> float:
     row = SCHEDULES.get(what.schedule)
     doubts = [
         (0.02, bool(MODES[what.vocabulary].head)),
-        (0.01, (what.chunks or (row.chunks if row else 0) or 1) > 1),
+        (0.01, _stages(what.schedule, what.chunks) > 1),
         (0.01, row is not None and row.cost_aware),
         (0.03, bool(what.offload)),
         (0.02, what.head_chunks > 1),

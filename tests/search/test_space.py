@@ -50,6 +50,22 @@ def test_with_a_unit_to_spare_the_head_is_split(pp: int) -> None:
     assert {("1f1b", None, head) for head in search.heads} <= found
 
 
+@pytest.mark.parametrize(("model", "inner"), [("gpt2", 6), ("llama", 5)])
+def test_a_split_vocabulary_leaves_as_many_units_as_have_anything_else(model: str, inner: int) -> None:
+    """All of 6; or not one that is all head."""
+    search = search_of(model, BATCH, 2, FAST, mesh={"pp": 2}, **PLAIN)
+    assert (search.sizes.units, search.sizes.inner) == (6, inner)
+
+
+def test_gpt2s_head_is_split_with_as_many_stages_as_units() -> None:
+    search = search_of("gpt2", BATCH, 6, FAST, mesh={"pp": 6}, **PLAIN)
+    search.glance()
+    region = Region(Mesh(pp=6), 1, BATCH)
+    for head in search.heads:
+        assert ("1f1b", None, head) in set(schedules(region, search.sizes, search.pins, search.heads))
+        assert search.lay_out(Point(*Family(region, "1f1b", None, head), 0, 0, (), 1)).step_seconds > 0
+
+
 def test_what_is_pinned_is_tried_anyway() -> None:
     """So that its error says why it can't run."""
     search = search_of("llama", BATCH, 6, FAST, mesh={"pp": 6}, vocabulary="vocab-1", **PLAIN)
