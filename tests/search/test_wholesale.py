@@ -12,6 +12,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from autopar.cost_models.step import Collectives, slowed_seconds
 from autopar.schedules import Costs, generate, lower, simulate_timeline
 from autopar.schedules.pass_times import PassTimes
 from autopar.schedules.weight_moves import WeightMoves
@@ -125,6 +126,54 @@ def test_scatters_take_what_their_backward_leaves() -> None:
     assert least_seconds(layers, [Stored(0.0, 0.0, 7.0)], alone, 4, 100.0) == pytest.approx([4 * 6 * (7.0 - 2.0)])
 
 
+def test_collectives_slow_the_passes_that_they_run_beside() -> None:
+    """For as long as these last, by the formula of the cost model; the last layer's scatter runs beside none."""
+    layers, held = layers_of(6), 0.5
+    alone = straight(layers, 1, 4, np.ones(1), ends=False)
+
+    def slowed(seconds: float, moved: float) -> float:
+        return seconds + slowed_seconds([Collectives(moved, held * moved)], seconds)
+
+    for gathered, scattered in ((0.5, 0.0), (0.0, 1.0), (2.9, 2.0)):
+        way, beside = [Stored(0.0, gathered, scattered, held=held)], 5 / 6 * min(scattered, 2.0)
+        whole = max(gathered, slowed(1.0, gathered)) + slowed(2.0, gathered + beside)
+        assert least_seconds(layers, way, alone, 4, 100.0) == pytest.approx([4 * 6 * whole])
+        apart = slowed(1.2, gathered), slowed(0.8, 5 / 6 * min(scattered, 0.8))
+        split = max(gathered, slowed(1.0, gathered)) + max(gathered, apart[0]) + apart[1]
+        if scattered <= 2 * 0.8:
+            found = least_seconds(layers, way, replace(alone, puts_off=True), 4, 100.0)
+            assert found == pytest.approx([4 * 6 * split])
+
+
+def test_of_several_stages_a_rank_moves_all_weights() -> None:
+    """One after the other: for both passes, and of gradients what the pass that completes them leaves."""
+    layers, none = layers_of(4), np.ones(2)
+    for ends, completing in ((True, 2.0), (False, 0.8)):
+        works = replace(folded(layers, 2, none, ends=ends, stages=2), puts_off=not ends)
+        for way, moved in ((Stored(0.0, 3.0, 0.0), 2 * 3.0), (Stored(0.0, 0.0, 9.0), 9.0 - completing)):
+            assert least_seconds(layers, [way], works, 12, 1e9) == pytest.approx([12 * 4 * moved / 2])
+
+
+def test_the_first_gather_is_over_when_a_rank_begins() -> None:
+    """Of three layers on the second rank, which waits for one layer's passes, the first forwards need 1 instead of 3
+    seconds."""
+    layers = layers_of(6)
+    works = straight(layers, 2, 12, straight_kept(2, 12), ends=True)
+    found = least_seconds(layers, [Stored(0.0, 3.0, 0.0)], works, 12, 1e9)
+    assert found == pytest.approx([12 * 3 * 6.0 - 3 * (3.0 - 1.0) + 3.0])
+
+
+def test_a_layer_that_a_stage_has_in_any_case_is_no_other_one() -> None:
+    """Two ranks with two stages, and room for four layers: the fifth recomputes, with the others of its rank."""
+    none = np.zeros((2, 2))
+    works = Ranks(
+        np.full(2, 0.5), (none, none), none == 0, (100.0, 100.0), np.zeros(2), True, False, np.ones(2), True, 2
+    )
+    extra = float(np.interp(-8 / 3, [-4.0, -2.0], [0.0, 0.3]))
+    found = least_seconds(layers_of(5), [FREE], works, 4, 8.0)
+    assert found == pytest.approx([4 * (5 * 3.0 + 3 * extra) / 2 + 100 * 3.0])
+
+
 def test_ranks_wait_for_each_other() -> None:
     """With one microbatch, everything runs one after the other; with many, half of the bubble counts at least."""
     layers = layers_of(8)
@@ -219,6 +268,18 @@ def test_what_lies_beside_the_layers() -> None:
     (split,) = least_seconds(layers, [FREE], replace(ranks, spreads_head=True), 8, 100.0)
     assert split == pytest.approx(without + 8 * 5.0 / 2)
     assert split <= somewhere
+
+
+def test_a_split_head_may_be_computed_where_ranks_wait() -> None:
+    """Which paths by way of the last backwards count already."""
+    layers, none = replace(layers_of(4), beside=(2.0, 3.0)), np.ones(2)
+    counts = Interleaving().counts(2, 2, 8, 4, ends=True)
+    works = replace(looped(layers, 2, counts, 8, none, ends=True), spreads_head=True)
+    (without,) = least_seconds(layers_of(4), [FREE], works, 8, 1e9)
+    (beside,) = least_seconds(layers, [FREE], works, 8, 1e9)
+    (meanwhile,) = least_seconds(layers, [FREE], replace(works, skips_head=True), 8, 1e9)
+    assert meanwhile == pytest.approx(without)
+    assert beside > without
 
 
 def host_of(ranks: Ranks, microbatches: int, rate: float) -> Host:
