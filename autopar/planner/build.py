@@ -298,12 +298,12 @@ def _problem(request: Request, axis: str) -> AxisProblem:
 
 
 def _moved_seconds(request: Request) -> float:
-    """Of an element of a parameter that all ranks beside tp share: gathered for both passes of each microbatch, its
-    gradient scattered, and passes slowed by that."""
+    """Of an element of a parameter that ranks which split tokens share: gathered for both passes of each microbatch,
+    its gradient scattered, and passes slowed by that."""
     mesh, cluster, tp = request.mesh, request.cluster, request.mesh.tp
-    if mesh.world == tp:
+    ranks, narrow = mesh.zero_shards(0), 2 if request.options.precision in ("bf16", "fp16") else 4
+    if ranks == 1:
         return 0.0
-    ranks, narrow = mesh.world // tp, 2 if request.options.precision in ("bf16", "fp16") else 4
     link = cluster.link(ranks, tp, mesh.world)
     bytes_ = 2 * narrow + 4
     return cluster.device.held_share(link) * bytes_ / link.ring_bytes_per_second(ranks)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from autopar import Cluster
 from autopar.mesh import Mesh
-from autopar.search.profiles import Key
+from autopar.search.profiles import Key, Profile
+from autopar.search.space import Region, streams
+from tests.fast_cluster import BUSY
 from tests.search.spaces import search_of
 
 
@@ -29,3 +31,41 @@ def test_profiles_say_the_same_whatever_was_placed_before() -> None:
         assert alone is not None
         assert shared.units == alone.units
         assert str(shared.model) == str(alone.model)
+
+
+def profile_of(mesh: Mesh, *, streamed: bool) -> Profile:
+    """Of GPT-2 on a cluster whose collectives slow passes."""
+    key = Key(2, 1, 1, mesh.tp, several=True, copies=mesh.dp > 1, streamed=streamed)
+    found = search_of("gpt2", 8, mesh.world, BUSY).profiler.of(key, mesh, 2)
+    assert found is not None
+    return found
+
+
+def test_weights_that_move_with_each_microbatch_are_split_further() -> None:
+    """Though passes alone are faster with more of them whole."""
+    mesh = Mesh(dp=2, tp=2)
+    plain, streamed = (profile_of(mesh, streamed=each) for each in (False, True))
+    assert plain.whole_share > 2 * streamed.whole_share
+    assert plain.seconds < streamed.seconds
+
+
+def test_pipeline_ranks_share_no_weights() -> None:
+    """So that these move no differently with more of them, and not at all without ranks that have the same ones."""
+    more = profile_of(Mesh(pp=2, dp=2, tp=2), streamed=True)
+    assert more.units == profile_of(Mesh(dp=2, tp=2), streamed=True).units
+    alone, plain = (profile_of(Mesh(pp=2, tp=2), streamed=each) for each in (True, False))
+    assert plain.whole_share > 0.2
+    assert alone.units == plain.units
+
+
+def test_points_are_laid_out_on_profiles_that_price_what_they_move() -> None:
+    search = search_of("gpt2", 8, 4, BUSY, mesh={"dp": 2, "tp": 2}, offload=(), head_chunks=1)
+    search.glance()
+    region = Region(Mesh(dp=2, tp=2), 2, 2)
+    assert search.place(region) is not None
+    points = list(search.points_of(region))
+    assert {point.zero for point in points} == {0, 1, 2, 3}
+    for point in points:
+        outcome = search.lay_out(point)
+        assert outcome.key is not None
+        assert outcome.key.streamed == streams(point) == (point.zero >= 2)
