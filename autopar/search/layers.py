@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -83,15 +83,12 @@ def layer_sizes(profile: Profile, block: int) -> dict[tuple[str, ...], list[int]
 
 @dataclass
 class Scaler:
-    """Layers of any placement, by what those take that are known: a rank with 1/k of the work takes 1/k of the time at
-    least, launches aside. ``root`` is the profile of the whole batch on one rank."""
+    """Layers of any placement. ``root`` is the profile of the whole batch on one rank."""
 
     root: Profile
     block: int
     layers: Layers
     recompute: str
-    _times: dict[Key, LayerTimes] = field(default_factory=dict)
-    _known: dict[Key, tuple[int, Layers]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, root: Profile, recompute: str) -> Scaler | None:
@@ -119,11 +116,10 @@ class Scaler:
         )
         return cls(root, block, layers, recompute)
 
-    def scaled(self, key: Key, references: Sequence[Profile]) -> Layers:
-        """Of a placement that isn't made yet; ``references`` are those that bound others."""
-        if key not in self._known or self._known[key][0] != len(references):
-            self._known[key] = len(references), self._scaled(key, references)
-        return self._known[key][1]
+    def scaled(self, key: Key, times: Array) -> Layers:
+        """Of a placement that isn't made yet, whose passes take these ``times`` at least
+        (:class:`autopar.search.scaling.Scaling`)."""
+        return _timed(self._kept(key), times)
 
     def suits(self, profile: Profile) -> bool:
         """Whether its layers are calls of the same block."""
@@ -140,30 +136,6 @@ class Scaler:
         saved, extra = profile.hull(self.block, first, self.recompute)
         layers = self.with_units(profile.key, profile.units)
         return replace(layers, saved=saved, extra=extra, working=float(profile.activations.working_bytes[self.block]))
-
-    def _scaled(self, key: Key, references: Iterable[Profile]) -> Layers:
-        every = [self._times_of(profile) for profile in references if self.suits(profile)]
-        sent = np.zeros(5)
-        for times in every:
-            for axis in self._alone_on(times.key, key):
-                sent = sent + times.sent[axis] * (scaled(times.key, key) or 0.0)
-        found = np.zeros(5)
-        for times in every:
-            if share := scaled(times.key, key):
-                beside = 0.0 if times.key.axes() else sent
-                found = np.maximum(found, share * (times.seconds - times.launches) + times.launches + beside)
-        return _timed(self._kept(key), found)
-
-    def _alone_on(self, known: Key, key: Key) -> list[str]:
-        """The axis of ``key`` that ``known`` has the whole batch on, if it is all that it has."""
-        axes, whole = known.axes(), known.rows * known.ep == self.root.key.rows
-        plain = whole and not (known.several or known.copies) and len(axes) == 1
-        return [axis for axis in axes if plain and getattr(key, axis) == getattr(known, axis)]
-
-    def _times_of(self, profile: Profile) -> LayerTimes:
-        if profile.key not in self._times:
-            self._times[profile.key] = LayerTimes.of(profile, self.block)
-        return self._times[profile.key]
 
     def _kept(self, key: Key) -> Layers:
         share = scaled(self.root.key, key) or 0.0

@@ -29,6 +29,7 @@ from autopar.search.dive import dive
 from autopar.search.outlook import Outlook, Way
 from autopar.search.pins import Pins
 from autopar.search.profiles import Key, Profile, Profiler
+from autopar.search.scaling import Scaling
 from autopar.search.space import (
     BEATEN,
     Family,
@@ -110,8 +111,8 @@ class Search:
     _unplaced: Counter[tuple[str, int]] = field(default_factory=Counter, init=False)
     _rows: Counter[int] = field(default_factory=Counter, init=False)
     _counted: dict[object, int] = field(default_factory=dict, init=False)
-    _scaled: dict[Key, float] = field(default_factory=dict, init=False)
-    _scaled_of: int = field(default=0, init=False)  # so many profiles
+    _scaling: Scaling | None = field(default=None, init=False)
+    _learned: int = field(default=0, init=False)  # from so many profiles
     _outlook: Outlook | None = field(default=None, init=False)  # None: there are no layers
 
     @property
@@ -171,6 +172,7 @@ class Search:
         found = sorted(regions(self.sizes, self.pins), key=_simplicity)
         self._unplaced.update((axis, getattr(region.key, axis)) for region in found for axis in region.key.axes())
         self._rows.update(region.rows for region in found)
+        self._scaling = Scaling((region.key for region in found), self.costing.root)
         return found
 
     def run(self) -> Found:
@@ -181,7 +183,7 @@ class Search:
         self._limit = max(self.most_work, self._work + _PROOF * self.most_work)
         for region in found:
             self.points += self.count(region)
-            self._push(self.by_scaling(region), region)
+            self._push(self.at_first(region), region)
         while self._waiting and self._goes_on():
             item = heapq.heappop(self._waiting)
             if self._is_beaten(item.bound):
@@ -277,7 +279,7 @@ class Search:
         """Place it, if its bound is still the best by then; then its points wait instead of it."""
         profile = self.profile(region)
         if profile is None and self.place_reference(region):  # which bounds many others, too
-            self._push(max(bound, self.by_scaling(region)), region)
+            self._push(max(bound, self.at_first(region)), region)
             return
         self._work += _REGION
         better = self.region_bound(region)
@@ -315,10 +317,11 @@ class Search:
 
     def region_bound(self, region: Region) -> float:
         """What no point of ``region`` is below, by the profiles that are known; inf where none fits."""
-        found = self.by_scaling(region)
+        found = self.at_first(region)
         if self._outlook is None or self._is_beaten(found):
             return found
-        return self._outlook.region_bound(region, *self._choices(region), self._references(), found, self._good)
+        times = self.scaling.layers(region.key)
+        return self._outlook.region_bound(region, *self._choices(region), times, found, self._good)
 
     def likely(self, region: Region, *, away: bool = False) -> float:
         """Seconds of a likely step of ``region``; inf where none leaves room for activations. ``away``: masters and the
@@ -328,7 +331,7 @@ class Search:
         ways = self._ways(region, saving=False)
         if away:
             ways = [(zero, zero_ranks, ("optimizer",)) for zero, zero_ranks, _ in ways]
-        return self._outlook.likely(region, ways, self._references(), self._like(region.key))
+        return self._outlook.likely(region, ways, self.scaling.layers(region.key), self._like(region.key))
 
     def _like(self, key: Key) -> Profile | None:
         """A profile with the axes of ``key``, of as many rows as any."""
@@ -408,28 +411,24 @@ class Search:
 
     def by_scaling(self, region: Region) -> float:
         """What the profiles say that are known, if pipeline ranks shared it evenly."""
-        return region.microbatches * self._microbatch_seconds(region.key) / region.mesh.pp
+        return region.microbatches * self.scaling.seconds(region.key) / region.mesh.pp
 
-    def _microbatch_seconds(self, key: Key) -> float:
-        """Of one rank that holds all stages, by each profile that is known."""
-        if self._scaled_of != len(self.profiler.known):
-            self._scaled_of = len(self.profiler.known)
-            self._scaled.clear()
-        if key not in self._scaled:
-            self._scaled[key] = self._scaled_seconds(key)
-        return self._scaled[key]
+    def at_first(self, region: Region) -> float:
+        """That, or one microbatch through all layers and back, if that is longer."""
+        found = self.by_scaling(region)
+        if self._outlook is None:
+            return found
+        forward, inputs, *_ = self.scaling.layers(region.key)
+        return max(found, float(self._outlook.scaler.layers.count * (forward + inputs)))
 
-    def _scaled_seconds(self, key: Key) -> float:
-        """What axes send comes to profiles without; launches don't get shorter with what they do."""
-        whole = [(axis, self.profiler.known.get(self._alone(axis, key))) for axis in key.axes()]
-        sent = math.fsum(p.sent_seconds[axis] * (scaled(p.key, key) or 0.0) for axis, p in whole if p is not None)
-        found = 0.0
-        for known in self._references():
-            share = scaled(known.key, key)
-            if share:
-                beside = 0.0 if known.key.axes() else sent
-                found = max(found, share * (known.seconds - known.fixed_seconds) + known.fixed_seconds + beside)
-        return found
+    @property
+    def scaling(self) -> Scaling:
+        """With all that is known."""
+        assert self._scaling is not None
+        if self._learned != len(self.profiler.known):
+            self._learned = len(self.profiler.known)
+            self._scaling.learn(self._references())
+        return self._scaling
 
     def _references(self) -> list[Profile]:
         """Profiles that bound others: placed as is best, with the head as it is."""

@@ -65,13 +65,13 @@ class Outlook:
         region: Region,
         families: Sequence[Family],
         ways: Sequence[Way],
-        references: Sequence[Profile],
+        times: Array,
         known: float = 0.0,
         enough: float = math.inf,
     ) -> float:
-        """No step of any point of ``region`` is below, whose ``families`` store weights in these ``ways``; another
-        bound is ``known``. One that is ``enough`` isn't made any better."""
-        layers = self.scaler.scaled(region.key, references)
+        """No step of any point of ``region`` is below, whose ``families`` store weights in these ``ways`` and whose
+        passes take these ``times``; another bound is ``known``. One that is ``enough`` isn't made any better."""
+        layers = self.scaler.scaled(region.key, times)
         alone = any(SCHEDULES[family.schedule].asynchronous for family in families)
         added = 1 if alone else region.microbatches
         stored = _undominated(self._of_region(region.mesh, way, added) for way in ways)
@@ -107,12 +107,12 @@ class Outlook:
             found.append(seconds)
         return min(found, default=0.0)
 
-    def likely(self, region: Region, ways: Iterable[Way], references: Sequence[Profile], like: Profile | None) -> float:
+    def likely(self, region: Region, ways: Iterable[Way], times: Array, like: Profile | None) -> float:
         """Seconds of a likely step of ``region``, all on the device: with one stage on each rank, or with many.
 
         ``like`` is a profile with as many ranks on each axis: other rows take as long, and weights are split as there.
         """
-        layers = self.scaler.scaled(region.key, references)
+        layers = self.scaler.scaled(region.key, times)
         mesh, count = region.mesh, region.microbatches
         if like is None or not self.scaler.suits(like):
             stored = _undominated(self._of_region(mesh, way, count) for way in ways)

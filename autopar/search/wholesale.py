@@ -164,7 +164,7 @@ def least_seconds(
     beside, (forward, backward) = _beside(layers, ranks, microbatches), _passes(layers, stored)
     waited = ranks.idle[0] * forward + ranks.idle[1] * backward
     until = backward if ranks.ends else layers.inputs
-    latency = layers.count * (forward + until) + layers.beside[0]
+    latency = layers.count * (forward + until) + (0.0 if ranks.spreads_head else layers.beside[0])
     found = np.maximum(np.maximum(mean + beside + waited, slowest), latency)
     result: Array = np.maximum(found, _moved(layers, stored, ranks, microbatches)) if ranks.goes_on else found
     return result

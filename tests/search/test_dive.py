@@ -139,8 +139,10 @@ def test_estimates_are_corrected_by_the_least_ratio_of_their_kind() -> None:
     taken = search.lay_out(point).step_seconds
     for ratio, least_ratio in ((1.5, 1.5), (1.25, 1.25), (2.0, 1.25)):
         learned.lay_out(search, point, taken / ratio)
-        assert learned.likely(point, 3.0) == pytest.approx(3.0 * least_ratio)
-    assert learned.likely(point._replace(region=region._replace(rows=2)), 3.0) == pytest.approx(3.75)
+        assert learned.likely(point, 3.0) == pytest.approx(3.0 * least_ratio * (1 - dive._DOUBT))
+    assert learned.likely(point._replace(region=region._replace(rows=2)), 3.0) > 3.5
+    learned.lay_out(search, point, 2 * taken)
+    assert learned.likely(point, 3.0) == 3.0, "estimates that were too high aren't lowered"
     assert learned.likely(other, 3.0) == learned.likely(point._replace(zero=1), 3.0) == 3.0
 
 

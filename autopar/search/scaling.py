@@ -1,0 +1,115 @@
+"""What microbatches of placements that aren't made take at least, by those that are: found for all of a search at once.
+
+A rank with 1/k of a microbatch takes 1/k of the time at least, launches aside (:mod:`autopar.search.bounds`). What an
+axis makes wait for messages, which is known where the whole batch is on that axis alone, comes to placements without
+any axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import numpy as np
+
+from autopar.search.hulls import Array
+from autopar.search.layers import LayerTimes, layer_block
+from autopar.search.profiles import Key, Profile
+
+_AXES: Final = ("ep", "cp", "tp")
+_TOTAL: Final = 5  # the place of what all calls take, after the five figures of layers
+
+
+class Scaling:
+    """Of ``keys``, all at once, and of others that are asked for. ``root`` is the profile of the whole batch on one
+    rank."""
+
+    def __init__(self, keys: Iterable[Key], root: Profile) -> None:
+        self._root, self._block = root, layer_block(root)
+        self._place = {key: place for place, key in enumerate(dict.fromkeys(keys))}
+        columns = np.array([(key.rows, key.ep, key.cp, key.tp) for key in self._place], dtype=np.int64).reshape(-1, 4)
+        self._rows, self._sizes = columns[:, 0], dict(zip(_AXES, columns.T[1:], strict=True))
+        self._several, self._copies = (
+            np.array([getattr(key, name) for key in self._place], dtype=bool) for name in ("several", "copies")
+        )
+        shape = len(self._place), _TOTAL + 1
+        self._plain, self._split, self._sent = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        self._learned: dict[Key, Profile] = {}
+        self._others: dict[Key, Scaling] = {}
+
+    def seconds(self, key: Key) -> float:
+        """Of one rank that holds all stages."""
+        return float(self._found(key)[_TOTAL])
+
+    def layers(self, key: Key) -> Array:
+        """The five figures of :class:`autopar.search.layers.LayerTimes`."""
+        return self._found(key)[:_TOTAL]
+
+    def _found(self, key: Key) -> Array:
+        if key not in self._place:
+            other = self._others.setdefault(key, Scaling([key], self._root))
+            other.learn(self._learned.values())
+            return other._found(key)
+        place = self._place[key]
+        found: Array = np.maximum(self._plain[place] + self._sent[place], self._split[place])
+        return found
+
+    def learn(self, profiles: Iterable[Profile]) -> None:
+        """Of profiles that bound others, those that are new."""
+        for profile in profiles:
+            if profile.key not in self._learned:
+                self._learned[profile.key] = profile
+                self._add(profile)
+
+    def _add(self, profile: Profile) -> None:
+        share, axes = self._shares(profile.key)[:, None], profile.key.axes()
+        seconds, launches = self._figures(profile)
+        found = np.where(share > 0, share * (seconds - launches) + launches, 0.0)
+        kept = self._split if axes else self._plain
+        np.maximum(kept, found, out=kept)
+        if len(axes) == 1 and profile.key == self._alone(axes[0], profile.key):
+            here = self._sizes[axes[0]] == getattr(profile.key, axes[0])
+            self._sent += np.where(here[:, None], share * self._messages(profile, axes[0]), 0.0)
+
+    def _shares(self, known: Key) -> Array:
+        """Of the microbatch of ``known``, what each key's is at least; 0 where it is no part of it, or that one does
+        more because there are other microbatches, or other ranks with rows."""
+        smaller = known.rows % self._rows == 0
+        smaller &= self._several | (not known.several)
+        smaller &= self._copies | (not known.copies)
+        for axis in ("cp", "tp"):
+            smaller &= self._sizes[axis] % getattr(known, axis) == 0
+        if known.ep > 1:
+            smaller &= self._sizes["ep"] == known.ep
+        inner = self._sizes["cp"] * self._sizes["tp"] / known.inner
+        found: Array = np.where(smaller, self._rows / known.rows / inner, 0.0)
+        return found
+
+    def _alone(self, axis: str, key: Key) -> Key:
+        """The whole batch on this axis of ``key``."""
+        size = getattr(key, axis)
+        batch = self._root.key.rows
+        return Key(batch // (size if axis == "ep" else 1), 1, 1, 1)._replace(**{axis: size})
+
+    def _figures(self, profile: Profile) -> tuple[Array, Array]:
+        """Seconds, and the part of them that is launches."""
+        seconds, launches = np.zeros(_TOTAL + 1), np.zeros(_TOTAL + 1)
+        seconds[_TOTAL], launches[_TOTAL] = profile.seconds, profile.fixed_seconds
+        if (times := self._times(profile)) is not None:
+            seconds[:_TOTAL], launches[:_TOTAL] = times.seconds, times.launches
+        return seconds, launches
+
+    def _messages(self, profile: Profile, axis: str) -> Array:
+        found = np.zeros(_TOTAL + 1)
+        found[_TOTAL] = profile.sent_seconds[axis]
+        if (times := self._times(profile)) is not None:
+            found[:_TOTAL] = times.sent[axis]
+        return found
+
+    def _times(self, profile: Profile) -> LayerTimes | None:
+        """None where its layers aren't the root's."""
+        models = self._root.model, profile.model
+        if self._block is None or any(self._block >= len(model.blocks) for model in models):
+            return None
+        names = {model.blocks[self._block].name for model in models}
+        return LayerTimes.of(profile, self._block) if len(names) == 1 else None

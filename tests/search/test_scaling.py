@@ -1,0 +1,70 @@
+"""What placements take at least by scaling: all at once as one by one, and below what they take."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from autopar.search.bounds import scaled
+from autopar.search.loop import Search
+from autopar.search.profiles import Key
+from autopar.search.scaling import Scaling
+from autopar.search.space import regions
+from tests.fast_cluster import FAST
+from tests.search.spaces import search_of
+
+
+def one_by_one(search: Search, key: Key) -> float:
+    """By the definition: the largest that any profile says, with messages of axes that are known alone."""
+    alone = {axis: search.profiler.known.get(search._alone(axis, key)) for axis in key.axes()}
+    sent = math.fsum(p.sent_seconds[axis] * (scaled(p.key, key) or 0.0) for axis, p in alone.items() if p is not None)
+    found = 0.0
+    for known in search._references():
+        does_more = (known.key.several and not key.several) or (known.key.copies and not key.copies)
+        if (share := scaled(known.key, key)) and not does_more:
+            beside = 0.0 if known.key.axes() else sent
+            found = max(found, share * (known.seconds - known.fixed_seconds) + known.fixed_seconds + beside)
+    return found
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_all_at_once_as_one_by_one(name: str) -> None:
+    search = search_of(name, 8, 8, FAST)
+    search.glance()
+    found = regions(search.sizes, search.pins)
+    assert len({region.key for region in found}) > 20
+    for region in found:
+        assert search.scaling.seconds(region.key) == pytest.approx(one_by_one(search, region.key), rel=1e-12)
+
+
+def test_no_placement_is_below() -> None:
+    search = search_of("gpt2", 8, 8, FAST)
+    search.glance()
+    for key, profile in search.profiler.known.items():
+        if not (key.stages or key.head or key.chunks > 1 or key.streamed):
+            assert search.scaling.seconds(key) <= profile.seconds * (1 + 1e-9)
+
+
+def test_keys_that_were_not_announced_are_answered_the_same() -> None:
+    search = search_of("gpt2", 8, 8, FAST)
+    search.glance()
+    other = Scaling([], search.root)
+    other.learn(search._references())
+    for region in regions(search.sizes, search.pins):
+        assert other.seconds(region.key) == search.scaling.seconds(region.key)
+        assert (other.layers(region.key) == search.scaling.layers(region.key)).all()
+
+
+def test_what_is_learned_later_counts() -> None:
+    search = search_of("gpt2", 8, 8, FAST)
+    search.glance()
+    region = max(regions(search.sizes, search.pins), key=lambda region: region.mesh.tp)
+    before = Scaling([region.key], search.root)
+    before.learn([search.root])
+    first = before.seconds(region.key)
+    slow = replace(search.root, key=region.key, units=[replace(u, forward=2 * u.forward) for u in search.root.units])
+    before.learn([slow])
+    assert before.seconds(region.key) == pytest.approx(slow.seconds)
+    assert before.seconds(region.key) > first
