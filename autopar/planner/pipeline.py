@@ -220,15 +220,19 @@ def _roomy(parts: _Parts, draft: Schedule, schedule_for: Callable[[Costs, list[i
     inflight, spared = kept_stages(draft), 0
     first = found = _scheduled(parts, draft, _fit(parts, draft, None, inflight), schedule_for)
     for _ in range(_ROOMS):
-        lacks = max(p - f for p, f in zip(found.timeline.peak_activation_bytes, found.free_bytes, strict=True))
-        if lacks <= 0:
+        if (lacks := _lacking(found)) <= 0:
             return found
         spared += max(lacks, parts.budget_bytes // _ROOM)
         try:
             found = _scheduled(parts, draft, _fit(parts.sparing(spared), draft, None, inflight), schedule_for)
         except BudgetError:
-            break
-    return first
+            return first
+    return found if _lacking(found) <= 0 else first
+
+
+def _lacking(found: Pipeline) -> int:
+    """Bytes by which a rank keeps more than it has room for, at most; 0 or less where all have room."""
+    return max(p - f for p, f in zip(found.timeline.peak_activation_bytes, found.free_bytes, strict=True))
 
 
 def _offloading(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import autopar
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
 from autopar.options import Options
+from autopar.planner import pipeline
 from autopar.planner.block_costs import Machine, block_cost
 from autopar.planner.build import Request, activations_of, finish, place
 from autopar.planner.modes import MODES
@@ -99,3 +102,33 @@ def test_a_known_layout_is_laid_out_again(budget_mib: int, offloads: tuple[int, 
     again = finish(placed, costs, activations, known={0: layout})
     assert again.plan.to_json() == found.plan.to_json()
     assert again.pipeline.schedule == found.pipeline.schedule
+
+
+@dataclass(frozen=True)
+class Lacking:
+    """A pipeline with one byte too many, until so many bytes are spared that a cut is another one."""
+
+    spared: int = 0
+    budget_bytes: int = 512 * 100
+    least: int = 150
+
+    def sparing(self, bytes_: int) -> Lacking:
+        return replace(self, spared=bytes_)
+
+    @property
+    def timeline(self) -> SimpleNamespace:
+        return SimpleNamespace(peak_activation_bytes=[self.free_bytes[0] + (self.spared < self.least)])
+
+    @property
+    def free_bytes(self) -> list[int]:
+        return [1000]
+
+
+@pytest.mark.parametrize(("least", "spared"), [(0, 0), (1, 100), (150, 200), (300, 300), (301, 0)])
+def test_room_is_made_until_what_is_kept_fits(monkeypatch: pytest.MonkeyPatch, least: int, spared: int) -> None:
+    """In steps of a 512th of the budget, though a byte is all that is lacking; for nothing after three of them."""
+    monkeypatch.setattr(pipeline, "_fit", lambda parts, *_: parts)
+    monkeypatch.setattr(pipeline, "_scheduled", lambda parts, draft, found, schedule_for: found)
+    draft = lower(generate("1f1b", 1, 1))
+    found = pipeline._roomy(cast(Any, Lacking(least=least)), draft, cast(Any, None))
+    assert cast(Any, found).spared == spared

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autopar import Cluster
 from autopar.mesh import Mesh
+from autopar.planner.build import Request, _moved_seconds
+from autopar.planner.pipeline import Wanted
 from autopar.search.profiles import Key, Profile
 from autopar.search.space import Region, streams
 from tests.fast_cluster import BUSY
@@ -51,11 +55,13 @@ def test_weights_that_move_with_each_microbatch_are_split_further() -> None:
 
 def test_pipeline_ranks_share_no_weights() -> None:
     """So that these move no differently with more of them, and not at all without ranks that have the same ones."""
-    more = profile_of(Mesh(pp=2, dp=2, tp=2), streamed=True)
-    assert more.units == profile_of(Mesh(dp=2, tp=2), streamed=True).units
-    alone, plain = (profile_of(Mesh(pp=2, tp=2), streamed=each) for each in (True, False))
-    assert plain.whole_share > 0.2
-    assert alone.units == plain.units
+    wanted, cluster = Wanted("1f1b", "redistributed"), replace(BUSY, devices_per_node=4)
+
+    def seconds(mesh: Mesh) -> float:
+        return _moved_seconds(Request(mesh, 2, cluster, wanted))
+
+    assert seconds(Mesh(tp=2)) == seconds(Mesh(pp=2, tp=2)) == 0.0
+    assert seconds(Mesh(pp=2, dp=2, tp=2)) == seconds(Mesh(dp=2, tp=2)) == seconds(Mesh(cp=2, tp=2)) > 0.0
 
 
 def test_points_are_laid_out_on_profiles_that_price_what_they_move() -> None:
