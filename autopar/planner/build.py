@@ -92,7 +92,8 @@ class Placed:
     """A model that is local to every axis of ``request.mesh`` but ``pp``, with the order of sequences chosen there.
 
     Nothing in ``model`` depends on the sizes of pp and dp nor on how many microbatches there are, but through the rows
-    of one: it can be laid out for others, too (:mod:`autopar.search`).
+    of one (and, where it ``is_streamed``, what moving weights over dp costs): it can be laid out for others, too
+    (:mod:`autopar.search`).
     """
 
     model: Model

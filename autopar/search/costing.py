@@ -30,7 +30,9 @@ from autopar.search.interleaving import Interleaving
 from autopar.search.keeping import Keeping
 from autopar.search.layers import layer_block
 from autopar.search.profiles import Key, Profile, Unit, Weights
-from autopar.search.space import Family, Point
+from autopar.search.space import Family, Point, streams
+
+_WHOLE = 0.02  # of the weights: as many at least that tp doesn't split
 
 
 @dataclass(frozen=True)
@@ -108,8 +110,10 @@ class Costing:
 
     def bound(self, point: Point, profile: Profile) -> float:
         """No step of ``point`` is below, by its passes. The head may be another than the profile's."""
-        update, pp = self._update_seconds(point, profile), point.region.mesh.pp
-        passes, streamed = self._pass_seconds(point, profile), self._streamed_seconds(point, profile)
+        passes, pp = self._pass_seconds(point, profile), point.region.mesh.pp
+        if splits_further(point, profile):
+            return passes
+        update, streamed = self._update_seconds(point, profile), self._streamed_seconds(point, profile)
         if pp == 1:
             return max(passes, streamed) + update
         # The rank with the longest passes may have the least to update; both are at least their means.
@@ -117,6 +121,8 @@ class Costing:
 
     def memory_bound(self, point: Point, profile: Profile) -> float:
         """The same, by what has to be recomputed; inf where its layers can't fit."""
+        if splits_further(point, profile):
+            return 0.0
         update = self._update_seconds(point, profile) if point.region.mesh.pp == 1 else 0.0
         return self._memory_seconds(point, profile) + update
 
@@ -228,6 +234,8 @@ class Costing:
 
     def may_fit(self, point: Point, profile: Profile) -> bool:
         """Whether parameters, gradients and moments would fit if ranks shared them evenly, and kept nothing else."""
+        if splits_further(point, profile):
+            return True
         mesh, total = point.region.mesh, 0.0
         away = not {"optimizer", "parameters"}.isdisjoint(point.offload)
         for axes, weights in profile.weights.items():
@@ -278,12 +286,16 @@ class Costing:
         mesh = point.region.mesh
         key = (profile.key, mesh, point.zero, point.zero_ranks, point.offload)
         if key not in self._updates:
-            totals = np.zeros(4)
+            totals, none = np.zeros(4), Weights(0, 0, 0)
+            lines: dict[tuple[str, ...], tuple[Weights, Weights, int]] = {}
             for axes, weights in profile.weights.items():
-                line = mesh.data_axes(axes)
+                line, layers = mesh.data_axes(axes), profile.layers[axes]
+                before = lines.get(line, (none, none, 0))
+                summed = profile.summed.get(axes, none)
+                lines[line] = before[0] + weights, before[1] + summed, max(before[2], layers)  # they travel together
+            for line, (weights, summed, layers) in lines.items():
                 shards = mesh.zero_shards(point.zero_ranks, line) if point.zero and line else 1
-                summed = profile.summed.get(axes, Weights(0, 0, 0))
-                totals += self._line_seconds(line, shards, weights, summed, profile.layers[axes], point)
+                totals += self._line_seconds(line, shards, weights, summed, layers, point)
             gathered, scattered, rest, updated = (float(each) / mesh.pp for each in totals)
             self._updates[key] = gathered, scattered, rest, updated
         return self._updates[key]
@@ -303,10 +315,11 @@ class Costing:
         if line is None or line.size == 1:
             return [0.0, 0.0, 0.0, updated]
         sent = self.sent_bytes(summed)
-        moved = [("all_gather", weights.copies, shards, line.shard), ("reduce_scatter", sent, shards, line.shard)]
+        further = layers - 1 if self._streams(point) and shards > 1 else 0  # messages: each layer has its own
+        gather = "all_gather", weights.copies - further, shards, line.shard
+        moved = [gather, ("reduce_scatter", sent, shards, line.shard)]
         gathered, scattered = (seconds_of(*each) if each[2] > 1 else 0.0 for each in moved)
-        if self._streams(point) and shards > 1:  # each layer by itself
-            gathered += (layers - 1) * seconds_of("all_gather", 1, shards, line.shard)
+        gathered += further * seconds_of("all_gather", 1, shards, line.shard)
         rest = seconds_of(
             "all_reduce", sent // shards, line.size // shards, line.replicate if shards > 1 else line.whole
         )
@@ -326,6 +339,13 @@ class Costing:
 
 def seconds_of(kind: str, bytes_: int, size: int, link: Link) -> float:
     return collective.seconds(kind, bytes_, size, link) if bytes_ and size > 1 else 0.0
+
+
+def splits_further(point: Point, profile: Profile) -> bool:
+    """Whether ``point`` is laid out on a profile of its own, whose placement knows that weights move with each
+    microbatch: its passes are no faster, but ranks have fewer weights."""
+    key = profile.key
+    return streams(point) and not (key.stages or key.streamed) and profile.whole_share > _WHOLE
 
 
 def splits_head(family: Family) -> bool:

@@ -24,7 +24,7 @@ from autopar.mesh import Mesh
 from autopar.planner.modes import MODES
 from autopar.planner.rank_memory import MOMENTS
 from autopar.search.bounds import scaled
-from autopar.search.costing import Costing, Outcome
+from autopar.search.costing import Costing, Outcome, splits_further
 from autopar.search.dive import dive
 from autopar.search.outlook import Outlook, Way
 from autopar.search.pins import Pins
@@ -41,7 +41,6 @@ from autopar.search.space import (
     savers,
     schedules,
     storages,
-    streams,
     work_of,
 )
 from autopar.search.watching import Watcher
@@ -57,7 +56,6 @@ _OPS, _FAMILY, _REGION = 25, 90, 110  # units of work of placing one op, of boun
 _PROOF = 0.3  # of the work, for bounds at least
 _CALLS, _BLOCKS = 32, 150  # calls of a model, and ops of its blocks: with fewer, laying out takes less
 _OTHERS = 60  # families whose points are bounded for runners-up alone
-_WHOLE = 0.02  # of the weights, that tp doesn't split
 _SHARED = 4  # regions that a profile made for its bound alone has to serve
 
 
@@ -396,8 +394,7 @@ class Search:
         passes would leave some of them whole, of one that says what that costs."""
         key = self._keys.get(point.region, point.region.key)._replace(head=point.head, chunks=point.head_chunks)
         profile = self.profile(point.region)
-        whole = streams(point) and not key.stages and profile is not None and profile.whole_share > _WHOLE
-        return key._replace(streamed=True) if whole else key
+        return key._replace(streamed=profile is not None and splits_further(point, profile))
 
     def share(self, region: Region) -> float:
         """Which part of the root's work a rank of ``region`` does of a microbatch."""

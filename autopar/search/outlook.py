@@ -14,7 +14,7 @@ from autopar.mesh import Mesh
 from autopar.planner.modes import MODES
 from autopar.schedules.registry import SCHEDULES
 from autopar.schedules.weight_moves import LARGE_BYTES
-from autopar.search.costing import Costing, seconds_of, splits_head
+from autopar.search.costing import Costing, seconds_of, splits_further, splits_head
 from autopar.search.gradients import Adding, Kind, Sums, adding
 from autopar.search.hulls import Array
 from autopar.search.keeping import folded_kept, looped_kept, straight_kept
@@ -224,16 +224,22 @@ class Outlook:
         row = SCHEDULES[point.schedule]
         way = point.zero, point.zero_ranks, point.offload
         microbatches = 1 if row.asynchronous else point.region.microbatches
+        if splits_further(point, profile):  # as far as it may
+            return self._of_region(point.region.mesh, way, microbatches)
         return self._of_profile(point.region.mesh, profile, way, microbatches, split=row.splits_backward)
 
     def _of_profile(self, mesh: Mesh, profile: Profile, way: Way, microbatches: int, *, split: bool) -> Stored:
         key = (profile.key, mesh.dp, way, split)
         if key not in self._ways:
             weights = self._weights_of(profile)
-            lines = {mesh.data_axes(split): each for split, each in weights.items()}
-            summed = {mesh.data_axes(s) for s, each in profile.weights.items() if profile.summed.get(s) == each}
-            sizes = layer_sizes(profile, self.scaler.block)
-            large = {mesh.data_axes(s): sum(size >= LARGE_BYTES for size in each) for s, each in sizes.items()}
+            lines: dict[tuple[str, ...], Weights] = {}
+            large: Counter[tuple[str, ...]] = Counter()
+            for axes, each in weights.items():
+                lines[mesh.data_axes(axes)] = lines.get(mesh.data_axes(axes), Weights(0, 0, 0)) + each
+            for axes, sizes in layer_sizes(profile, self.scaler.block).items():
+                large[mesh.data_axes(axes)] += sum(size >= LARGE_BYTES for size in sizes)
+            partly = {mesh.data_axes(s) for s, each in profile.weights.items() if profile.summed.get(s) != each}
+            summed = set(lines) - partly
             self._ways[key] = self._stored(mesh, lines, way, summed, large)
             along = {each: mesh.data_axes(each) for each in profile.weights}
             self._added[key] = self._adding(mesh, self._kinds_of(profile), along, way, split=split)
@@ -302,8 +308,9 @@ class Outlook:
                 state += weights.copies if twice else 0.0
             else:
                 if link:
-                    seconds = seconds_of("all_gather", int(weights.copies), shards, link)
-                    seconds += max(0, large.get(axes, 0) - 1) * seconds_of("all_gather", 1, shards, link)
+                    further = max(0, large.get(axes, 0) - 1)  # messages
+                    seconds = seconds_of("all_gather", int(weights.copies) - further, shards, link)
+                    seconds += further * seconds_of("all_gather", 1, shards, link)
                     gathered += seconds
                     held += seconds * machine.device.held_share(link)
                 gathered += weights.copies / shards / host if away and host else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,15 +10,25 @@ import pytest
 from autopar import Cluster
 from autopar.search.choose import _build
 from autopar.search.loop import TOLERANCE
-from tests.fast_cluster import FAST
+from tests.fast_cluster import BUSY, FAST
 from tests.search.spaces import brute_force, every_point, prepared, search_of
 
 ROUNDED = 1 + 1e-9
-CLUSTERS = {"fast": FAST, "cpu": Cluster.load("cpu"), "h100": Cluster.load("h100")}
+SLOW = replace(
+    BUSY,
+    intra_node=replace(BUSY.intra_node, bytes_per_second=1e6, held_multiprocessors=8),
+    inter_node=replace(BUSY.inter_node, bytes_per_second=0.5e6),
+)
+CLUSTERS = {"fast": FAST, "cpu": Cluster.load("cpu"), "h100": Cluster.load("h100"), "busy": BUSY, "slow": SLOW}
 SMALL = [
     ("mlp", 2, 2, "cpu", 5, {}),
     ("mlp", 4, 4, "fast", 61, {}),
     ("gpt2", 2, 2, "fast", 61, {}),
+]
+MOVING = [  # weights, over links that are slow and take multiprocessors
+    ("gpt2", 8, 4, "busy", 7, {"mesh": {"tp": 2, "dp": 2}, "offload": (), "head_chunks": 1}),
+    ("gpt2", 8, 4, "slow", 7, {"mesh": {"tp": 2, "dp": 2}, "offload": (), "head_chunks": 1}),
+    ("llama", 8, 4, "slow", 1, {"mesh": {"tp": 2, "dp": 2}, "offload": (), "head_chunks": 1, "zero": 3}),
 ]
 LARGE = [
     ("gpt2", 4, 4, "h100", 97, {}),
@@ -51,6 +62,12 @@ def check(name: str, batch: int, gpus: int, cluster: str, every: int, given: dic
 def test_small_spaces(name: str, batch: int, gpus: int, cluster: str, every: int, given: dict[str, Any]) -> None:
     """What is left out would show as a gap: these are searched to the end."""
     assert check(name, batch, gpus, cluster, every, given) >= 1 - TOLERANCE
+
+
+@pytest.mark.parametrize(("name", "batch", "gpus", "cluster", "every", "given"), MOVING)
+def test_weights_that_move(name: str, batch: int, gpus: int, cluster: str, every: int, given: dict[str, Any]) -> None:
+    """Some are laid out on placements of their own, which split more weights than the fastest passes ask for."""
+    check(name, batch, gpus, cluster, every, given)
 
 
 @pytest.mark.slow
