@@ -49,7 +49,7 @@ def record(axes: Axes, folder: str | Path) -> Iterator[profile]:
     activities = [ProfilerActivity.CPU]
     if axes.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as profiler:
+    with profile(activities=activities, acc_events=True) as profiler:  # torch 2.11 warns of what it leaves out else
         place = {"rank": axes.rank, "pipeline_rank": axes["pp"].index}
         profiler.add_metadata_json(_KEY, json.dumps(place))
         yield profiler
