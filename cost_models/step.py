@@ -29,9 +29,7 @@ _BANDWIDTH: Final = {
     "memory_bytes_per_second": Quantity("B/s", "what large copies reach of the bandwidth of the device's memory")
 }
 _UPDATED: Final = {
-    "memory_bytes_per_second": Quantity(
-        "B/s", "what large copies reach of the bandwidth of the memory that it is in"
-    )
+    "memory_bytes_per_second": Quantity("B/s", "what large copies reach of the bandwidth of the memory that it is in")
 }
 
 ADAMW_SECONDS: Final = Formula(
