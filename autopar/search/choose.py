@@ -21,7 +21,7 @@ from autopar.search.infeasible import no_degrees, refusal
 from autopar.search.loop import Found, Search
 from autopar.search.pins import Pins
 from autopar.search.profiles import Models, Profiler
-from autopar.search.space import SPLIT_HEADS, Point, Region, Sizes, regions, streams
+from autopar.search.space import SPLIT_HEADS, Point, Region, Sizes, moves_each_time, regions
 from autopar.search.watching import Watcher
 
 _ROUNDS = 3
@@ -176,7 +176,7 @@ def _build(
     profile = profiler.known.get(key)
     state = profile.placed.request.state_bytes if profile is not None else None
     load = dict(profiler.expert_load)
-    streamed = key.streamed or (profile is None and streams(point))
+    streamed = key.streamed or (profile is None and moves_each_time(point))
     request = Request(region.mesh, region.microbatches, profiler.cluster, wanted, options, load, state, streamed)
     if profile is None or layout is None:
         return build(profiler.models[region.mesh.cp > 1].copy(), request, None, measured)

@@ -30,7 +30,7 @@ from autopar.search.interleaving import Interleaving
 from autopar.search.keeping import Keeping
 from autopar.search.layers import layer_block
 from autopar.search.profiles import Key, Profile, Unit, Weights
-from autopar.search.space import Family, Point, streams
+from autopar.search.space import Family, Point, moves_each_time
 
 _WHOLE = 0.02  # of the weights: as many at least that tp doesn't split
 
@@ -345,7 +345,7 @@ def splits_further(point: Point, profile: Profile) -> bool:
     """Whether ``point`` is laid out on a profile of its own, whose placement knows that weights move with each
     microbatch: its passes are no faster, but ranks have fewer weights."""
     key = profile.key
-    return streams(point) and not (key.stages or key.streamed) and profile.whole_share > _WHOLE
+    return moves_each_time(point) and not (key.stages or key.streamed) and profile.whole_share > _WHOLE
 
 
 def splits_head(family: Family) -> bool:

@@ -29,7 +29,7 @@ from autopar.search.dive import dive
 from autopar.search.outlook import Outlook, Way
 from autopar.search.pins import Pins
 from autopar.search.profiles import Key, Profile, Profiler
-from autopar.search.scaling import Scaling
+from autopar.search.scaling import Scaling, alone
 from autopar.search.space import (
     BEATEN,
     Family,
@@ -432,11 +432,6 @@ class Search:
         known = self.profiler.known.items()
         return [p for k, p in known if not (k.stages or k.head or k.chunks > 1 or k.borrowed or k.streamed)]
 
-    def _alone(self, axis: str, key: Key) -> Key:
-        """The whole batch on this axis of ``key``."""
-        size = getattr(key, axis)
-        return Key(self.sizes.batch // (size if axis == "ep" else 1), 1, 1, 1)._replace(**{axis: size})
-
     def _reference(self, region: Region) -> tuple[Key, Mesh, int] | None:
         """A profile that bounds other regions, too: of this region's rows without any axis, or of the whole batch with
         one of its axes alone."""
@@ -445,10 +440,10 @@ class Search:
         if not known and self._rows[region.rows] >= _SHARED:
             return plain, Mesh(), self.sizes.batch // region.rows
         for axis in region.key.axes():
-            alone, size = self._alone(axis, region.key), getattr(region.key, axis)
-            known = alone in self.profiler.known or alone in self.profiler.refused
-            if not known and self._unplaced[axis, size] >= _SHARED and self.sizes.batch % alone.rows == 0:
-                return alone, Mesh(**{axis: size}), 1
+            key, size = alone(axis, region.key, self.sizes.batch), getattr(region.key, axis)
+            known = key in self.profiler.known or key in self.profiler.refused
+            if not known and self._unplaced[axis, size] >= _SHARED and self.sizes.batch % key.rows == 0:
+                return key, Mesh(**{axis: size}), 1
         return None
 
     # --- points

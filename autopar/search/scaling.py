@@ -67,7 +67,7 @@ class Scaling:
         found = np.where(share > 0, share * (seconds - launches) + launches, 0.0)
         kept = self._split if axes else self._plain
         np.maximum(kept, found, out=kept)
-        if len(axes) == 1 and profile.key == self._alone(axes[0], profile.key):
+        if len(axes) == 1 and profile.key == alone(axes[0], profile.key, self._root.key.rows):
             here = self._sizes[axes[0]] == getattr(profile.key, axes[0])
             self._sent += np.where(here[:, None], share * self._messages(profile, axes[0]), 0.0)
 
@@ -84,12 +84,6 @@ class Scaling:
         inner = self._sizes["cp"] * self._sizes["tp"] / known.inner
         found: Array = np.where(smaller, self._rows / known.rows / inner, 0.0)
         return found
-
-    def _alone(self, axis: str, key: Key) -> Key:
-        """The whole batch on this axis of ``key``."""
-        size = getattr(key, axis)
-        batch = self._root.key.rows
-        return Key(batch // (size if axis == "ep" else 1), 1, 1, 1)._replace(**{axis: size})
 
     def _figures(self, profile: Profile) -> tuple[Array, Array]:
         """Seconds, and the part of them that is launches."""
@@ -113,3 +107,9 @@ class Scaling:
             return None
         names = {model.blocks[self._block].name for model in models}
         return LayerTimes.of(profile, self._block) if len(names) == 1 else None
+
+
+def alone(axis: str, key: Key, batch: int) -> Key:
+    """The whole ``batch`` on this axis of ``key``, and on no other."""
+    size = getattr(key, axis)
+    return Key(batch // (size if axis == "ep" else 1), 1, 1, 1)._replace(**{axis: size})

@@ -343,7 +343,7 @@ def _stages(schedule: str, chunks: int | None) -> int:
     return chunks or (row.chunks if row else 0) or 1
 
 
-def streams(point: Point) -> bool:
+def moves_each_time(point: Point) -> bool:
     """Whether weights or their gradients move with each microbatch."""
     return point.zero >= 2 or "parameters" in point.offload
 

@@ -26,7 +26,7 @@ SMALL = [
     ("gpt2", 2, 2, "fast", 61, {}),
 ]
 MOVING = [  # weights, over links that are slow and take multiprocessors
-    ("gpt2", 8, 4, "busy", 7, {"mesh": {"tp": 2, "dp": 2}, "offload": (), "head_chunks": 1}),
+    ("gpt2", 8, 4, "busy", 1, {"mesh": {"tp": 2, "dp": 2}, "offload": (), "head_chunks": 1}),
     ("gpt2", 8, 4, "slow", 7, {"mesh": {"tp": 2, "dp": 2}, "offload": (), "head_chunks": 1}),
     ("llama", 8, 4, "slow", 1, {"mesh": {"tp": 2, "dp": 2}, "offload": (), "head_chunks": 1, "zero": 3}),
 ]

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from autopar import Cluster
 from autopar.mesh import Mesh
 from autopar.planner.build import Request, _moved_seconds
 from autopar.planner.pipeline import Wanted
 from autopar.search.profiles import Key, Profile
-from autopar.search.space import Region, streams
+from autopar.search.space import Region, moves_each_time
+from autopar.search.wholesale import Stored, folded
 from tests.fast_cluster import BUSY
 from tests.search.spaces import search_of
+
+WAY = Stored(0.0, 0.0, 0.0)
 
 
 def test_a_head_in_chunks_takes_about_as_long() -> None:
@@ -74,4 +79,42 @@ def test_points_are_laid_out_on_profiles_that_price_what_they_move() -> None:
     for point in points:
         outcome = search.lay_out(point)
         assert outcome.key is not None
-        assert outcome.key.streamed == streams(point) == (point.zero >= 2)
+        assert outcome.key.streamed == moves_each_time(point) == (point.zero >= 2)
+
+
+def test_what_is_laid_out_on_another_placement_is_bounded_as_if_all_were_split() -> None:
+    """Not by weights that the fastest passes leave whole, which its own placement may split."""
+    search = search_of("gpt2", 8, 4, BUSY, mesh={"dp": 2, "tp": 2}, offload=(), head_chunks=1)
+    search.glance()
+    region = Region(Mesh(dp=2, tp=2), 2, 2)
+    plain, outlook = search.place(region), search._outlook
+    assert plain is not None
+    assert outlook is not None
+    point = next(point for point in search.points_of(region) if (point.zero, point.zero_ranks) == (3, 0))
+    search.lay_out(point)
+    own = search.profiler.known[search.key_of(point)]
+    way = point.zero, point.zero_ranks, point.offload
+    bounded = outlook._of_point(point, plain)
+    really, whole = (outlook._of_profile(region.mesh, each, way, 2, split=False) for each in (own, plain))
+    assert bounded.gathered <= really.gathered <= whole.gathered
+    assert bounded.state <= really.state <= whole.state
+    moved, much = (search.costing._moves(point, each)[0] for each in (own, plain))
+    assert moved < much
+    assert search.costing.bound(point, plain) == search.costing._pass_seconds(point, plain), "not what it doesn't move"
+    assert search.costing.memory_bound(point, plain) == 0.0
+
+
+def test_interleaved_regions_are_bounded_by_their_best_number_of_stages() -> None:
+    search = search_of("llama", 8, 2, BUSY, mesh={"pp": 2})
+    search._begin()
+    region, outlook = Region(Mesh(pp=2), 1, 8), search._outlook
+    assert outlook is not None
+    layers = outlook.scaler.scaled(region.key, search.scaling.layers(region.key))
+    ranks = folded(layers, 2, np.ones(2), ends=True, stages=3)
+    two, three, both = (outlook._interleaved(region, layers, [WAY], some, ranks) for some in ([2], [3], [2, 3]))
+    assert two != three
+    assert both == min(two, three) > 0.0
+    head = replace(ranks, spreads_head=True)
+    least = outlook._interleaved(region, layers, [WAY], [2], head)
+    beside = region.microbatches * sum(layers.beside) / 2
+    assert two <= least < two + beside, "it may run while others end"

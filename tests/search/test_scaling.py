@@ -10,7 +10,7 @@ import pytest
 from autopar.search.bounds import scaled
 from autopar.search.loop import Search
 from autopar.search.profiles import Key
-from autopar.search.scaling import Scaling
+from autopar.search.scaling import Scaling, alone
 from autopar.search.space import regions
 from tests.fast_cluster import FAST
 from tests.search.spaces import search_of
@@ -18,14 +18,15 @@ from tests.search.spaces import search_of
 
 def one_by_one(search: Search, key: Key) -> float:
     """By the definition: the largest that any profile says, with messages of axes that are known alone."""
-    alone = {axis: search.profiler.known.get(search._alone(axis, key)) for axis in key.axes()}
-    sent = math.fsum(p.sent_seconds[axis] * (scaled(p.key, key) or 0.0) for axis, p in alone.items() if p is not None)
+    known = {axis: search.profiler.known.get(alone(axis, key, search.sizes.batch)) for axis in key.axes()}
+    whole = [(axis, profile) for axis, profile in known.items() if profile is not None]
+    sent = math.fsum(p.sent_seconds[axis] * (scaled(p.key, key) or 0.0) for axis, p in whole)
     found = 0.0
-    for known in search._references():
-        does_more = (known.key.several and not key.several) or (known.key.copies and not key.copies)
-        if (share := scaled(known.key, key)) and not does_more:
-            beside = 0.0 if known.key.axes() else sent
-            found = max(found, share * (known.seconds - known.fixed_seconds) + known.fixed_seconds + beside)
+    for other in search._references():
+        does_more = (other.key.several and not key.several) or (other.key.copies and not key.copies)
+        if (share := scaled(other.key, key)) and not does_more:
+            beside = 0.0 if other.key.axes() else sent
+            found = max(found, share * (other.seconds - other.fixed_seconds) + other.fixed_seconds + beside)
     return found
 
 
