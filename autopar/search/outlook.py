@@ -157,7 +157,7 @@ class Outlook:
         stored = [self._of_point(point, profile) for point in points]
         head, count = MODES[family.vocabulary].head, region.microbatches
         kept = self.costing.keeping.most(family.schedule, region.mesh.pp, count, family.chunks, head)
-        kinds = self._ranks(family, layers, kept)
+        kinds = self._all_ranks(family, layers, kept)
         free = without_memory(layers)
         passes: Array = np.max([least_seconds(free, stored, ranks, count, _BOUNDLESS) for ranks in kinds], axis=0)
         if not memory:
@@ -169,7 +169,7 @@ class Outlook:
             passes = np.maximum(passes, least_seconds(layers, stored, each, count, budget, host))
         return passes
 
-    def _ranks(self, family: Family, layers: Layers, kept: Array) -> list[Ranks]:
+    def _all_ranks(self, family: Family, layers: Layers, kept: Array) -> list[Ranks]:
         """Ways to say how ranks work under a schedule, each of which is a bound."""
         found, row = [_ranks(family, layers, kept)], SCHEDULES[family.schedule]
         pp, count, heads = family.region.mesh.pp, family.region.microbatches, splits_head(family)
