@@ -356,7 +356,7 @@ def timeline_command(
 
 _FIGURES = (
     "makespan_seconds",
-    "bubble_ratio",
+    "idle_share",
     "busy_seconds",
     "idle_seconds",
     "exposed_communication_seconds",

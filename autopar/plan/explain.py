@@ -68,7 +68,8 @@ def _summary(plan: Plan) -> Iterator[str]:
     shares = [(f"{part.name}@{part.axis}" if part.axis else part.name, part.exposed_seconds) for part in largest]
     texts = [f"{name} {seconds_text(s)} ({percent_text(s / cost.step_seconds)})" for name, s in shares if s]
     if texts:
-        yield "most time: " + ", ".join(texts)
+        of = f" of pipeline rank {cost.rank}" if plan.mesh.pp > 1 else ""
+        yield f"most time{of}: " + ", ".join(texts)
     if plan.search is not None and plan.search.runners_up:
         other = plan.search.runners_up[0]
         several = "es" if other.microbatches > 1 else ""

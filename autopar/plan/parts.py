@@ -34,7 +34,7 @@ PARTS: Final = {
     "host copies": "activations on their way to the host and back",
     "optimizer": "update of parameters",
     "scalars": "totals of the batch, loads of experts and the loss, summed over ranks before and after all passes",
-    BUBBLE: "waiting for other ranks' work",
+    BUBBLE: "waiting for other ranks' work, without what is on its way",
 }
 """What a step's time is made of: names of :class:`CostPart`, and what each is."""
 

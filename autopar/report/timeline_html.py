@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from html import escape
 from typing import Final
 
-from autopar.plan import bytes_text
+from autopar.plan import bytes_text, percent_text
 from autopar.report.timeline_svg import LABELS, STYLE, Chart, document, title
 from autopar.schedules.looks import duration_text
 from autopar.schedules.timeline import Timeline
@@ -63,7 +63,7 @@ def timeline_html(timeline: Timeline) -> str:
 
 def _facts(timeline: Timeline) -> Iterator[tuple[str, str]]:
     yield "makespan", duration_text(timeline.makespan_seconds)
-    yield "bubble ratio", f"{timeline.bubble_ratio:.1%}"
+    yield "idle, of all ranks", percent_text(timeline.idle_share)
     yield "exposed communication", duration_text(timeline.exposed_communication_seconds)
     yield "peak in flight", str(max(timeline.peak_in_flight))
     if max(timeline.peak_activation_bytes):
@@ -83,7 +83,7 @@ def _table(timeline: Timeline) -> str:
             ", ".join(map(str, stages)) or "none",
             duration_text(busy),
             duration_text(idle),
-            f"{share:.1%}",
+            percent_text(share),
             str(timeline.peak_in_flight[rank]),
             bytes_text(timeline.peak_activation_bytes[rank]),
         )

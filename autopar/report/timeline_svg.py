@@ -10,7 +10,7 @@ from html import escape
 from statistics import median
 from typing import Final
 
-from autopar.plan import bytes_text
+from autopar.plan import bytes_text, percent_text
 from autopar.report.lanes import described, exchange_events, lane_events, lane_of, rank_events
 from autopar.schedules.actions import KINDS, Action, Schedule
 from autopar.schedules.looks import LOOKS, chunk_of, duration_text, shade
@@ -138,7 +138,7 @@ def title(schedule: Schedule) -> str:
 def _facts(timeline: Timeline) -> str:
     in_flight = timeline.peak_in_flight
     return (
-        f"makespan {duration_text(timeline.makespan_seconds)} · bubble {timeline.bubble_ratio:.1%} · "
+        f"makespan {duration_text(timeline.makespan_seconds)} · idle {percent_text(timeline.idle_share)} of all ranks · "
         f"exposed communication {duration_text(timeline.exposed_communication_seconds)} · "
         f"in flight {_range([str(count) for count in (min(in_flight), max(in_flight))])}"
     )
@@ -208,7 +208,7 @@ class Chart:
             share = timeline.busy_seconds[rank] / timeline.makespan_seconds if timeline.makespan_seconds else 0.0
             middle = top + layout.box / 2 + 4
             yield f'<text class="name" x="0" y="{_n(middle)}">rank {rank}</text>'
-            yield f'<text class="small" x="64" y="{_n(middle)}">{share:.0%} busy</text>'
+            yield f'<text class="small" x="64" y="{_n(middle)}">{100 * share:.0f} % busy</text>'
             kept = f"{timeline.peak_in_flight[rank]} in flight"
             kept += f", {bytes_text(timeline.peak_activation_bytes[rank])}" if self.peak_bytes else ""
             yield f'<text class="small" x="0" y="{_n(top + layout.kept_top + layout.kept / 2 + 4)}">{kept}</text>'

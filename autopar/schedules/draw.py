@@ -119,8 +119,7 @@ def _legend(timeline: Timeline, width: int) -> list[tuple[_Span, ...]]:
         (_same(schedule.name, "bold"),),
         *keys,
         *([(_same(f"chunks 0 to {schedule.chunks - 1}"),)] if schedule.chunks > 1 else []),
-        (_same(_IDLE * 2, "dim"), _same(" idle")),
-        (_same(f"bubble {timeline.bubble_ratio:.1%}"),),
+        (_same(_IDLE * 2, "dim"), _same(f" idle {100 * timeline.idle_share:.1f} % of all ranks")),
         (_same(in_flight),),
         (_same(f"makespan {duration_text(timeline.makespan_seconds)}"),),
     ]

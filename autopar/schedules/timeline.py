@@ -258,8 +258,9 @@ class Timeline:
         return points
 
     @property
-    def bubble_ratio(self) -> float:
-        """The share of all ranks' time that is idle, 0 to 1; waiting for communication counts as idle."""
+    def idle_share(self) -> float:
+        """Of all ranks' time, 0 to 1. Waiting for communication counts as idle; a plan's bubble is one rank's time, and
+        leaves it out."""
         total = self.makespan_seconds * self.schedule.ranks
         return sum(self.idle_seconds) / total if total else 0.0
 

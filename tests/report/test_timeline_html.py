@@ -38,7 +38,7 @@ def test_facts_and_table(timeline: Timeline) -> None:
     assert page.open == []
     facts = dict(zip(page.texts["dt"], page.texts["dd"], strict=True))
     assert facts["makespan"] == duration_text(timeline.makespan_seconds)
-    assert facts["bubble ratio"] == f"{timeline.bubble_ratio:.1%}"
+    assert facts["idle, of all ranks"] == f"{100 * timeline.idle_share:.1f} %"
     assert facts["exposed communication"] == duration_text(timeline.exposed_communication_seconds)
     assert facts["peak in flight"] == str(max(timeline.peak_in_flight))
     ranks, columns = timeline.schedule.ranks, len(page.texts["th"])

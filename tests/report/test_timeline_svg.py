@@ -64,7 +64,7 @@ def test_titles_and_numbers(one_f_one_b: Timeline) -> None:
 def test_header_and_labels_say_the_figures(one_f_one_b: Timeline) -> None:
     text = timeline_svg(one_f_one_b)
     assert "1f1b: 2 ranks, 3 microbatches" in text
-    assert f"bubble {one_f_one_b.bubble_ratio:.1%}" in text
+    assert f"idle {100 * one_f_one_b.idle_share:.1f} % of all ranks" in text
     assert "2 in flight, 1.95 KiB" in text
     for name in ("forward", "backward", "step", "activations sent", "gradients sent", "reductions", "bytes kept"):
         assert f">{name}<" in text

@@ -94,7 +94,7 @@ def test_legend_chooses_a_readable_unit(unit: float, text: str) -> None:
 
 def test_a_step_that_takes_no_time_draws_nothing() -> None:
     legend = str(picture("gpipe", 2, 2, forward_seconds=0, backward_seconds=0)).splitlines()[-1]
-    assert legend == "gpipe  ·· idle  bubble 0.0%  in flight 2 2  makespan 0 µs"
+    assert legend == "gpipe  ·· idle 0.0 % of all ranks  in flight 2 2  makespan 0 µs"
 
 
 V_SHAPED = Schedule(

@@ -31,7 +31,7 @@ def test_bubble_of_gpipe_and_one_f_one_b(name: str, stages: int, rounds: int) ->
     assert timeline.makespan_seconds - ideal == (stages - 1) * (FORWARD + BACKWARD)
     assert timeline.busy_seconds == (ideal,) * stages
     assert timeline.idle_seconds == ((stages - 1) * (FORWARD + BACKWARD),) * stages
-    assert timeline.bubble_ratio == pytest.approx((stages - 1) / (microbatches + stages - 1), rel=1e-12)
+    assert timeline.idle_share == pytest.approx((stages - 1) / (microbatches + stages - 1), rel=1e-12)
     assert timeline.exposed_communication_seconds == 0
 
 
@@ -56,12 +56,12 @@ def test_fewer_microbatches_than_stages(stages: int, microbatches: int) -> None:
 
 def test_one_rank_has_no_bubble() -> None:
     timeline = timeline_of("1f1b", 1, 7, forward_seconds=0.1, backward_seconds=0.3, step_seconds=0.7)
-    assert timeline.bubble_ratio == 0
+    assert timeline.idle_share == 0
 
 
 def test_costs_of_nothing() -> None:
     timeline = timeline_of("1f1b", 2, 2, forward_seconds=0, backward_seconds=0)
-    assert (timeline.makespan_seconds, timeline.bubble_ratio) == (0, 0)
+    assert (timeline.makespan_seconds, timeline.idle_share) == (0, 0)
 
 
 def test_one_microbatch_by_hand() -> None:
@@ -92,7 +92,7 @@ def test_one_microbatch_by_hand() -> None:
     assert timeline.makespan_seconds == 8.25
     assert timeline.busy_seconds == (3.25, 3.25)
     assert timeline.idle_seconds == (5, 5)
-    assert timeline.bubble_ratio == 10 / 16.5
+    assert timeline.idle_share == 10 / 16.5
     assert timeline.exposed_communication_seconds == 2  # two transfers of 0.5 and rank 0's reduction
 
 
