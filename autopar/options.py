@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from typing import Any, Final, Literal, TypedDict
 
@@ -18,6 +18,14 @@ Order = Literal["auto", "contiguous", "paired"]
 Attention = Literal["auto", "all_gather", "ring", "heads"]
 Statistics = Literal["batch", "microbatch"]
 _FLOATS: Final = ("", "bfloat16", "float16", "float32", "float64")
+
+
+def masters_on_host(offload: Collection[str]) -> bool:
+    """Whether parameters and the state of their optimizer lie on the host, and are updated there.
+
+    ``offload`` as in :class:`Options`: that of the optimizer takes the masters along, which it updates.
+    """
+    return not {"optimizer", "parameters"}.isdisjoint(offload)
 
 
 class Given(TypedDict, total=False):

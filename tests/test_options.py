@@ -8,7 +8,7 @@ import pytest
 
 from autopar import Options
 from autopar.errors import ArgumentError
-from autopar.options import Given
+from autopar.options import OFFLOADABLE, Given, masters_on_host
 
 
 def test_the_keyword_arguments_are_the_fields():
@@ -23,6 +23,13 @@ def test_text_names_what_differs_from_the_defaults_or_from_others():
     assert str(options) == "zero 3, within 3 GiB, offload optimizer+activations, placements *.w=tp:I"
     assert Options(zero=3, float8=True).beside(options) == "float8, the device's memory, no offload, no placements"
     assert options.beside(options) == ""
+
+
+def test_masters_lie_where_the_optimizer_does():
+    away = [item for item in OFFLOADABLE if masters_on_host((item,))]
+    assert away == ["optimizer", "parameters"]
+    assert masters_on_host(("activations", "optimizer"))
+    assert not masters_on_host(())
 
 
 def test_json_both_ways():

@@ -29,6 +29,7 @@ from autopar.audit.record import (
     watched,
 )
 from autopar.errors import PlanError
+from autopar.options import masters_on_host
 from autopar.runtime.axes import Axis
 from autopar.runtime.executor import Executor
 from autopar.runtime.grads import Reducer
@@ -98,7 +99,7 @@ def _see(job: Job, batch: Mapping[str, Tensor], rank: int, microbatches: Collect
             executor = start(fake, axes)
             executor.axes = replace(axes, world=world)
             updated = sum(parameter.numel() for parameter in executor.masters.values())
-            on_host = not {"optimizer", "parameters"}.isdisjoint(executor.options.offload)
+            on_host = masters_on_host(executor.options.offload)
             returned = {stage: _returned_bytes(reducer) for stage, reducer in executor.reducers.items() if on_host}
             _watch(executor, log, microbatches, on_host=on_host)
             with Kernels(log), Calls(log):

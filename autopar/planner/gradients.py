@@ -23,7 +23,7 @@ from torch import fx
 from autopar.cluster import Device
 from autopar.cost_models import step
 from autopar.graph import info
-from autopar.options import Options
+from autopar.options import Options, masters_on_host
 from autopar.planner.block_costs import put_off_weights
 from autopar.planner.packing import Kind, alone
 from autopar.planner.zero import MoveCosts
@@ -171,6 +171,6 @@ class GradientCosts:
 def summed_as(dtype: torch.dtype, master: torch.dtype, shards: int, options: Options, *, is_summed: bool) -> Summed:
     """How gradients are kept of a parameter that is computed with in ``dtype``."""
     sent = getattr(torch, options.reduce_dtype) if options.reduce_dtype else master
-    away = not {"optimizer", "parameters"}.isdisjoint(options.offload)
+    away = masters_on_host(options.offload)
     is_own = shards == 1 and dtype == master and not away
     return Summed(dtype, master, sent, shards, is_own, is_summed, options.zero >= 2 and shards > 1)

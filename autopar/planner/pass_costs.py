@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from autopar.cost_models import step
 from autopar.graph import Model
-from autopar.options import Options
+from autopar.options import Options, masters_on_host
 from autopar.passes.vocabulary import VOCABULARY
 from autopar.planner.activations import Activations, Alternative
 from autopar.planner.between import between
@@ -128,7 +128,7 @@ def _step_seconds(
     for home, stage in zip(placement, stages, strict=True):
         calls[home] += stage
     elements = [split + storage.elements(work.model, mine) for mine in calls]
-    away = not {"optimizer", "parameters"}.isdisjoint(work.options.offload)
+    away = masters_on_host(work.options.offload)
     return tuple(step.optimizer_seconds(count, work.machine.device, on_host=away) for count in elements)
 
 

@@ -17,7 +17,7 @@ import torch
 
 from autopar.graph import Info, Meta, Model, ParameterInfo, info
 from autopar.mesh import Mesh
-from autopar.options import Options
+from autopar.options import Options, masters_on_host
 from autopar.passes.vocabulary import VOCABULARY, vocabulary_dims
 from autopar.spmd import Type, row_dims, rows_shape
 
@@ -141,7 +141,7 @@ def parameter_state(
     shards = storage.shards(types or {})
     own = stored_elements(known, meta.shape, shards) // parts if meta.shape else elements
     moment = getattr(torch, options.state_dtype).itemsize if options.state_dtype else master.itemsize
-    away = bool({"optimizer", "parameters"} & set(options.offload))
+    away = masters_on_host(options.offload)
     state = Counter(parameters=own * master.itemsize, optimizer=MOMENTS * own * moment)
     gradients = Counter(gradients=(own if options.zero >= 2 else elements) * master.itemsize)
     twice = shards > 1 or master != meta.dtype or away

@@ -18,7 +18,7 @@ from autopar.cost_models import collective, step
 from autopar.cost_models.step import Collectives
 from autopar.graph import Model, info
 from autopar.mesh import DATA
-from autopar.options import Options
+from autopar.options import Options, masters_on_host
 from autopar.passes.hoist import parameter_sums
 from autopar.passes.recompute import own_modules
 from autopar.planner.alike import Alike
@@ -374,7 +374,7 @@ class MoveCosts:
     @property
     def _on_host(self) -> bool:
         """Whether masters lie there."""
-        return not {"optimizer", "parameters"}.isdisjoint(self.options.offload)
+        return masters_on_host(self.options.offload)
 
     @property
     def streams(self) -> bool:

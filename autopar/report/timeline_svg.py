@@ -138,7 +138,8 @@ def title(schedule: Schedule) -> str:
 def _facts(timeline: Timeline) -> str:
     in_flight = timeline.peak_in_flight
     return (
-        f"makespan {duration_text(timeline.makespan_seconds)} · idle {percent_text(timeline.idle_share)} of all ranks · "
+        f"makespan {duration_text(timeline.makespan_seconds)} · "
+        f"idle {percent_text(timeline.idle_share)} of all ranks · "
         f"exposed communication {duration_text(timeline.exposed_communication_seconds)} · "
         f"in flight {_range([str(count) for count in (min(in_flight), max(in_flight))])}"
     )

@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.profiler import record_function
 
 from autopar.errors import ArgumentError, DeadRankError, MismatchError, ScheduleError
-from autopar.options import Options
+from autopar.options import Options, masters_on_host
 from autopar.runtime import batches
 from autopar.runtime.axes import Axes
 from autopar.runtime.clip import clip_
@@ -417,7 +417,7 @@ class Executor:
 
     def _where_masters_lie(self) -> AbstractContextManager[None]:
         """What an optimizer makes, its state above all, lies beside what it updates."""
-        return host_memory() if {"optimizer", "parameters"} & set(self.options.offload) else nullcontext()
+        return host_memory() if masters_on_host(self.options.offload) else nullcontext()
 
     def _loss(self, step: Step) -> Tensor:
         last = len(self._placement) - 1

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from autopar.errors import ArgumentError
 from autopar.mesh import Mesh
-from autopar.options import Options
+from autopar.options import Options, masters_on_host
 from autopar.runtime.axes import Axes
 from autopar.runtime.collectives import broadcast_object
 from autopar.runtime.executor import Executor
@@ -207,7 +207,7 @@ def build_modules(job: Job, axes: Axes) -> Modules:
 def build_stores(job: Job, axes: Axes) -> dict[int, Store]:
     """The modules by stage, with what this rank stores of their weights."""
     found: dict[int, Store] = {}
-    on_host = not {"optimizer", "parameters"}.isdisjoint(job.options.offload)
+    on_host = masters_on_host(job.options.offload)
     resident = moves_of(job.schedule).gathers != "pass"
     shared: dict[str, Store] = {}
     for stage in job.stages(axes.rank):
