@@ -39,9 +39,10 @@ _STYLE: Final = """
 .memory .scale{fill:none;stroke:#33475b;stroke-width:.8}
 .memory .budget{stroke:#b3261e;stroke-width:1;stroke-dasharray:4 3}
 """.strip()
-_PANEL, _GAP, _LABELS, _LEGEND, _SCALE, _KEY, _MARGIN = 110, 26, 150, 26, 70, 100, 12  # px
+_PANEL, _GAP, _LABELS, _HEADING, _LEGEND, _SCALE, _KEY, _MARGIN = 110, 26, 180, 22, 26, 70, 100, 12  # px
+_TITLE: Final = "memory of a rank at the peak of each action, in the order of its list (not to the scale of time)"
 _LONGEST: Final = 18  # characters that there is room for beside a panel
-_WIDEST, _NARROWEST = 14.0, 1.5  # px of an action
+_WIDEST, _NARROWEST, _DIGIT = 14.0, 1.5, 6.2  # px of an action, and of a letter
 
 
 @dataclass(frozen=True)
@@ -138,13 +139,14 @@ def memory_svg(report: MemoryReport) -> str:
     actions = max(len(memory.phases) for memory in panels)
     box = min(_WIDEST, max(_NARROWEST, 900.0 / actions))
     held = [kind for kind in KINDS if any(phase.peak.get(kind) for memory in panels for phase in memory.phases)]
-    inner = [_legend(held)]
+    budget = [] if report.budget_bytes > shown else [f"budget: {bytes_text(report.budget_bytes)}"]
+    inner = [f'<text class="name" y="10">{_TITLE}</text>', _legend(held, budget)]
     for number, (index, memory) in enumerate(zip(indices, panels, strict=True)):
-        y = _LEGEND + number * (_PANEL + _GAP)
+        y = _HEADING + _LEGEND + number * (_PANEL + _GAP)
         ranks = [rank for rank, own in enumerate(report.pipeline_index) if own == index]
         inner.append(_panel(memory, _name(ranks), y, box, shown, report.budget_bytes))
-    width = max(_LABELS + actions * box + _SCALE, _KEY * len(held)) + 2 * _MARGIN
-    height = _LEGEND + len(panels) * (_PANEL + _GAP) + 2 * _MARGIN
+    width = max(_LABELS + actions * box + _SCALE, _KEY * (len(held) + len(budget)), _DIGIT * len(_TITLE)) + 2 * _MARGIN
+    height = _HEADING + _LEGEND + len(panels) * (_PANEL + _GAP) + 2 * _MARGIN
     return document(f'<g class="memory">{"".join(inner)}</g>', width, height, _STYLE, "memory over a step", _MARGIN)
 
 
@@ -154,12 +156,15 @@ def _name(ranks: Sequence[int]) -> str:
     return f"ranks {text}" if len(text) <= _LONGEST else f"{len(ranks)} ranks from {ranks[0]}"
 
 
-def _legend(kinds: Sequence[str]) -> str:
+def _legend(kinds: Sequence[str], budget: Sequence[str]) -> str:
     parts = []
-    for number, kind in enumerate(kinds):
-        x = _KEY * number
-        parts.append(f'<rect x="{x}" y="0" width="10" height="10" fill="{_COLOURS[kind]}"/>')
-        parts.append(f'<text x="{x + 14}" y="9">{kind}</text>')
+    for number, name in enumerate((*kinds, *budget)):
+        x, y = _KEY * number, _HEADING
+        if name in _COLOURS:
+            parts.append(f'<rect x="{x}" y="{y}" width="10" height="10" fill="{_COLOURS[name]}"/>')
+        else:
+            parts.append(f'<path class="budget" d="M{x} {y + 5}h10"/>')
+        parts.append(f'<text x="{x + 14}" y="{y + 9}">{name}</text>')
     return "".join(parts)
 
 

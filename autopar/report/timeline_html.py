@@ -72,7 +72,7 @@ def _facts(timeline: Timeline) -> Iterator[tuple[str, str]]:
 
 def _table(timeline: Timeline) -> str:
     """Per pipeline rank: busy, idle and peaks."""
-    columns = ("rank", "stages", "busy", "idle", "idle share", "peak in flight", "peak kept")
+    columns = ("pipeline rank", "stages", "busy", "idle", "idle share", "peak in flight", "peak kept")
     rows = []
     for rank in range(timeline.schedule.ranks):
         busy, idle = timeline.busy_seconds[rank], timeline.idle_seconds[rank]

@@ -15,6 +15,7 @@ from autopar.report.lanes import described, exchange_events, lane_events, lane_o
 from autopar.schedules.actions import KINDS, Action, Schedule
 from autopar.schedules.looks import LOOKS, chunk_of, duration_text, shade
 from autopar.schedules.timeline import Event, Kept, Timeline
+from autopar.schedules.weight_moves import moves_of
 
 MAX_DETAILED: Final = 20_000
 """Up to this many boxes have a title that appears under the pointer, and a number where there is room."""
@@ -129,7 +130,8 @@ def document(inner: str, width: float, height: float, style: str = "", label: st
 def title(schedule: Schedule) -> str:
     """The schedule's name and sizes in words."""
     ranks, microbatches = schedule.ranks, schedule.microbatches
-    sizes = f"{ranks} rank{'' if ranks == 1 else 's'}, {microbatches} microbatch{'' if microbatches == 1 else 'es'}"
+    sizes = f"{ranks} pipeline rank{'' if ranks == 1 else 's'}, "
+    sizes += f"{microbatches} microbatch{'' if microbatches == 1 else 'es'}"
     sizes += f", {schedule.stages} stages" if schedule.stages != schedule.ranks else ""
     sizes += f", vocabulary split by {schedule.head}" if schedule.head else ""
     return f"{schedule.name}: {sizes}"
@@ -179,12 +181,18 @@ class Chart:
 
     def notes(self) -> list[str]:
         """What isn't drawn, in words."""
-        if self.is_detailed:
-            return []
-        return [
-            f"{self.boxes:,} boxes: more than {MAX_DETAILED:,}, so without numbers and titles; "
-            "the trace for Perfetto has them all"
-        ]
+        found = []
+        if moves_of(self.timeline.schedule).gathers == "pass":
+            found.append(
+                "weights gathered before a pass are those of its first layer; "
+                "those of the others are gathered during passes, which isn't drawn"
+            )
+        if not self.is_detailed:
+            found.append(
+                f"{self.boxes:,} boxes: more than {MAX_DETAILED:,}, so without numbers and titles; "
+                "the trace for Perfetto has them all"
+            )
+        return found
 
     def colours(self) -> str:
         """CSS: a class for each colour that is used."""

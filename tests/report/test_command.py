@@ -134,4 +134,4 @@ def test_plan_writes_its_timeline(tmp_path: Path) -> None:
     value = json.loads(trace.read_text(encoding="utf-8"))
     check_format(value)
     assert {e["name"] for e in value["traceEvents"] if e["ph"] == "X"} >= {"F0@0", "B1@1", "STEP"}
-    assert "2 ranks, 2 microbatches" in page.read_text(encoding="utf-8")
+    assert "2 pipeline ranks, 2 microbatches" in page.read_text(encoding="utf-8")

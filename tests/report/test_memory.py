@@ -83,8 +83,17 @@ def test_picture() -> None:
     assert titles[1] == "B0@0: parameters 1 MiB, saved 4 MiB, temporaries 1 MiB"
     lines = list(root.iter("{http://www.w3.org/2000/svg}line"))
     assert len(lines) == 0  # a budget of twice the peak is out of the picture
+    assert "budget" not in written(root)
     near = MemoryReport(REPORT.predicted, [], "", 7 * MIB, REPORT.pipeline_index)
-    assert len(list(ElementTree.fromstring(memory_svg(near)).iter("{http://www.w3.org/2000/svg}line"))) == 2
+    root = ElementTree.fromstring(memory_svg(near))
+    assert len(list(root.iter("{http://www.w3.org/2000/svg}line"))) == 2
+    assert "budget: 7 MiB" in written(root)
+    assert "not to the scale of time" in written(root)
+
+
+def written(root: ElementTree.Element) -> str:
+    """The text that can be seen."""
+    return "\n".join(node.text or "" for node in root.iter("{http://www.w3.org/2000/svg}text"))
 
 
 def test_spans_of_ranks() -> None:

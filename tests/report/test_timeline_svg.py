@@ -63,7 +63,7 @@ def test_titles_and_numbers(one_f_one_b: Timeline) -> None:
 
 def test_header_and_labels_say_the_figures(one_f_one_b: Timeline) -> None:
     text = timeline_svg(one_f_one_b)
-    assert "1f1b: 2 ranks, 3 microbatches" in text
+    assert "1f1b: 2 pipeline ranks, 3 microbatches" in text
     assert f"idle {100 * one_f_one_b.idle_share:.1f} % of all ranks" in text
     assert "2 in flight, 1.95 KiB" in text
     for name in ("forward", "backward", "step", "activations sent", "gradients sent", "reductions", "bytes kept"):
@@ -76,6 +76,15 @@ def test_gathers_of_weights_are_not_called_reductions() -> None:
     text = timeline_svg(simulate_timeline(moved, replace(costs, gather_seconds=(0.003,) * 2)))
     assert ">weights gathered, gradients reduced<" in text
     assert ">reductions<" not in text
+    assert "isn't drawn" not in text
+
+
+def test_gathers_within_passes_are_missed() -> None:
+    moved = lower(generate("1f1b", 2, 3), moves=WeightMoves("pass", scatters=True))
+    costs = Costs.uniform(moved, forward_seconds=0.01, backward_seconds=0.02, reduce_seconds=0.004)
+    root = ElementTree.fromstring(timeline_svg(simulate_timeline(moved, costs)))
+    text = " ".join(node.text or "" for node in root.iter(f"{SVG}text"))
+    assert "those of the others are gathered during passes, which isn't drawn" in text
 
 
 def test_kinds_that_do_not_occur_are_not_in_the_legend(one_f_one_b: Timeline) -> None:
@@ -141,5 +150,5 @@ def test_a_step_that_takes_no_time_is_drawn_empty() -> None:
 
 
 def test_one_rank_and_one_microbatch_are_singular() -> None:
-    assert title(generate("1f1b", 1, 1)) == "1f1b: 1 rank, 1 microbatch"
-    assert title(generate("interleaved", 2, 4, chunks=2)) == "interleaved: 2 ranks, 4 microbatches, 4 stages"
+    assert title(generate("1f1b", 1, 1)) == "1f1b: 1 pipeline rank, 1 microbatch"
+    assert title(generate("interleaved", 2, 4, chunks=2)) == "interleaved: 2 pipeline ranks, 4 microbatches, 4 stages"
