@@ -43,7 +43,7 @@ class Explanation:
 def explanation(plan: Plan) -> Explanation:
     sections = [_degrees(plan), _time(plan), _stages(plan), _memory(plan)]
     sections.append(Section("experts", "experts", lines=tuple(explain_experts(plan))))
-    sections += [section for block in plan.blocks for section in layouts.of_block(block)]
+    sections += [section for block in plan.blocks for section in layouts.of_block(block, plan.mesh.pp)]
     sections += _search(plan)
     sections.append(Section("remarks", "remarks", lines=tuple(_remarks(plan))))
     return Explanation(plan.digest, "\n".join(_summary(plan)), tuple(filter(None, sections)))

@@ -13,6 +13,7 @@ from autopar.plan.text import bytes_text, units_text
 _WIDTHS: Final = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
 _SHORT: Final = {"bfloat": "bf", "float": "f", "complex": "c", "uint": "u", "int": "i"}
 _STORED: Final = ("parameter", "buffer")
+_SPLIT: Final = "vocabulary"
 
 PARAMETERS: Final = (
     Column("name", "parameter"),
@@ -31,9 +32,14 @@ ACTIVATIONS: Final = (
 )
 
 
-def of_block(block: BlockPlan) -> list[Section]:
-    """Two tables: the block's parameters, and its activations in order, those alike that follow each other as one."""
+def of_block(block: BlockPlan, pipeline_ranks: int) -> list[Section]:
+    """Two tables: the block's parameters, and its activations in order, those alike that follow each other as one.
+
+    Shapes in a block of a split vocabulary are those of all ``pipeline_ranks`` together.
+    """
     where = units_text(block.paths) if any(block.paths) else "code between modules"
+    if block.kind == _SPLIT:
+        where += f"; each of {pipeline_ranks} pipeline ranks has a part of the table's rows"
     stored = [node for node in block.nodes if node.op in _STORED]
     made = [node for node in block.nodes if node.op not in _STORED and not _is_marker(node)]
     return [

@@ -129,6 +129,15 @@ def test_layouts_name_the_collective_at_each_change(plan: Plan) -> None:
     assert len(changes) == len(sent)
 
 
+def test_tables_of_a_split_vocabulary_say_whose_rows_they_show() -> None:
+    """Nothing else is split over the pipeline; each rank's rows are in the table of memory."""
+    found = planned({"pp": 2, "dp": 1, "tp": 1}, 2, microbatches=2, vocabulary="vocab-1").explanation()
+    shared = "; each of 2 pipeline ranks has a part of the table's rows"
+    titled = {section.key for section in found.sections if shared in section.title}
+    assert titled == {f"{what} of {block}" for what in ("parameters", "activations") for block in ("embedding", "head")}
+    assert shared not in str(planned({"pp": 2, "dp": 1, "tp": 1}, 2, microbatches=2).explain())
+
+
 def test_recomputation_is_said_by_stage(plan: Plan) -> None:
     lines = plan.explanation().to_json()["sections"]["stages"]["lines"]
     assert [line.split(":")[0].strip() for line in lines] == ["stage 0", "stage 1"]
