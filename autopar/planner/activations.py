@@ -23,6 +23,7 @@ from autopar.planner.compression import kept_in_8_bits
 from autopar.planner.knapsack import Option
 from autopar.planner.recompute import Point, Regions, evaluate, frontier, problem_of, whole
 from autopar.planner.saved import BlockSaved, Storage, saved_tensors, storage_bytes, storage_of_input, storages_of
+from autopar.planner.saved_by_op import SavedByOp
 from autopar.planner.working import working_bytes
 
 
@@ -134,10 +135,16 @@ class Activations:
     """
 
     def __init__(
-        self, model: Model, device: str, seconds: Sequence[Mapping[fx.Node, float]], *, eight_bits: bool = False
+        self,
+        model: Model,
+        device: str,
+        seconds: Sequence[Mapping[fx.Node, float]],
+        *,
+        eight_bits: bool = False,
+        by_op: SavedByOp | None = None,
     ) -> None:
-        self.model = model
-        self.found = [saved_tensors(block, device) for block in model.blocks]
+        self.model, by_op = model, by_op or SavedByOp()
+        self.found = [saved_tensors(block, device, by_op) for block in model.blocks]
         if eight_bits:
             self.found = [kept_in_8_bits(b, f) for b, f in zip(model.blocks, self.found, strict=True)]
         self.choices = [BlockChoices(model, i, f, seconds[i]) for i, f in enumerate(self.found)]

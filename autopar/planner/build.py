@@ -101,6 +101,7 @@ class Placed:
     solutions: list[Solution]
     remarks: _Remarks
     work: Work
+    rulings: Rulings
 
 
 def build(
@@ -218,7 +219,7 @@ def place_inner(local: Local, request: Request, pinned: Plan | None = None) -> P
     replaced = [] if exact else compress_activations(model, KeptBytes(model, request.cluster.device.kind))
     compression = list(describe(model, request.options, replaced))
     remarks = _Remarks(ways_of_attention(model), replicated, whole_sequences(model), compression, experts)
-    return Placed(model, request, list(local.solutions), remarks, local.work)
+    return Placed(model, request, list(local.solutions), remarks, local.work, local.rulings)
 
 
 def _reckoning(request: Request, pinned: Plan | None) -> Reckoning:
@@ -226,10 +227,13 @@ def _reckoning(request: Request, pinned: Plan | None) -> Reckoning:
     return Reckoning(request.options.expert_imbalance, request.expert_load, rows)
 
 
-def activations_of(model: Model, costs: list[BlockCost], machine: Machine, options: Options) -> Activations:
-    """What calls keep; made once, since the choices of what to recompute take a solver's time."""
-    seconds = [cost.op_seconds for cost in costs]
-    return Activations(model, machine.device.kind, seconds, eight_bits=options.activations == "8bit")
+def activations_of(
+    model: Model, costs: list[BlockCost], machine: Machine, options: Options, rulings: Rulings | None = None
+) -> Activations:
+    """What calls keep; made once, since the choices of what to recompute take a solver's time. ``rulings`` are those
+    that the model was placed by."""
+    seconds, by_op = [cost.op_seconds for cost in costs], rulings.saved if rulings is not None else None
+    return Activations(model, machine.device.kind, seconds, eight_bits=options.activations == "8bit", by_op=by_op)
 
 
 def cut_head(model: Model, mesh: Mesh, vocabulary: str, options: Options) -> Model:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import fx
 
 from autopar.graph import Choice, info, operands
+from autopar.planner.call_keys import key_of
 from autopar.planner.placement import Change, NumberedTypes, Ways
+from autopar.planner.saved_by_op import SavedByOp
 from autopar.rules.base import Op, Rule, Splits, legal_choices
 from autopar.spmd import Type
 
@@ -58,17 +59,18 @@ class Changes:
 
 @dataclass
 class Rulings:
-    """The ops of some models, each once, and what edges between them have in common. Whoever places several models
-    holds one for all of them."""
+    """The ops of some models, each once, and what edges between them have in common; what autograd keeps
+    of them. Whoever places several models holds one for all of them."""
 
     _ops: dict[Hashable, Op] = field(default_factory=dict)
     changes: dict[Hashable, Changes] = field(default_factory=dict)
     numbered: dict[tuple[Type, ...], NumberedTypes] = field(default_factory=dict)
+    saved: SavedByOp = field(default_factory=SavedByOp)
 
     def op(self, node: fx.Node) -> Op:
         """``node`` as rules see it; the same object for all that are alike."""
         metas = tuple(info(operand).meta for operand in operands(node))
-        key = (node.target, _key(node.args), _key(node.kwargs), metas, info(node).outputs)
+        key = (node.target, key_of(node.args), key_of(node.kwargs), metas, info(node).outputs)
         try:
             found = self._ops.get(key)
         except TypeError:  # an argument that can't be compared by value
@@ -86,17 +88,3 @@ def legal(rule: Rule, op: Op, size: int, inputs: Sequence[Frozen], output: Froze
         op.found[key] = tuple(legal_choices(rule, op, size, points[:-1], points[-1]))
     choices: Sequence[Choice] = op.found[key]
     return choices
-
-
-def _key(argument: Any) -> Hashable:
-    """By which an argument is compared: nodes are compared as operands, numbers of other types differ."""
-    if isinstance(argument, fx.Node):
-        return fx.Node
-    if isinstance(argument, list | tuple):
-        return tuple(map(_key, argument))
-    if isinstance(argument, dict):
-        return tuple((name, _key(value)) for name, value in argument.items())
-    if isinstance(argument, slice):
-        return _key((argument.start, argument.stop, argument.step))
-    hashable: Hashable = argument if type(argument) is int else (type(argument), argument)
-    return hashable

@@ -17,14 +17,12 @@ backward needs counts for that block. Whoever adds up several calls counts each 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 
 from autopar.graph import (
     INPUT_CALL,
@@ -39,6 +37,7 @@ from autopar.graph import (
     op_name,
     operands,
 )
+from autopar.planner.saved_by_op import Laid, SavedByOp, replaced
 from autopar.rules.base import Op
 from autopar.rules.forms import FORMS, ON_CUDA
 from autopar.spmd import Type
@@ -75,103 +74,127 @@ class BlockSaved:
         return sum(self.owned_bytes[o] for o in owners) + sum(self.ops[n].extra_bytes for n in nodes)
 
 
-def saved_tensors(block: Block, device: str = "cpu") -> BlockSaved:
-    """What every op of a local block keeps on a device of that kind ("cpu" or "cuda")."""
-    run = _Run(device)
-    with FakeTensorMode():
-        for node in block.placeholders():
-            run.place(node)
-        for node in block.ops:
-            run.execute(node)
+def saved_tensors(block: Block, device: str = "cpu", by_op: SavedByOp | None = None) -> BlockSaved:
+    """What every op of a local block keeps on a device of that kind ("cpu" or "cuda"); ``by_op`` is kept by whoever
+    asks for several blocks."""
+    run = _Run(device, by_op or SavedByOp())
+    for node in block.placeholders():
+        run.place(node)
+    for node in block.ops:
+        run.execute(node)
     return BlockSaved(run.saved, run.owner, run.owned_bytes)
 
 
 @dataclass
 class _Run:
-    """Executes nodes; ``values`` are their fake tensors, each without a graph behind it."""
+    """Executes nodes; ``values`` are theirs, with :class:`Laid` in place of tensors, in memories that have so many
+    ``bytes_`` and were made by ``makers``."""
 
     device: str
+    by_op: SavedByOp
     values: dict[fx.Node, Any] = field(default_factory=dict)
     saved: dict[fx.Node, Saved] = field(default_factory=dict)
     owner: dict[fx.Node, fx.Node] = field(default_factory=dict)
     owned_bytes: dict[fx.Node, int] = field(default_factory=dict)
-    storages: dict[int, tuple[torch.UntypedStorage, fx.Node]] = field(default_factory=dict)
+    bytes_: list[int] = field(default_factory=list)
+    makers: dict[int, fx.Node] = field(default_factory=dict)
 
     def place(self, node: fx.Node) -> None:
         """A tensor from outside."""
-        self.values[node] = _empty(info(node).meta)
+        self.values[node] = self._dense(info(node).meta)
         self._own(node, self.values[node])
 
     def execute(self, node: fx.Node) -> None:
-        found: list[Tensor] = []
-
-        def keep(tensor: Tensor) -> Tensor:
-            found.append(tensor)
-            return tensor
-
-        with saved_tensors_hooks(keep, _same), torch.set_grad_enabled(_trains(node)):
-            value = self._call(node, found)
+        kept: list[int] = []
+        value = self._call(node, kept)
         self.values[node] = _leaves(value, info(node).outputs)
-        if isinstance(value, Tensor):
+        if isinstance(value, Laid):
             self._own(node, value)
         elif isinstance(value, list | tuple):
             self._own_elements(node, value)
-        self.saved[node] = self._told(node, found)
+        self.saved[node] = self._told(kept)
 
-    def _call(self, node: fx.Node, found: list[Tensor]) -> Any:
+    def _call(self, node: fx.Node, kept: list[int]) -> Any:
+        """What it returns; memories that its backward needs are added to ``kept``."""
         if is_getitem(node):
             return self.values[operands(node)[0]][node.args[1]]
         if isinstance(node.target, RuntimeOp):
-            return self._form(node, node.target, found)
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.values[n])
-        target = ON_CUDA.get(op_name(node), node.target) if self.device == "cuda" else node.target
-        return target(*_on_cpu(args), **_on_cpu(kwargs))  # type: ignore[operator]
+            return self._form(node, node.target, kept)
+        args, kwargs = replaced((node.args, dict(node.kwargs)), fx.Node, self.values.__getitem__)
+        target: Any = ON_CUDA.get(op_name(node), node.target) if self.device == "cuda" else node.target
+        return self._result(target, args, kwargs, kept, trains=_trains(node))
 
-    def _form(self, node: fx.Node, target: RuntimeOp, found: list[Tensor]) -> Any:
+    def _result(self, function: Callable[..., Any], args: Any, kwargs: Any, kept: list[int], *, trains: bool) -> Any:
+        """Of a call of torch's own: its memories are numbered as they come in its arguments."""
+        numbers: dict[int, int] = {}
+
+        def numbered(laid: Laid) -> Laid:
+            return laid.of(numbers.setdefault(laid.memory, len(numbers)), needs_grad=laid.needs_grad)
+
+        args, kwargs = replaced(_on_cpu((args, kwargs)), Laid, numbered)
+        found = self.by_op.of(function, args, kwargs, [self.bytes_[memory] for memory in numbers], trains=trains)
+        memories = [*numbers, *map(self._memory, found.made)]
+        kept += [memories[number] for number in found.kept]
+        return replaced(found.value, Laid, lambda laid: laid.of(memories[laid.memory], needs_grad=laid.needs_grad))
+
+    def _form(self, node: fx.Node, target: RuntimeOp, kept: list[int]) -> Any:
         """A function of the runtime: a transition keeps nothing, others what they state."""
         meta, given = info(node).meta, [self.values[o] for o in operands(node)]
         if isinstance(node.kwargs.get("src"), Type):
-            return _transition(node, given[0], meta)
+            return self._transition(node, given[0], meta)
         state = FORMS.get(str(target))
-        op, made = Op.of(node), _empty(meta)
-        kept = state(op) if state is not None else None
-        if kept is None:
-            found += [value for value in given if isinstance(value, Tensor)]
+        op, made = Op.of(node), self._dense(meta)
+        stated = state(op) if state is not None else None
+        if stated is None:
+            kept += [value.memory for value in given if isinstance(value, Laid)]
         elif _trains(node):
-            found += [given[k] for k in kept.operands] + ([made] if kept.result else [])
-            if kept.extra_bytes:
-                found.append(torch.empty(kept.extra_bytes, dtype=torch.uint8))
+            kept += [given[k].memory for k in stated.operands] + ([made.memory] if stated.result else [])
+            if stated.extra_bytes:
+                kept.append(self._memory(stated.extra_bytes))
         return made
 
-    def _own(self, node: fx.Node, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        known = self.storages.setdefault(id(storage), (storage, node))[1]
+    def _transition(self, node: fx.Node, x: Laid, meta: Meta) -> Laid:
+        """A collective makes a tensor, and a pair of parts is one; else ``convert`` names the same, or a part of it."""
+        dst = node.kwargs["dst"]
+        assert isinstance(dst, Type)
+        ref = node.args[1]
+        if str(node.target) != "convert" or (dst.is_shard and isinstance(ref, AxisRef) and ref.paired):
+            return self._dense(meta)
+        if not dst.is_shard:
+            return x
+        made: Laid = self._result(_part, (x, dst.dim, dst.outer, meta.shape[dst.dim]), {}, [], trains=False)
+        return made
+
+    def _dense(self, meta: Meta) -> Laid:
+        return Laid.dense(meta.shape, meta.dtype, meta.needs_grad, self._memory(meta.bytes))
+
+    def _memory(self, bytes_: int) -> int:
+        self.bytes_.append(bytes_)
+        return len(self.bytes_) - 1
+
+    def _own(self, node: fx.Node, laid: Laid) -> None:
+        known = self.makers.setdefault(laid.memory, node)
         self.owner[node] = known
         if known is node:
-            self.owned_bytes[node] = _of_fullest_rank(node, storage.nbytes())
+            self.owned_bytes[node] = _of_fullest_rank(node, self.bytes_[laid.memory])
 
     def _own_elements(self, node: fx.Node, value: Sequence[Any]) -> None:
         """New memory in a tuple is that of the node that takes the element."""
         takers = {user.args[1]: user for user in reversed(list(node.users)) if is_getitem(user)}
         for position, element in enumerate(value):
             taker = takers.get(position)
-            if isinstance(element, Tensor) and taker is not None:
+            if isinstance(element, Laid) and taker is not None:
                 self._own(taker, element)
 
-    def _told(self, node: fx.Node, found: Sequence[Tensor]) -> Saved:
+    def _told(self, kept: Sequence[int]) -> Saved:
         values: dict[fx.Node, None] = {}
-        inside: dict[int, torch.UntypedStorage] = {}
-        for tensor in found:
-            storage = tensor.untyped_storage()
-            if id(storage) not in self.storages:
-                inside[id(storage)] = storage
-            elif info(owner := self.storages[id(storage)][1]).role not in _HELD_ANYWAY:
+        inside: dict[int, int] = {}
+        for memory in kept:
+            if memory not in self.makers:
+                inside[memory] = self.bytes_[memory]
+            elif info(owner := self.makers[memory]).role not in _HELD_ANYWAY:
                 values[owner] = None
-        return Saved(tuple(values), sum(storage.nbytes() for storage in inside.values()), bool(found))
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
+        return Saved(tuple(values), sum(inside.values()), bool(kept))
 
 
 def _trains(node: fx.Node) -> bool:
@@ -184,14 +207,10 @@ def _of_fullest_rank(node: fx.Node, bytes_: int) -> int:
     return math.ceil(bytes_ * info(node).imbalance) if is_ragged else bytes_
 
 
-def _empty(meta: Meta) -> Tensor:
-    return torch.empty(meta.shape, dtype=meta.dtype).requires_grad_(meta.needs_grad)
-
-
 def _leaves(value: Any, outputs: Sequence[Meta]) -> Any:
     """The same memory, no graph behind it, a gradient where the model has one."""
-    if isinstance(value, Tensor):
-        return value.detach().requires_grad_(outputs[0].needs_grad)
+    if isinstance(value, Laid):
+        return value.of(value.memory, needs_grad=outputs[0].needs_grad)
     if not isinstance(value, list | tuple):
         return value
     return [_leaves(v, [m]) for v, m in zip(value, outputs, strict=True)]
@@ -206,19 +225,11 @@ def _on_cpu(item: Any) -> Any:
     return torch.device("cpu") if isinstance(item, torch.device) else item
 
 
-def _transition(node: fx.Node, x: Tensor, meta: Meta) -> Tensor:
-    """A collective makes a tensor, and a pair of parts is one; else ``convert`` names the same, or a part of it."""
-    dst = node.kwargs["dst"]
-    assert isinstance(dst, Type)
-    ref = node.args[1]
-    if str(node.target) != "convert" or (dst.is_shard and isinstance(ref, AxisRef) and ref.paired):
-        return _empty(meta)
-    if not dst.is_shard:
-        return x.detach()
-    size = x.shape[dst.dim] // meta.shape[dst.dim]
-    inner = x.shape[dst.dim] // (dst.outer * size)
-    blocks = x.detach().reshape(*x.shape[: dst.dim], dst.outer, size, inner, *x.shape[dst.dim + 1 :])
-    return blocks.select(dst.dim + 1, 0).flatten(dst.dim, dst.dim + 1).contiguous()
+def _part(x: Tensor, dim: int, outer: int, size: int) -> Tensor:
+    """What the first of ranks has of a dim: ``size`` elements, of each of ``outer`` equal parts as many."""
+    inner, ranks = size // outer, x.shape[dim] // size
+    blocks = x.detach().reshape(*x.shape[:dim], outer, ranks, inner, *x.shape[dim + 1 :])
+    return blocks.select(dim + 1, 0).flatten(dim, dim + 1).contiguous()
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class Profile:
         """What calls keep; made when a region is laid out, not for its bound alone."""
         request = self.placed.request
         machine = Machine.of(request.cluster, request.mesh, request.options.zero_ranks)
-        return activations_of(self.model, self.costs, machine, request.options)
+        return activations_of(self.model, self.costs, machine, request.options, self.placed.rulings)
 
     @cached_property
     def seconds(self) -> float:
