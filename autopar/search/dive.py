@@ -43,7 +43,7 @@ _FACTOR, _CHANGES = 3, 3  # by which those differ, in so many degrees
 _SEARCHES, _AGAIN = 0.6, 0.05  # of the work of a whole search: at first, and with something to compare with
 _LONGER = 4  # times that, if what waits may still be better by much
 _NEAR = 1.4  # times the least estimate that waits: less is good enough
-_DOUBT = 0.03  # of such a ratio
+_DOUBT = 0.02  # of such a ratio
 _WORK = 1e5  # of a point: about two seconds
 _LOOKS = 20_000  # at regions and points
 
@@ -135,7 +135,7 @@ class _Dive:
         better = max(_first_estimate(search, region), self._likely(region))
         if better > estimate:
             self._wait(better, region)
-        elif search.place_reference(region):
+        elif search.place_reference(region) or search.place_reference(region, likely=True):
             self._wait(estimate, region)
         elif self._is_new(region) and (profile := search.place(region)) is not None:
             found = list(self._points(region, profile))
@@ -200,7 +200,7 @@ def _axes(region: Region) -> tuple[object, ...]:
 def _first_estimate(search: Search, region: Region) -> float:
     """With the bubble of a schedule that splits backwards."""
     pp = region.mesh.pp
-    return search.by_scaling(region) + search.share(region) * search.root.forward_seconds * (pp - 1) / pp
+    return search.by_scaling(region, likely=True) + search.share(region) * search.root.forward_seconds * (pp - 1) / pp
 
 
 def _points(search: Search, family: Family, *, savers: bool) -> list[Point]:

@@ -135,6 +135,13 @@ class Keeping:
         return self._known[key]
 
 
+def moments_of(ranks: Sequence[Kept]) -> Array:
+    """``[moment, 2, rank]``: those of all ranks, as many of each."""
+    most = max(len(rank.moments) for rank in ranks)
+    rows = [rank.moments + rank.moments[-1:] * (most - len(rank.moments)) for rank in ranks]
+    return np.array(rows, dtype=np.float64).transpose(1, 2, 0)
+
+
 def _is_whole(ranks: int, microbatches: int) -> bool:
     """Whether each round of microbatches of an interleaved schedule has as many as there are ranks, or all of them."""
     return microbatches <= ranks or microbatches % ranks == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,23 +21,18 @@ from autopar.search.wholesale import Layers
 class LayerTimes:
     """Of a profile, five figures each: seconds of a layer's forward, of the part of its backward that the next one
     waits for, of its weights' gradients; of all other calls' forward and backward. ``launches`` is the part that
-    doesn't get shorter with the work, ``sent`` what these wait for messages by axis."""
+    doesn't get shorter with the work."""
 
     key: Key
     seconds: Array
     launches: Array
-    sent: Mapping[str, Array]
 
     @classmethod
     def of(cls, profile: Profile, block: int) -> LayerTimes:
-        launches, sent = np.zeros(5), {axis: np.zeros(5) for axis in profile.key.axes()}
+        launches = np.zeros(5)
         for number in (block, *(unit.block for unit in profile.units if unit.block != block)):
-            place = [0, 1] if number == block else [3, 4]  # what is put off sends nothing
-            launches[place] += profile.launches[number]
-            for (axis, _), both in profile.costs[number].wires.items():
-                if axis in sent:
-                    sent[axis][place] += both
-        return cls(profile.key, figures(profile.units, block), launches, sent)
+            launches[[0, 1] if number == block else [3, 4]] += profile.launches[number]
+        return cls(profile.key, figures(profile.units, block), launches)
 
 
 def figures(units: Sequence[Unit], block: int) -> Array:
@@ -83,12 +78,14 @@ def layer_sizes(profile: Profile, block: int) -> dict[tuple[str, ...], list[int]
 
 @dataclass
 class Scaler:
-    """Layers of any placement. ``root`` is the profile of the whole batch on one rank."""
+    """Layers of any placement. ``root`` is the profile of the whole batch on one rank; ``last`` are the bytes that its
+    last call works in, if that is no layer."""
 
     root: Profile
     block: int
     layers: Layers
     recompute: str
+    last: float
 
     @classmethod
     def of(cls, root: Profile, recompute: str) -> Scaler | None:
@@ -114,12 +111,17 @@ class Scaler:
             extra=extra,
             working=float(root.activations.working_bytes[block]),
         )
-        return cls(root, block, layers, recompute)
+        last = 0 if units[-1] else root.activations.working_bytes[root.units[-1].block]
+        return cls(root, block, layers, recompute, float(last))
 
     def scaled(self, key: Key, times: Array) -> Layers:
         """Of a placement that isn't made yet, whose passes take these ``times`` at least
         (:class:`autopar.search.scaling.Scaling`)."""
         return _timed(self._kept(key), times)
+
+    def last_bytes(self, key: Key) -> float:
+        """Of a placement that may not be made yet, what its last call works in."""
+        return (scaled(self.root.key, key) or 0.0) * self.last
 
     def suits(self, profile: Profile) -> bool:
         """Whether its layers are calls of the same block."""

@@ -29,14 +29,13 @@ from autopar.search.dive import dive
 from autopar.search.outlook import Outlook, Way
 from autopar.search.pins import Pins
 from autopar.search.profiles import Key, Profile, Profiler
-from autopar.search.scaling import Scaling, alone
+from autopar.search.scaling import Scaling, alone, thin
 from autopar.search.space import (
     BEATEN,
     Family,
     Point,
     Region,
     Sizes,
-    promise,
     regions,
     savers,
     schedules,
@@ -73,12 +72,11 @@ class Found:
 
 
 class _Item(NamedTuple):
-    """What waits: by ``order``, which is its bound made likely."""
+    """What waits: that of the least bound is next, since nothing more can be proven before it is looked at."""
 
-    order: float
+    bound: float
     number: int
     what: Region | Point
-    bound: float
 
 
 @dataclass
@@ -260,12 +258,12 @@ class Search:
             self._pass(bound, what)
         else:
             self._numbers += 1
-            heapq.heappush(self._waiting, _Item(bound * promise(what), self._numbers, what, bound))
+            heapq.heappush(self._waiting, _Item(bound, self._numbers, what))
 
     def _pass(self, bound: float, what: Region | Point) -> None:
         """Leave it out; what is proven counts with its bound."""
         self._numbers += 1
-        self._passed.append(_Item(bound, self._numbers, what, bound))
+        self._passed.append(_Item(bound, self._numbers, what))
 
     def tell(self, phase: str) -> None:
         if self.watch is not None:
@@ -329,7 +327,8 @@ class Search:
         ways = self._ways(region, saving=False)
         if away:
             ways = [(zero, zero_ranks, ("optimizer",)) for zero, zero_ranks, _ in ways]
-        return self._outlook.likely(region, ways, self.scaling.layers(region.key), self._like(region.key))
+        times = self.scaling.layers(region.key, likely=True)
+        return self._outlook.likely(region, ways, times, self._like(region.key))
 
     def _like(self, key: Key) -> Profile | None:
         """A profile with the axes of ``key``, of as many rows as any."""
@@ -359,9 +358,10 @@ class Search:
         kinds = list(offloads) if saving else [next(iter(offloads))]
         return [(*storage, offload) for storage in storages(region, cluster, self.pins) for offload in kinds]
 
-    def place_reference(self, region: Region) -> bool:
-        """Make one of the profiles that bound ``region`` and others, if there is one to make."""
-        reference = self._reference(region)
+    def place_reference(self, region: Region, *, likely: bool = False) -> bool:
+        """Make one of the profiles that bound ``region`` and others, or say what these are ``likely`` to take, if there
+        is one to make."""
+        reference = self._thin_reference(region) if likely else self._reference(region)
         if reference is not None:
             self._work += _OPS * self.ops
             self.tell("place")
@@ -406,9 +406,9 @@ class Search:
         assert self.costing.root is not None
         return self.costing.root
 
-    def by_scaling(self, region: Region) -> float:
-        """What the profiles say that are known, if pipeline ranks shared it evenly."""
-        return region.microbatches * self.scaling.seconds(region.key) / region.mesh.pp
+    def by_scaling(self, region: Region, *, likely: bool = False) -> float:
+        """What the profiles say that are known, if pipeline ranks shared it evenly: at least, or as is ``likely``."""
+        return region.microbatches * self.scaling.seconds(region.key, likely=likely) / region.mesh.pp
 
     def at_first(self, region: Region) -> float:
         """That, or one microbatch through all layers and back, if that is longer."""
@@ -445,6 +445,15 @@ class Search:
             if not known and self._unplaced[axis, size] >= _SHARED and self.sizes.batch % key.rows == 0:
                 return key, Mesh(**{axis: size}), 1
         return None
+
+    def _thin_reference(self, region: Region) -> tuple[Key, Mesh, int] | None:
+        """A few rows on the region's tp alone."""
+        tp, batch = region.key.tp, self.sizes.batch
+        if tp == 1 or self._unplaced["tp", tp] < _SHARED:
+            return None
+        key = thin(region.key, batch)
+        known = key in self.profiler.known or key in self.profiler.refused
+        return None if known else (key, Mesh(tp=tp), batch // key.rows)
 
     # --- points
 

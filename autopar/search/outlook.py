@@ -12,12 +12,13 @@ import numpy as np
 
 from autopar.mesh import Mesh
 from autopar.planner.modes import MODES
+from autopar.planner.rank_memory import Storage, passing_bytes
 from autopar.schedules.registry import SCHEDULES
 from autopar.schedules.weight_moves import LARGE_BYTES
 from autopar.search.costing import Costing, seconds_of, splits_further, splits_head
 from autopar.search.gradients import Adding, Kind, Sums, adding
 from autopar.search.hulls import Array
-from autopar.search.keeping import folded_kept, looped_kept, straight_kept
+from autopar.search.keeping import folded_kept, looped_kept, moments_of, straight_kept
 from autopar.search.layers import Scaler, layer_sizes, layer_weights
 from autopar.search.profiles import Key, Profile, Weights
 from autopar.search.space import Family, Point, Region, expert_share, stages_of
@@ -121,12 +122,19 @@ class Outlook:
             stored = _undominated(self._of_profile(mesh, like, way, count, split=False) for way in ways)
         pp = mesh.pp
         chunks = max(1, min(_STAGES, layers.count // pp))
-        kinds = [_even(layers, straight_kept(pp, count), pp - 1)]
+        kinds = [_even(layers, straight_kept(pp, count), pp - 1, 1)]
         if chunks > 1 < pp:
-            kinds.append(_even(layers, looped_kept(pp, count, chunks), (pp - 1) / chunks))
-            kinds.append(_even(layers, 1.5 * folded_kept(pp, count), (pp - 1) / 2))
+            kinds.append(_even(layers, looped_kept(pp, count, chunks), (pp - 1) / chunks, chunks))
+            kinds.append(_even(layers, 1.5 * folded_kept(pp, count), (pp - 1) / 2, 2))
+        kinds = [self._with_last(ranks, region.key, "straight") for ranks in kinds]
         every = [least_seconds(layers, stored, ranks, count, self.costing.budget_bytes) for ranks in kinds]
         return float(np.min(every))
+
+    def _with_last(self, ranks: Ranks, key: Key, placement: str) -> Ranks:
+        """With room for what the last call works in, on the rank that has it."""
+        working = np.zeros(ranks.count)
+        working[0 if placement == "v" else -1] = self.scaler.last_bytes(key)
+        return replace(ranks, working=working)
 
     def estimates(self, points: Sequence[Point], profile: Profile, *, kept: bool = False) -> Array:
         """Seconds of likely steps of ``points`` of one family, as if all ranks had as many layers; with what these
@@ -139,7 +147,9 @@ class Outlook:
         region, count = family.region, family.region.microbatches
         asked = (family.schedule, region.mesh.pp, count, family.chunks, MODES[family.vocabulary].head)
         likely = self.costing.keeping.likely(*asked)
-        ranks = _even(layers, likely.kept, likely.waits)
+        ranks = _even(layers, likely.kept, likely.waits, stages_of(points[0]) // region.mesh.pp)
+        if not MODES[family.vocabulary].head and points[0].head_chunks == 1:
+            ranks = self._with_last(ranks, region.key, SCHEDULES[family.schedule].placement)
         host = self._copies(points[0])
         later = likely.later * profile.costs[self.scaler.block].later_bytes
         room = self.costing.budget_bytes - later * math.ceil(layers.count / region.mesh.pp)
@@ -154,19 +164,29 @@ class Outlook:
         if row is None or not self.scaler.suits(profile):
             return np.zeros(len(points))
         layers = self.scaler.with_units(profile.key, profile.units)
+        layers = replace(layers, later=float(profile.costs[self.scaler.block].later_bytes))
         stored = [self._of_point(point, profile) for point in points]
         head, count = MODES[family.vocabulary].head, region.microbatches
-        kept = self.costing.keeping.most(family.schedule, region.mesh.pp, count, family.chunks, head)
-        kinds = self._all_ranks(family, layers, kept)
+        asked = (family.schedule, region.mesh.pp, count, family.chunks, head)
+        kinds = self._all_ranks(family, layers, self.costing.keeping.most(*asked))
+        if row.splits_backward:
+            moments = moments_of(self.costing.keeping.here(*asked))
+            kinds = [replace(ranks, moments=moments) for ranks in kinds]
         free = without_memory(layers)
         passes: Array = np.max([least_seconds(free, stored, ranks, count, _BOUNDLESS) for ranks in kinds], axis=0)
         if not memory:
             return passes
         host, budget = self._copies(points[0]), self.costing.budget_bytes
         if host is not None:
-            kinds = [_ranks(family, layers, kept)]  # copies take time where paths are elsewhere
-        for each in kinds:
-            passes = np.maximum(passes, least_seconds(layers, stored, each, count, budget, host))
+            kinds = [_ranks(family, layers, kinds[0].kept)]  # copies take time where paths are elsewhere
+        whole = np.array([point.head_chunks == 1 and not splits_head(family) for point in points])
+        for is_whole in set(whole.tolist()):
+            those = [way for way, same in zip(stored, whole == is_whole, strict=True) if same]
+            for ranks in kinds:
+                ranks = replace(ranks, passing=(int(layers.behind <= 1), 0))
+                ranks = self._with_last(ranks, region.key, row.placement) if is_whole else ranks
+                found = least_seconds(layers, those, ranks, count, budget, host)
+                passes[whole == is_whole] = np.maximum(passes[whole == is_whole], found)
         return passes
 
     def _all_ranks(self, family: Family, layers: Layers, kept: Array) -> list[Ranks]:
@@ -188,13 +208,13 @@ class Outlook:
             return None
         asked = (point.schedule, region.mesh.pp, region.microbatches, point.chunks, MODES[point.vocabulary].head)
         away = self.costing.keeping.away(*asked, rate)
-        most = [rank.spills[-1] for rank in away]
-        return Host(
-            rate,
-            times=np.array([spill.times for spill in most]),
-            ahead=(np.array([spill.forwards for spill in most]), np.array([spill.backwards for spill in most])),
-            stay=np.array([rank.moments[0][0] for rank in away]),
+        most = max(len(rank.spills) for rank in away)
+        rows = [rank.spills + rank.spills[-1:] * (most - len(rank.spills)) for rank in away]
+        kept, times, forwards, backwards = (
+            np.array([[getattr(spill, name) for spill in row] for row in rows]).T
+            for name in ("kept", "times", "forwards", "backwards")
         )
+        return Host(rate, kept, times, (forwards, backwards), moments_of(away))
 
     def _host(self, ranks: Ranks, region: Region, *, away: bool) -> Host | None:
         rate = self.costing.cluster.device.host_bytes_per_second
@@ -204,7 +224,8 @@ class Outlook:
         steady = max(0, count - _STEADY * region.mesh.pp)
         half = none + count / 2  # where a rank may keep the most at any time
         ahead = (half, half) if ranks.goes_on else (ranks.kept, none)
-        return Host(rate, steady / np.maximum(1.0, ranks.kept), ahead, none)
+        times = steady / np.maximum(1.0, ranks.kept)
+        return Host(rate, ranks.kept[None], times[None], (ahead[0][None], ahead[1][None]), np.array([[none, none]]))
 
     def _of_region(self, mesh: Mesh, way: Way, microbatches: int) -> Stored:
         key = (mesh.dp, mesh.ep, mesh.cp, mesh.tp, mesh.borrowed, way)
@@ -216,7 +237,8 @@ class Outlook:
             whole, kinds = self._weights_of(root).get((), Weights(0, 0, 0)), self._kinds_of(root)
             lines = {line: whole.times(share) for line, share in spread.items()}
             parts = [(k._replace(split=line), share * n) for line, share in spread.items() for k, n in kinds.items()]
-            self._ways[key] = self._stored(mesh, lines, way, (), {mesh.data_axes(): large})
+            stored = self._stored(mesh, lines, way, (), {mesh.data_axes(): large})
+            self._ways[key] = stored._replace(**self._least_passing(mesh, way, sizes, whole))
             self._added[key] = self._adding(mesh, dict(parts), {line: line for line in spread}, way, split=True)
         return self._ways[key]._replace(added=self._added[key].each(microbatches))
 
@@ -240,10 +262,33 @@ class Outlook:
                 large[mesh.data_axes(axes)] += sum(size >= LARGE_BYTES for size in sizes)
             partly = {mesh.data_axes(s) for s, each in profile.weights.items() if profile.summed.get(s) != each}
             summed = set(lines) - partly
-            self._ways[key] = self._stored(mesh, lines, way, summed, large)
+            stored = self._stored(mesh, lines, way, summed, large)
+            self._ways[key] = stored._replace(**self._passing(mesh, way, profile))
             along = {each: mesh.data_axes(each) for each in profile.weights}
             self._added[key] = self._adding(mesh, self._kinds_of(profile), along, way, split=split)
         return self._ways[key]._replace(added=self._added[key].each(microbatches))
+
+    def _passing(self, mesh: Mesh, way: Way, profile: Profile) -> dict[str, float]:
+        """Bytes of a layer's weights and gradients that come and go."""
+        call = next(i for i, call in enumerate(profile.model.calls) if call.block == self.scaler.block)
+        zero, zero_ranks, offload = way
+        options = self.costing.options.model_copy(update={"zero": zero, "zero_ranks": zero_ranks, "offload": offload})
+        stays = options.model_copy(update={"zero": min(zero, 2), "offload": ()})
+        both, flying = (passing_bytes(profile.model, [[call]], Storage(each, mesh)).always for each in (options, stays))
+        return {"gathered_bytes": both - flying, "flying_bytes": flying}
+
+    def _least_passing(self, mesh: Mesh, way: Way, sizes: Sequence[int], weights: Weights) -> dict[str, float]:
+        """The same if weights of these ``sizes`` were split as far as axes go."""
+        zero, zero_ranks, offload = way
+        split = mesh.tp * max(1, mesh.experts)
+        if not zero or mesh.zero_shards(zero_ranks) == 1:
+            return {}
+        small = sum(size for size in sizes if size < LARGE_BYTES)
+        messages = [small, *(size for size in sizes if size >= LARGE_BYTES)] if small else sizes
+        sent = self.costing.sent_bytes(weights) / max(1, weights.copies)
+        flying = sent * sum(messages[:2]) / split if zero >= 2 else 0.0
+        streams = zero == 3 or "parameters" in offload
+        return {"gathered_bytes": sum(sizes) / split if streams else 0.0, "flying_bytes": flying}
 
     def _weights_of(self, profile: Profile) -> dict[tuple[str, ...], Weights]:
         """What each layer has at least, by the axes that it is split on."""
@@ -377,10 +422,12 @@ def _unevenness(units: int, stages: int) -> float:
     return 1 + _UNEVEN * (math.ceil(units / stages) * stages / units - 1)
 
 
-def _even(layers: Layers, kept: Array, waits: float) -> Ranks:
-    """Ranks that all wait for so many passes of a microbatch through one of them."""
+def _even(layers: Layers, kept: Array, waits: float, each: int) -> Ranks:
+    """Ranks of so many stages ``each``, that all wait for so many passes of a microbatch through one of them."""
     count, none = len(kept), np.zeros(len(kept))
     idle = waits * layers.count / count
     share = np.full(count, 1 / count)
     stages = none[:, None]
-    return Ranks(share, (stages, stages), stages > 0, (idle, idle), none, True, False, kept, spreads_head=True)
+    passing = min(2, math.ceil(layers.count / count / each)), each
+    ranks = Ranks(share, (stages, stages), stages > 0, (idle, idle), none, True, False, kept, spreads_head=True)
+    return replace(ranks, passing=passing, transient=True)

@@ -109,13 +109,16 @@ class Profile:
         total = sum(each.elements for each in self.weights.values())
         return whole / total if self.key.tp > 1 and total else 0.0
 
-    @cached_property
-    def sent_seconds(self) -> Counter[str]:
-        """By axis, what the passes of all calls wait for messages."""
-        found: Counter[str] = Counter()
-        for unit in self.units:
-            for (axis, _), both in self.costs[unit.block].wires.items():
-                found[axis] += sum(both)  # type: ignore[assignment]
+    def sent_between(self, axis: str, stride: int = 1) -> list[tuple[float, float]]:
+        """By block, what the passes of a call would wait for messages along ``axis``, the only one that this placement
+        has, if its ranks were ``stride`` apart: forward and backward."""
+        request = self.placed.request
+        mesh = Mesh(**{axis: getattr(self.key, axis), "cp" if axis == "ep" else "tp": stride}) if stride > 1 else None
+        costs = self.costs_on(Machine.of(request.cluster, self.mesh(mesh))) if mesh else self.costs
+        found = []
+        for cost in costs:
+            sent = [both for (along, _), both in cost.wires.items() if along == axis]
+            found.append((math.fsum(both[0] for both in sent), math.fsum(both[1] for both in sent)))
         return found
 
     def hull(self, block: int, call: int, recompute: str) -> tuple[Array, Array]:

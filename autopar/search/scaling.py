@@ -2,16 +2,20 @@
 
 A rank with 1/k of a microbatch takes 1/k of the time at least, launches aside (:mod:`autopar.search.bounds`). What an
 axis makes wait for messages, which is known where the whole batch is on that axis alone, comes to placements without
-any axis.
+any axis. With other axes inside, its ranks may be further apart, where messages are likely to take longer; of fewer
+rows than ranks, some may have to be sent that the whole batch, cut by rows, has not. That is no bound: what is placed
+there may send less.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Final
 
 import numpy as np
 
+from autopar.cluster import Link
 from autopar.search.hulls import Array
 from autopar.search.layers import LayerTimes, layer_block
 from autopar.search.profiles import Key, Profile
@@ -29,29 +33,34 @@ class Scaling:
         self._place = {key: place for place, key in enumerate(dict.fromkeys(keys))}
         columns = np.array([(key.rows, key.ep, key.cp, key.tp) for key in self._place], dtype=np.int64).reshape(-1, 4)
         self._rows, self._sizes = columns[:, 0], dict(zip(_AXES, columns.T[1:], strict=True))
+        self._strides = {"ep": self._sizes["cp"] * self._sizes["tp"], "cp": self._sizes["tp"], "tp": self._rows * 0 + 1}
         self._several, self._copies = (
             np.array([getattr(key, name) for key in self._place], dtype=bool) for name in ("several", "copies")
         )
         shape = len(self._place), _TOTAL + 1
         self._plain, self._split, self._sent = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        self._likely = {axis: np.zeros(shape) for axis in _AXES}  # messages
         self._learned: dict[Key, Profile] = {}
         self._others: dict[Key, Scaling] = {}
 
-    def seconds(self, key: Key) -> float:
-        """Of one rank that holds all stages."""
-        return float(self._found(key)[_TOTAL])
+    def seconds(self, key: Key, *, likely: bool = False) -> float:
+        """Of one rank that holds all stages: at least, or as they are ``likely``."""
+        return float(self._found(key, likely)[_TOTAL])
 
-    def layers(self, key: Key) -> Array:
+    def layers(self, key: Key, *, likely: bool = False) -> Array:
         """The five figures of :class:`autopar.search.layers.LayerTimes`."""
-        return self._found(key)[:_TOTAL]
+        return self._found(key, likely)[:_TOTAL]
 
-    def _found(self, key: Key) -> Array:
+    def _found(self, key: Key, likely: bool) -> Array:
         if key not in self._place:
             other = self._others.setdefault(key, Scaling([key], self._root))
             other.learn(self._learned.values())
-            return other._found(key)
+            return other._found(key, likely)
         place = self._place[key]
         found: Array = np.maximum(self._plain[place] + self._sent[place], self._split[place])
+        if likely:
+            sent = np.sum([each[place] for each in self._likely.values()], axis=0)
+            found = np.maximum(found, self._plain[place] + sent)
         return found
 
     def learn(self, profiles: Iterable[Profile]) -> None:
@@ -67,9 +76,23 @@ class Scaling:
         found = np.where(share > 0, share * (seconds - launches) + launches, 0.0)
         kept = self._split if axes else self._plain
         np.maximum(kept, found, out=kept)
-        if len(axes) == 1 and profile.key == alone(axes[0], profile.key, self._root.key.rows):
+        if len(axes) == 1:
             here = self._sizes[axes[0]] == getattr(profile.key, axes[0])
-            self._sent += np.where(here[:, None], share * self._messages(profile, axes[0]), 0.0)
+            if profile.key == alone(axes[0], profile.key, self._root.key.rows):
+                self._sent += np.where(here[:, None], share * self._messages(profile, axes[0], 1), 0.0)
+            self._add_likely(profile, axes[0], here)
+
+    def _add_likely(self, profile: Profile, axis: str, here: Array) -> None:
+        """What a placement on ``axis`` alone sends is likely to be sent by any on that axis, for each row."""
+        size, cluster = getattr(profile.key, axis), profile.placed.request.cluster
+        share = self._rows / profile.key.rows * profile.key.inner / (self._sizes["cp"] * self._sizes["tp"])
+        known: dict[Link, Array] = {}
+        for stride in np.unique(self._strides[axis][here]):
+            link = cluster.link(size, int(stride))
+            if link not in known:
+                known[link] = self._messages(profile, axis, int(stride))
+            those = np.where(here & (self._strides[axis] == stride), share, 0.0)
+            np.maximum(self._likely[axis], those[:, None] * known[link], out=self._likely[axis])
 
     def _shares(self, known: Key) -> Array:
         """Of the microbatch of ``known``, what each key's is at least; 0 where it is no part of it, or that one does
@@ -93,11 +116,15 @@ class Scaling:
             seconds[:_TOTAL], launches[:_TOTAL] = times.seconds, times.launches
         return seconds, launches
 
-    def _messages(self, profile: Profile, axis: str) -> Array:
-        found = np.zeros(_TOTAL + 1)
-        found[_TOTAL] = profile.sent_seconds[axis]
-        if (times := self._times(profile)) is not None:
-            found[:_TOTAL] = times.sent[axis]
+    def _messages(self, profile: Profile, axis: str, stride: int) -> Array:
+        """The six figures of messages between ranks that are ``stride`` apart."""
+        found, sent = np.zeros(_TOTAL + 1), profile.sent_between(axis, stride)
+        found[_TOTAL] = math.fsum(sum(sent[unit.block]) for unit in profile.units)
+        if self._times(profile) is not None:
+            assert self._block is not None
+            found[:2] = sent[self._block]
+            beside = [sent[unit.block] for unit in profile.units if unit.block != self._block]
+            found[3:5] = np.sum(beside, axis=0) if beside else 0.0
         return found
 
     def _times(self, profile: Profile) -> LayerTimes | None:
@@ -107,6 +134,12 @@ class Scaling:
             return None
         names = {model.blocks[self._block].name for model in models}
         return LayerTimes.of(profile, self._block) if len(names) == 1 else None
+
+
+def thin(key: Key, batch: int) -> Key:
+    """As many rows on the tp of ``key`` alone that it can't cut them."""
+    rows = max(size for size in range(1, key.tp) if batch % size == 0)
+    return Key(rows, 1, 1, key.tp, several=rows < batch)
 
 
 def alone(axis: str, key: Key, batch: int) -> Key:

@@ -20,7 +20,7 @@ from autopar.search.interleaving import Counts
 
 Flags = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
-_VALUES: Final = 8  # of what layers keep that are told apart where the rest is copied
+_VALUES: Final = 16  # of what layers keep that are told apart where the rest is copied
 _ROUNDED: Final = 1 + 1e-9
 _WIDE: Final = 3  # times its even share of the layers that a rank is looked at with first
 
@@ -31,7 +31,8 @@ class Layers:
     all count as if they were at both ends. Of a microbatch: seconds of a layer's ``forward``, of the part of its
     backward that the next one waits for (``inputs``), and of its ``weights``' gradients; seconds of all other calls
     (``beside``: forward, backward). A layer may keep ``saved`` bytes (falling) for ``extra`` seconds more (rising,
-    convex), and works in ``working`` bytes."""
+    convex), works in ``working`` bytes, and keeps ``later`` bytes from a backward without its weights' gradients until
+    these."""
 
     count: int
     ahead: int
@@ -43,6 +44,7 @@ class Layers:
     saved: Array
     extra: Array
     working: float
+    later: float = 0.0
 
     def slower(self, other: Layers, share: float) -> Layers:
         """With passes that take as long as that part of those of ``other``, if they don't already."""
@@ -57,14 +59,17 @@ class Layers:
 
 class Stored(NamedTuple):
     """A way to store weights: bytes of a layer that stay from step to step, seconds of gathering its weights for each
-    pass (0: they are there), of a SCATTER of its gradients for each microbatch, and of adding these up; and the share
-    of a device's multiprocessors that both hold (:mod:`autopar.planner.contention`)."""
+    pass (0: they are there), of a SCATTER of its gradients for each microbatch, and of adding these up; the share of a
+    device's multiprocessors that both hold (:mod:`autopar.planner.contention`); and bytes of a layer's weights that
+    come and go (``gathered_bytes``), and of the last messages of its gradients (``flying_bytes``)."""
 
     state: float
     gathered: float
     scattered: float
     added: float = 0.0
     held: float = 0.0
+    gathered_bytes: float = 0.0
+    flying_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -74,8 +79,11 @@ class Ranks:
     waited for wherever they are. ``must`` says which stages have a layer in any case. ``ahead`` layers at least come
     before a rank's first forward; if they do after its last backward, too, these ``ends`` count. ``puts_off``: weights'
     gradients are a pass of their own. ``kept`` microbatches wait for a backward at most, after as many forwards, or
-    when some backwards ran as well (``goes_on``: there are several ``stages``). A split head is spread over all ranks,
-    in time that counts with that of layers or (``skips_head``) doesn't."""
+    when some backwards ran as well (``goes_on``: there are several ``stages``); more is known of other ``moments``
+    (``[moment, 2, rank]``: microbatches that wait for a backward, and for weights' gradients). A split head is spread
+    over all ranks, in time that counts with that of layers or (``skips_head``) doesn't. A rank works in ``working``
+    bytes at least, whatever its layers do, and holds the gathered weights of so many layers and the messages of so many
+    (``passing``). What a layer computes again may be taken to be there as a whole in its backward (``transient``)."""
 
     share: Array
     waits: tuple[Array, Array]
@@ -89,20 +97,32 @@ class Ranks:
     stages: int = 1
     spreads_head: bool = False
     skips_head: bool = False
+    working: Array | float = 0.0
+    passing: tuple[int, int] = (0, 0)
+    transient: bool = False
+    moments: Array | None = None
 
     @property
     def count(self) -> int:
         return len(self.share)
 
+    @property
+    def all_moments(self) -> Array:
+        """When it keeps the most, at least."""
+        return np.array([[self.kept, np.zeros(self.count)]]) if self.moments is None else self.moments
+
 
 class Host(NamedTuple):
-    """Where activations may go: bytes per second; by rank, how often in a step what it can't keep is copied, beside how
-    many forwards and backwards (``ahead``) that is for the first time, and the microbatches of which it keeps all."""
+    """Where activations may go, at ``rate`` bytes per second. For some numbers of microbatches that a rank would keep
+    (``kept``, ``[level, rank]``): how often in a step what it has no room for of these is copied (``times``), beside
+    how many forwards and backwards (``ahead``) that is for the first time. It keeps all of some microbatches, at
+    ``moments`` (as of :class:`Ranks`)."""
 
     rate: float
+    kept: Array
     times: Array
     ahead: tuple[Array, Array]
-    stay: Array
+    moments: Array
 
 
 def straight(layers: Layers, ranks: int, microbatches: int, kept: Array, *, ends: bool) -> Ranks:
@@ -200,7 +220,9 @@ def _least(
     """Of ranks with up to ``most`` layers: in the mean, and of the slowest; and whether any has as many."""
     forward, backward = _passes(layers, stored)
     count = np.arange(1.0, most + 1)
-    room = (budget - layers.working - stored[:, :1] * count)[:, None, :]  # [way, 1, n]
+    working = np.maximum(layers.working, ranks.working + np.zeros(ranks.count))
+    passing = stored[:, 5] * ranks.passing[0] + stored[:, 6] * ranks.passing[1]
+    room = budget - working[:, None] - (stored[:, :1] * count + passing[:, None])[:, None, :]  # [way, rank, n]
     rows = _rows(layers, stored, ranks, microbatches, room, count, host)
     with np.errstate(invalid="ignore"):
         more = np.diff(rows, axis=2, prepend=0.0) * ranks.share[:, None]
@@ -228,9 +250,7 @@ def _rows(
     layers: Layers, stored: Array, ranks: Ranks, microbatches: int, room: Array, count: Array, host: Host | None
 ) -> Array:
     """``[way, rank, n]``: seconds of the passes of a rank with n layers, for which it has ``room``."""
-    kept = (ranks.kept if host is None else host.stay)[:, None] * count  # [rank, n]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        each = np.where(kept > 0, room / kept, np.where(room < 0, -np.inf, np.inf))
+    each = _room_of_each(layers, ranks, room, count, host.moments if host is not None else ranks.all_moments)
     extra = np.interp(-each, -layers.saved, layers.extra)
     rows = microbatches * count * _layer_passes(layers, stored, ranks, count, extra)[1]
     if ranks.count > 1 and not ranks.goes_on:  # the first gather is over when the first forward begins
@@ -239,6 +259,21 @@ def _rows(
         rows = np.maximum(rows, _copied(layers, stored, ranks, microbatches, room, count, host))
     result: Array = np.where(each < layers.saved[-1] * (1 - 1e-9), np.inf, rows)
     return result
+
+
+def _room_of_each(layers: Layers, ranks: Ranks, room: Array, count: Array, moments: Array) -> Array:
+    """``[way, rank, n]``: bytes of a microbatch that each of n layers may keep on average; negative where a rank has no
+    room at all."""
+    least = np.full(room.shape, np.inf)
+    for waiting, later in moments:
+        kept, left = waiting[:, None] * count, room - layers.later * later[:, None] * count
+        with np.errstate(divide="ignore", invalid="ignore"):
+            each = np.where(kept > 0, left / kept, np.where(left < 0, -np.inf, np.inf))
+            if ranks.transient:
+                again = (left - layers.saved[0]) / np.maximum(kept - 1, 1e-9)
+                each = np.where((kept > 1) & (each < layers.saved[0]), np.minimum(each, again), each)
+        least = np.minimum(least, each)
+    return least
 
 
 def _layer_passes(layers: Layers, stored: Array, ranks: Ranks, count: Array, extra: Array) -> tuple[Array, Array]:
@@ -280,14 +315,15 @@ def _copied(
     first time that a rank keeps the most is copied back after it."""
     saved = np.linspace(layers.saved[-1], layers.saved[0], _VALUES + 1)
     extra = np.interp(-saved, -layers.saved, layers.extra)[1:, None, None, None]  # [value, way, rank, n]
-    forwards, backwards = ((each / microbatches)[:, None] for each in host.ahead)
     forward, passes = (microbatches * count * each for each in _layer_passes(layers, stored, ranks, count, extra))
-    kept = ranks.kept[:, None] * count
-    copy = np.maximum(0.0, kept * saved[:-1, None, None, None] - room) / host.rate
-    ahead = forwards * forward + backwards * (passes - forward)
-    taken = np.maximum(ahead, copy) + np.maximum(passes - ahead, copy)
-    best: Array = np.maximum(taken, host.times[:, None] * copy).min(axis=0)
-    return best
+    best: Array = passes
+    for kept, times, forwards, backwards in zip(host.kept, host.times, *host.ahead, strict=True):
+        copy = np.maximum(0.0, (kept[:, None] * count) * saved[:-1, None, None, None] - room) / host.rate
+        ahead = ((forwards[:, None] * forward) + backwards[:, None] * (passes - forward)) / microbatches
+        taken = np.maximum(ahead, copy) + np.maximum(passes - ahead, copy)
+        best = np.maximum(best, np.maximum(taken, times[:, None] * copy))
+    found: Array = best.min(axis=0)
+    return found
 
 
 def without_memory(layers: Layers) -> Layers:

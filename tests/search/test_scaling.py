@@ -7,20 +7,27 @@ from dataclasses import replace
 
 import pytest
 
+from autopar.mesh import Mesh
 from autopar.search.bounds import scaled
 from autopar.search.loop import Search
-from autopar.search.profiles import Key
-from autopar.search.scaling import Scaling, alone
+from autopar.search.profiles import Key, Profile
+from autopar.search.scaling import Scaling, alone, thin
 from autopar.search.space import regions
-from tests.fast_cluster import FAST
+from tests.fast_cluster import FAST, NODES
 from tests.search.spaces import search_of
+
+
+def sent_seconds(profile: Profile, axis: str, stride: int) -> float:
+    """Of all calls, messages between ranks that are so far apart."""
+    sent = profile.sent_between(axis, stride)
+    return math.fsum(sum(sent[unit.block]) for unit in profile.units)
 
 
 def one_by_one(search: Search, key: Key) -> float:
     """By the definition: the largest that any profile says, with messages of axes that are known alone."""
     known = {axis: search.profiler.known.get(alone(axis, key, search.sizes.batch)) for axis in key.axes()}
     whole = [(axis, profile) for axis, profile in known.items() if profile is not None]
-    sent = math.fsum(p.sent_seconds[axis] * (scaled(p.key, key) or 0.0) for axis, p in whole)
+    sent = math.fsum(sent_seconds(p, axis, 1) * (scaled(p.key, key) or 0.0) for axis, p in whole)
     found = 0.0
     for other in search._references():
         does_more = (other.key.several and not key.several) or (other.key.copies and not key.copies)
@@ -69,3 +76,45 @@ def test_what_is_learned_later_counts() -> None:
     before.learn([slow])
     assert before.seconds(region.key) == pytest.approx(slow.seconds)
     assert before.seconds(region.key) > first
+
+
+def test_messages_are_likely_to_take_longer_between_nodes() -> None:
+    """Which bounds don't say."""
+    search = search_of("llama", 8, 8, NODES)
+    search.glance()
+    keys = {region.key for region in regions(search.sizes, search.pins)}
+    near, far = next(
+        (key._replace(tp=1), key)
+        for key in sorted(keys)
+        if key.cp == 2 and key.tp == 2 and key.ep == 1 and not key.head
+    )
+    cp = alone("cp", far, search.sizes.batch)
+    profile = search.profiler.of(cp, Mesh(cp=2), 1)
+    assert profile is not None
+    assert sent_seconds(profile, "cp", 2) > sent_seconds(profile, "cp", 1) > 0, "on nodes of two"
+    for key, stride in ((near, 1), (far, 2)):
+        scaling = Scaling([key], search.root)
+        scaling.learn([search.root])
+        plain = scaling.seconds(key)
+        scaling.learn([search.root, profile])
+        share = scaled(cp, key) or 0.0
+        assert scaling.seconds(key) >= plain + share * sent_seconds(profile, "cp", 1) * (1 - 1e-9)
+        likely = plain + share * sent_seconds(profile, "cp", stride)
+        assert scaling.seconds(key, likely=True) == pytest.approx(max(scaling.seconds(key), likely))
+
+
+def test_a_few_rows_say_what_tp_is_likely_to_send() -> None:
+    """For each row, of any number of rows; bounds know only of rows that are part of theirs."""
+    search = search_of("llama", 8, 8, FAST)
+    search.glance()
+    key = thin(search.root.key._replace(tp=4), 8)
+    assert (key.rows, key.tp, key.several) == (2, 4, True)
+    profile = search.profiler.of(key, Mesh(tp=4), 4)
+    assert profile is not None
+    more = key._replace(rows=4)
+    scaling = Scaling([more], search.root)
+    scaling.learn([search.root])
+    before = scaling.seconds(more)
+    scaling.learn([search.root, profile])
+    assert scaling.seconds(more) == before
+    assert scaling.seconds(more, likely=True) == pytest.approx(before + 2 * sent_seconds(profile, "tp", 1))

@@ -284,7 +284,8 @@ def test_a_split_head_may_be_computed_where_ranks_wait() -> None:
 
 def host_of(ranks: Ranks, microbatches: int, rate: float) -> Host:
     none = np.zeros(ranks.count)
-    return Host(rate, microbatches / ranks.kept, (ranks.kept, none), none)
+    times, ahead = (microbatches / ranks.kept)[None], (ranks.kept[None], none[None])
+    return Host(rate, ranks.kept[None], times, ahead, np.array([[none, none]]))
 
 
 def test_copies_to_the_host_are_as_fast_as_they_are() -> None:
@@ -362,3 +363,62 @@ def test_gradients_are_added_up_in_every_microbatch(puts_off: bool) -> None:
     layers = layers_of(6)
     alone = replace(straight(layers, 1, 4, np.ones(1), ends=False), puts_off=puts_off)
     assert least_seconds(layers, [Stored(0.0, 0.0, 0.0, 0.5)], alone, 4, 100.0) == pytest.approx([4 * 6 * 3.5])
+
+
+def test_ranks_have_less_room_beside_what_they_work_in_and_what_passes() -> None:
+    """The largest op of one rank; the weights of so many layers, and the messages of so many."""
+    layers = layers_of(6)
+    alone = straight(layers, 1, 4, np.ones(1), ends=False)
+    moving = Stored(0.0, 0.0, 0.0, gathered_bytes=6.0, flying_bytes=3.0)
+
+    def extra(room: float, ranks: Ranks, way: Stored = FREE, layers: Layers = layers) -> float:
+        return float(least_seconds(layers, [way], ranks, 4, room)[0] / 24 - 3.0)
+
+    assert extra(24.0, alone) == pytest.approx(0.0)
+    assert extra(24.0, replace(alone, working=np.array([12.0]))) == pytest.approx(0.3), "half of it is kept"
+    large = replace(layers, working=12.0)
+    assert extra(24.0, replace(alone, working=np.array([7.0])), layers=large) == pytest.approx(0.3), "one at a time"
+    assert extra(24.0, alone, moving) == pytest.approx(0.0)
+    assert extra(24.0, replace(alone, passing=(2, 0)), moving) == pytest.approx(0.3)
+    assert extra(24.0, replace(alone, passing=(1, 2)), moving) == pytest.approx(0.3)
+    one_of_two = straight(layers, 2, 4, np.ones(2), ends=False)
+    last = replace(one_of_two, working=np.array([0.0, 40.0]))
+    assert least_seconds(layers, [FREE], last, 4, 41.0)[0] >= 4 * 5 * 3.0, "the last rank has room for one layer"
+
+
+def test_what_is_recomputed_is_there_as_a_whole() -> None:
+    """Six layers that keep 2 bytes instead of 4, and one of them all 4 while its backward runs."""
+    layers = layers_of(6)
+    alone = replace(straight(layers, 1, 4, np.ones(1), ends=False), transient=True)
+    (found,) = least_seconds(layers, [FREE], alone, 4, 14.0)
+    assert found == pytest.approx(4 * 6 * 3.3)
+    assert least_seconds(layers, [FREE], alone, 4, 24.0) == pytest.approx([72.0]), "nothing is"
+    assert least_seconds(layers, [FREE], alone, 4, 13.0)[0] > found
+    assert np.isinf(least_seconds(layers, [FREE], alone, 4, 8.9)).all()
+
+
+def test_the_tightest_moment_counts() -> None:
+    """Three microbatches that wait for weights' gradients take as much as one that waits for all of its backward."""
+    layers = replace(layers_of(6), later=2.0)
+    alone = straight(layers, 1, 4, np.ones(1), ends=False)
+    assert alone.all_moments.tolist() == [[[1.0], [0.0]]]
+    moments = np.array([[[1.0], [0.0]], [[0.5], [2.0]]])
+    (found,) = least_seconds(layers, [FREE], replace(alone, moments=moments), 4, 30.0)
+    assert found == pytest.approx(4 * 6 * 3.3), "(30 - 6 x 4) / (6 x 0.5) bytes of each may wait"
+    assert least_seconds(layers, [FREE], alone, 4, 30.0) == pytest.approx([72.0])
+
+
+def test_copies_keep_up_whenever_a_rank_keeps_much() -> None:
+    """The tightest number of microbatches counts, and not the most alone."""
+    layers, microbatches, rate = replace(layers_of(8), extra=10 * np.array(EXTRA)), 8, 0.7
+    ranks = straight(layers, 4, microbatches, straight_kept(4, microbatches), ends=True)
+    most = host_of(ranks, microbatches, rate)
+    fewer = most._replace(kept=0.75 * most.kept, times=40 * most.times)
+    both = most._replace(
+        kept=np.vstack([fewer.kept, most.kept]),
+        times=np.vstack([fewer.times, most.times]),
+        ahead=(np.vstack([most.ahead[0]] * 2), np.vstack([most.ahead[1]] * 2)),
+    )
+    bounds = [float(least_seconds(layers, [FREE], ranks, microbatches, 10.0, host)[0]) for host in (most, fewer, both)]
+    assert bounds[1] > bounds[0]
+    assert bounds[2] == pytest.approx(bounds[1])
