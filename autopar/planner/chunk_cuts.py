@@ -72,24 +72,35 @@ def paces(seconds: Numbers, placement: Sequence[int], microbatches: int, *, pair
 
 @dataclass(frozen=True)
 class _ByRank:
-    """Stages in the ``order`` of their ranks, and where there those of each rank begin."""
+    """Stages in the ``order`` of their ranks, and where there those of each rank begin; ``ranks`` that stages go round,
+    if they do (else 0)."""
 
     order: Numbers
     firsts: Numbers
+    ranks: int
 
     @classmethod
     def of(cls, placement: Sequence[int]) -> _ByRank:
         homes = np.array(placement)
         order = np.argsort(homes, kind="stable")
-        return cls(order, np.flatnonzero(np.diff(homes[order], prepend=-1)))
+        firsts = np.flatnonzero(np.diff(homes[order], prepend=-1))
+        goes_round = len(homes) % len(firsts) == 0 and (homes == np.arange(len(homes)) % len(firsts)).all()
+        return cls(order, firsts, len(firsts) if goes_round else 0)
 
     def sums(self, values: Numbers) -> Numbers:
         """Of values by [cut, stage], by [cut, rank]."""
-        found: Numbers = np.add.reduceat(values[:, self.order], self.firsts, axis=1)
-        return found
+        return self._over(np.add, values)
 
     def largest(self, values: Numbers) -> Numbers:
-        found: Numbers = np.maximum.reduceat(values[:, self.order], self.firsts, axis=1)
+        return self._over(np.maximum, values)
+
+    def _over(self, function: np.ufunc, values: Numbers) -> Numbers:
+        found: Numbers
+        if self.ranks:
+            cuts, stages = values.shape
+            found = function.reduce(values.reshape(cuts, stages // self.ranks, self.ranks), axis=1)
+        else:
+            found = function.reduceat(values[:, self.order], self.firsts, axis=1)
         return found
 
 
@@ -117,24 +128,39 @@ class _Search:
 
     def keys(self, cuts: Numbers, *, paired: bool) -> Numbers:
         """[cut, place in the key] of cuts [cut, stage and the end]."""
-        seconds, kib = self._stages(cuts)
-        slowest, largest = self._ranks.sums(seconds).max(axis=1), self._held_kib(cuts, kib).max(axis=1)
+        seconds = self._seconds(cuts)
+        slowest, longest = self._ranks.sums(seconds).max(axis=1), seconds.max(axis=1)
+        largest = self._held_kib(cuts, self._kib(cuts)).max(axis=1)
         if not self.by_seconds:
-            return np.stack([largest, slowest, seconds.max(axis=1)], axis=1)
-        pace = paces(seconds, self.table.placement, self.table.microbatches, paired=paired)
-        return np.stack([np.maximum(0, largest - self.budget), pace, slowest, seconds.max(axis=1), largest], axis=1)
+            return np.stack([largest, slowest, longest], axis=1)
+        pace = self._paces(seconds, paired=paired)
+        return np.stack([np.maximum(0, largest - self.budget), pace, slowest, longest, largest], axis=1)
+
+    def _paces(self, seconds: Numbers, *, paired: bool) -> Numbers:
+        return paces(seconds, self.table.placement, self.table.microbatches, paired=paired)
 
     def slowest(self, cut: Numbers) -> int:
         """Nanoseconds of the slowest rank."""
-        return int(self._ranks.sums(self._stages(cut[None, :])[0]).max())
+        return int(self._ranks.sums(self._seconds(cut[None, :])).max())
 
-    def _stages(self, cuts: Numbers) -> tuple[Numbers, Numbers]:
-        """Nanoseconds and KiB by [cut, stage]."""
-        table = self.table
-        passed = (table.time_to + table.send_at)[cuts[:, 1:]] - (table.time_to - table.send_at)[cuts[:, :-1]]
-        saved, state = table.saved_to[cuts], table.state_to[cuts]
-        kept = saved[:, 1:] - saved[:, :-1] + table.shared
-        return passed, state[:, 1:] - state[:, :-1] + self._inflight * kept
+    def _seconds(self, cuts: Numbers) -> Numbers:
+        """Nanoseconds by [cut, stage]."""
+        passed: Numbers = self._after[cuts[:, 1:]] - self._before[cuts[:, :-1]]
+        return passed
+
+    def _kib(self, cuts: Numbers) -> Numbers:
+        saved, state = self.table.saved_to[cuts], self.table.state_to[cuts]
+        kept = saved[:, 1:] - saved[:, :-1] + self.table.shared
+        return state[:, 1:] - state[:, :-1] + self._inflight * kept
+
+    @cached_property
+    def _after(self) -> Numbers:
+        """By a stage's end, nanoseconds up to it, with its send."""
+        return self.table.time_to + self.table.send_at
+
+    @cached_property
+    def _before(self) -> Numbers:
+        return self.table.time_to - self.table.send_at
 
     def _held_kib(self, cuts: Numbers, kib: Numbers) -> Numbers:
         """By rank, with the largest transient of its units."""
@@ -157,8 +183,8 @@ class _Search:
 
     def hot(self, cut: Numbers) -> set[int]:
         """The stages that a better cut takes units from, most likely: of the fullest rank, and the longest stage."""
-        seconds, kib = self._stages(cut[None, :])
-        full = self._held_kib(cut[None, :], kib)[0]
+        seconds = self._seconds(cut[None, :])
+        full = self._held_kib(cut[None, :], self._kib(cut[None, :]))[0]
         ranks = self._ranks.sums(seconds)[0] if self.by_seconds else full
         most = full if self.by_seconds and full.max() > self.budget else ranks
         return {*self._held[int(most.argmax())], int(seconds[0].argmax())}
@@ -167,6 +193,8 @@ class _Search:
         """The best of ``cuts``; pairs are looked at of those that are the best without. None where it isn't
         ``below``."""
         if len(cuts) > _PAIRED:
+            if below is not None and self.by_seconds and not below[0]:  # what takes longer isn't worth a look at bytes
+                cuts = cuts[self._paces(self._seconds(cuts), paired=False) <= below[1]]
             keys = self.keys(cuts, paired=False)
             if below is not None:  # pairs make no key smaller
                 first, second = keys[:, 0], keys[:, 1]

@@ -81,8 +81,8 @@ def test_ranks_wait_for_the_longest_pair_of_passes() -> None:
 
 def test_what_ranks_hold_is_of_their_own_stages() -> None:
     generator = np.random.default_rng(0)
-    for _ in range(20):
-        placement = [*generator.permutation([0, 1, 2, *generator.integers(0, 3, 5)]).tolist()]
+    placements = [generator.permutation([0, 1, 2, *generator.integers(0, 3, 5)]).tolist() for _ in range(20)]
+    for placement in [*placements, [0, 1, 2], [0, 1, 2] * 3, [0, 1, 2, 2, 1, 0], [0, 1, 2, 0]]:
         values = generator.integers(0, 100, (4, len(placement)))
         mine = [[place for place, home in enumerate(placement) if home == rank] for rank in range(3)]
         by_rank = _ByRank.of(placement)
