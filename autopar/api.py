@@ -22,7 +22,7 @@ from autopar.cluster import Cluster, Device
 from autopar.documents import check_documents, check_positions
 from autopar.errors import ArgumentError, PlanError
 from autopar.graph import Model
-from autopar.mesh import Mesh
+from autopar.mesh import Mesh, check_ranks
 from autopar.options import Given, Options, Precision
 from autopar.passes.mixed_precision import LOWER
 from autopar.plan import Plan
@@ -88,6 +88,7 @@ def capture(
     The arguments are those of :func:`compile`; they and the model's code are fixed here, its weights are not. Raises
     CaptureError, BatchError; ArgumentError under a ``torch.autocast`` of another precision.
     """
+    _check_kinds(model, loss=loss)
     Options.of(precision=precision)
     for device in ("cuda", "cpu"):
         _under_autocast(precision, device, fixed=True)
@@ -153,14 +154,14 @@ def compile(
     (:attr:`Plan.search`). Under ``torchrun``, rank 0 plans. Raises BudgetError with what would fit where nothing does;
     CaptureError, BatchError, ShardingError, StageError, PlanError, ArgumentError.
     """
+    _check_kinds(model, plan, clip_norm, loss=loss, scheduler=scheduler)
     sizes, target = _mesh(mesh, plan, gpus), _cluster(cluster, plan)
-    _check_norm(clip_norm)
     fixed = plan is not None or "precision" in options
     chosen = _precise(_options(options, plan), model, target.device.kind, fixed=fixed)
     captured = _captured(model, sample, loss, (batch_dim, seq_dim), chosen.precision)
     prepared = captured.on(target.device.kind)
-    _check_plan(prepared[sizes is not None and sizes.cp > 1], plan)
     pins = Pins(gpus, mesh or {}, microbatches, microbatch, schedule, chunks, vocabulary, chosen, frozenset(options))
+    _check_plan(prepared[sizes is not None and sizes.cp > 1], pins, plan)
     with settled():
         given = (_source(captured, seed), maker(optimizer, captured.model), scheduler, clip_norm, seed)
         measured, watch = partial(_measured, given, Known()), progress and partial(tell, progress)
@@ -274,8 +275,10 @@ class ParallelModel:
         """Train ``steps`` steps on ``batch`` on simulated ranks in this process, from the model's weights.
 
         ``device="cuda"``: all ranks share this process' GPU, and compute with its kernels; their peak memory is not
-        tracked.
+        tracked. Raises ArgumentError, BatchError.
         """
+        if steps < 1:
+            raise ArgumentError(f"steps={steps}; it must be a whole number of at least 1")
         tensors = self._tensors(batch)
         job = self._job
 
@@ -311,7 +314,8 @@ class ParallelModel:
     def verify(self, batch: Any, steps: int = 3, *, device: str = "cpu") -> Verification:
         """Train the unmodified model on one device and the compiled one on simulated ranks, and compare.
 
-        ``device="cuda"``: both on this process' GPU. What differs is traced to an op on the CPU alone.
+        ``device="cuda"``: both on this process' GPU. What differs is traced to an op on the CPU alone. Raises
+        ArgumentError, BatchError.
         """
         return verify_job(self, batch, steps, device)
 
@@ -382,16 +386,34 @@ def _shapes(plan: Plan) -> dict[str, torch.Tensor]:
 
 
 def _check_gpus(gpus: int) -> None:
-    if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 1:
-        raise ArgumentError(f"gpus={gpus!r}; it must be a whole number of at least 1")
+    check_ranks("gpus=", gpus)
     launched = os.environ.get("WORLD_SIZE")
     if _launched() and int(launched or 1) != gpus:
         raise ArgumentError(f"gpus={gpus}, but torchrun started {launched} processes; make them equal")
 
 
-def _check_norm(clip_norm: float | None) -> None:
-    if clip_norm is not None and not clip_norm > 0:
+def _check_kinds(model: Any, plan: Any = None, clip_norm: Any = None, **functions: Any) -> None:
+    """Raises ArgumentError for a model, a plan, a norm or functions that are something else."""
+    if not isinstance(model, nn.Module | Captured):
+        raise ArgumentError(f"model={model!r}; give a torch.nn.Module, or what autopar.capture returned")
+    if plan is not None and not isinstance(plan, Plan):
+        raise ArgumentError(f"plan={plan!r}; give a Plan, such as autopar.load('plan.json') reads")
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise ArgumentError(f"{name}={function!r}; give a function, or leave it out")
+    is_number = isinstance(clip_norm, int | float) and not isinstance(clip_norm, bool)
+    if clip_norm is not None and not (is_number and clip_norm > 0):
         raise ArgumentError(f"clip_norm={clip_norm!r}; it must be more than 0, or None for gradients as they are")
+
+
+def _check_pins(pins: Pins, plan: Plan) -> None:
+    """Raises PlanError for a pin that isn't what ``plan`` decided."""
+    rows = plan.batch_size // plan.microbatches // plan.mesh.replicas
+    decided = {"microbatches": plan.microbatches, "microbatch": rows, "schedule": plan.schedule}
+    decided |= {"chunks": plan.chunks, "vocabulary": plan.vocabulary}
+    for name, value in decided.items():
+        if (pinned := getattr(pins, name)) not in (None, value):
+            raise PlanError(f"{name}={pinned!r}, but the plan has {name}={value!r}; leave one of the two out")
 
 
 def _launched() -> bool:
@@ -462,19 +484,32 @@ def _under_autocast(precision: str, device: str, *, fixed: bool) -> str:
 def _cluster(cluster: str | Path | Cluster | None, plan: Plan | None) -> Cluster:
     """What the job is for; under torchrun what rank 0 says of it, whose files the others may not see."""
     if plan is not None:
-        return Cluster.parse(plan.cluster_toml, origin="the plan")
+        planned = Cluster.parse(plan.cluster_toml, origin="the plan")
+        if cluster is not None and not _launched() and str(found := _loaded(cluster)) != str(planned):
+            raise PlanError(
+                f"cluster {found.name!r} isn't, or isn't any more, the one that the plan is for ({planned.name!r}); "
+                "leave one of the two out"
+            )
+        return planned
     if _launched() and join_world()[0] != 0:
         return Cluster.parse(text_of_rank_zero(""), origin="the cluster of rank 0")
     if cluster is None:
         cluster = "h100" if torch.cuda.is_available() else "cpu"
-    found = cluster if isinstance(cluster, Cluster) else Cluster.load(cluster)
+    found = _loaded(cluster)
     if _launched():
         text_of_rank_zero(str(found))
     return found
 
 
-def _check_plan(model: Model, plan: Plan | None) -> None:
-    if plan is not None and plan.model_fingerprint != model.fingerprint:
+def _loaded(cluster: str | Path | Cluster) -> Cluster:
+    return cluster if isinstance(cluster, Cluster) else Cluster.load(cluster)
+
+
+def _check_plan(model: Model, pins: Pins, plan: Plan | None) -> None:
+    if plan is None:
+        return
+    _check_pins(pins, plan)
+    if plan.model_fingerprint != model.fingerprint:
         raise PlanError(
             f"the plan was made for {plan.model_name} ({plan.model_fingerprint}) and batch {plan.batch_size}, this is "
             f"{model.name} ({model.fingerprint}) and batch {model.batch_size}: plan again"

@@ -48,7 +48,7 @@ _HELP = "Compile PyTorch models into parallel training programs."
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=_HELP)
 
 Gpus = Annotated[int, typer.Option(help="ranks of the job")]
-Steps = Annotated[int, typer.Option(help="optimizer steps")]
+Steps = Annotated[int, typer.Option(min=1, help="optimizer steps")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON for machines")]
 Loads = Annotated[Path | None, typer.Option("--loads", help="write the slots of each expert, of all steps, here")]
 Html = Annotated[Path | None, typer.Option("--html", help="write the timeline as a page")]
@@ -92,6 +92,7 @@ def plan_command(
 ) -> None:
     """Plan a job: what isn't pinned is searched for. The model stays on the meta device unless the job is written;
     --json prints the plan."""
+    _check_writable(out, html, svg, trace)
     named = options.resolved(meta=True)
     with live_progress(Console(stderr=True, quiet=json_)) as progress:
         job = options.job(named, gpus, progress, fronts=fronts)
@@ -133,6 +134,15 @@ def _draw(timeline: Timeline, html: Path | None, svg: Path | None, trace: Path |
         value = merged_trace(timeline, ranks) if ranks else chrome_trace(timeline)
         _write_atomically(trace, json.dumps(value, separators=(",", ":")))
     return str(compare(timeline, ranks)) if ranks else ""
+
+
+def _check_writable(*paths: Path | None) -> None:
+    """Raises ArgumentError where a file can't be written, before what it is for has been worked out."""
+    for path in paths:
+        if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+            raise ArgumentError(f"can't write {path}: {path.parent} is no folder that you may write to")
+        if path is not None and path.is_dir():
+            raise ArgumentError(f"can't write {path}: it is a folder; name a file in it")
 
 
 def _write_atomically(path: Path, text: str) -> None:
@@ -182,6 +192,7 @@ def simulate_command(
     json_: Json = False,
 ) -> None:
     """Train on simulated ranks in this process: losses, peak memory, bytes sent per rank, loads of experts."""
+    _check_writable(loads)
     named = options.resolved()
     job = options.job(named, gpus)
     result = job.simulate(named.sample, steps)
@@ -222,6 +233,7 @@ def memory_command(
     json_: Json = False,
 ) -> None:
     """What each rank holds at its peak, by kind: predicted, and beside it measured."""
+    _check_writable(svg)
     named = options.resolved(meta=measure != "simulate")
     job = options.job(named, gpus)
     report = job.memory(named.sample if measure == "simulate" else None, measure=measure)
@@ -265,6 +277,7 @@ def train_command(
     json_: Json = False,
 ) -> None:
     """Train under torchrun on the sample batch: torchrun --nproc-per-node 4 -m autopar train MODEL."""
+    _check_writable(loads)
     named = options.resolved()
     job = options.job(named, int(os.environ.get("WORLD_SIZE", "1")))
     losses, steps_loads = [], []
@@ -290,8 +303,8 @@ def calibrate_command(
 ) -> None:
     """Measure this machine and write a cluster file. Under torchrun, on all nodes, the links between them too."""
     speaks = os.environ.get("RANK", "0") == "0"
-    if out is not None and speaks and not (out.parent.is_dir() and os.access(out.parent, os.W_OK)):
-        raise ArgumentError(f"can't write {out}: {out.parent} is no folder that you may write to")
+    if speaks:
+        _check_writable(out)
     chosen = name or (out.stem if out is not None else "calibrated")
     with Console(stderr=True, quiet=not speaks).status("measuring") as status:
         found = calibrate(device, quick=quick, name=chosen, progress=lambda step: status.update(f"measuring {step}"))
@@ -344,6 +357,7 @@ def timeline_command(
         drawn = _read_actions(actions)
     else:
         count = 2 * ranks if microbatches is None else microbatches
+        _check_counts(ranks, count, chunks)
         drawn = _named(schedule or "", ranks, count, chunks, limit, head, embedding, times)
     timeline = simulate_timeline(drawn, times.costs(drawn))
     _draw(timeline, html, svg, trace, [])
@@ -389,6 +403,11 @@ class _Times:
     passes: dict[str, float]
 
     def __post_init__(self) -> None:
+        given = {f"--{name}": getattr(self, name) for name in ("forward", "backward", "send", "reduce", "step")}
+        given |= {f"--passes {kind}": ms for kind, ms in self.passes.items()}
+        for name, ms in given.items():
+            if not 0 <= ms < math.inf:
+                raise ArgumentError(f"{name} is {ms} ms; it must be finite, from 0 up")
         if self.weight is not None and not 0 <= self.weight <= self.backward:
             raise ArgumentError(f"--weight {self.weight} is part of --backward {self.backward}; give 0 up to that")
         if not 0 <= self.activation < math.inf:
@@ -420,6 +439,21 @@ def _pass_times(text: str) -> dict[str, float]:
     return times
 
 
+_MOST_PASSES = 2**20
+"""Forwards of a schedule that is drawn: more take minutes, and nobody sees one."""
+
+
+def _check_counts(ranks: int, microbatches: int, chunks: int | None) -> None:
+    given = {"ranks": ranks, "microbatches": microbatches, "chunks": 1 if chunks is None else chunks}
+    for name, count in given.items():
+        if count < 1:
+            raise ArgumentError(f"--{name} {count}; it must be a whole number of at least 1")
+    if (passes := math.prod(given.values())) > _MOST_PASSES:
+        raise ArgumentError(
+            f"{passes} forwards are too many to draw; make --ranks x --microbatches at most {_MOST_PASSES}"
+        )
+
+
 def _named(
     name: str,
     ranks: int,
@@ -431,6 +465,10 @@ def _named(
     times: _Times,
 ) -> Actions:
     """The complete lists of a schedule of the registry; where pass times decide on their order, these."""
+    if name == "synthesized":
+        raise ArgumentError(
+            "'synthesized' is made for the costs of a model; autopar plan MODEL --schedule synthesized draws it"
+        )
     places = placement(name, ranks, chunks)
     sizes = Actions(name, len(places), microbatches, places, ((),) * ranks)
     order_by = PassTimes.of(times.costs(sizes))

@@ -452,13 +452,20 @@ _SMALLEST: Final = 1e5
 """No link, memory or device is as slow, so that what is below was given in giga or tera."""
 
 
+def _of_host(device: Device) -> dict[str, float]:
+    """Rates of the host's that are known."""
+    names = ("host_bytes_per_second", "host_memory_bytes_per_second")
+    return {f"device.{name}": rate for name in names if (rate := getattr(device, name))}
+
+
 def _contradictions(cluster: Cluster) -> Iterator[str]:
     """What can't be true of a machine."""
     device, links = cluster.device, {part: getattr(cluster, part) for part in ("intra_node", "inter_node")}
     memory = device.memory_bytes_per_second
     rates = {f"device.flops_per_second.{dtype}": rate for dtype, rate in device.flops_per_second.items()}
     through_memory = {f"{part}.bytes_per_second": link.bytes_per_second for part, link in links.items()}
-    for name, rate in {**rates, "device.memory_bytes_per_second": memory, **through_memory}.items():
+    rates_of_bytes = {"device.memory_bytes_per_second": memory, **through_memory, **_of_host(device)}
+    for name, rate in {**rates, **rates_of_bytes}.items():
         if rate < _SMALLEST:
             unit = "FLOP/s" if name in rates else "bytes/s"
             yield f"{name} is {rate:g}, which is no device's; it is a number of {unit}: {rate:g}e9, or {rate:g}e12?"

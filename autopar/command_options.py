@@ -121,9 +121,13 @@ def _sizes(text: str) -> dict[str, int] | None:
     if not text:
         return None
     try:
-        return {name.strip(): int(size) for name, size in (part.split("=") for part in text.split(","))}
+        pairs = [(name.strip(), int(size)) for name, size in (part.split("=") for part in text.split(","))]
     except ValueError as error:
         raise ArgumentError(f"--mesh {text!r} doesn't read as pp=2,dp=2,tp=2") from error
+    names = [name for name, _ in pairs]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ArgumentError(f"--mesh {text!r} gives {' and '.join(twice)} more than one size; give each axis one")
+    return dict(pairs)
 
 
 def _placements(texts: Sequence[str]) -> dict[str, dict[str, str]]:

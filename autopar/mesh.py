@@ -19,6 +19,9 @@ AXES: Final = ("pp", "dp", "ep", "cp", "tp")
 DATA: Final = ("dp", "ep", "cp")
 """The axes that split tokens: parameters are whole on them (experts aside), and gradients are pending sums."""
 
+MOST_RANKS: Final = 2**24
+"""Of a mesh; no cluster has as many devices, and what goes through all ranks or divisors would not end."""
+
 _GIVEN: Final = ("pp", "dp", "cp", "tp", "ep", "etp", "paired")
 
 
@@ -41,7 +44,8 @@ class Mesh:
 
     def __post_init__(self) -> None:
         for axis in AXES:
-            _check_size(axis, self.size(axis))
+            check_ranks(f"mesh axis {axis!r} has size ", self.size(axis))
+        check_ranks("the number of ranks of a mesh is ", self.world)
 
     @classmethod
     def of(cls, sizes: Mapping[str, int] | None, gpus: int) -> Mesh:
@@ -57,7 +61,7 @@ class Mesh:
             raise ArgumentError(f"mesh has unknown axes {unknown}; known axes are {list(_GIVEN[:-1])}")
         for axis, size in sizes.items():
             if axis != "paired":
-                _check_size(axis, size)
+                check_ranks(f"mesh axis {axis!r} has size ", size)
         pp, dp, cp, tp, ep = (sizes.get(axis, 1) for axis in ("pp", "dp", "cp", "tp", "ep"))
         plain = cls(pp=pp, dp=dp, cp=cp, tp=tp, paired=bool(sizes.get("paired", 0)))
         if plain.world != gpus:
@@ -68,19 +72,20 @@ class Mesh:
         """Borrow ``ep`` ranks: from dp alone if that divides, else with all of cp, of tp, or of both."""
         if etp not in (None, 1, self.tp):
             raise ArgumentError(f"mesh axis 'etp' has size {etp}; it may be 1 or that of tp, {self.tp}")
-        fits: list[int] = []
+        inners = []
         for borrowed in ((), ("cp",), ("tp",), ("cp", "tp")):
             if ep > 1 and self.tp > 1 and etp not in (None, 1 if "tp" in borrowed else self.tp):
                 continue
             inner = math.prod(self.size(axis) for axis in borrowed)
-            fits += [part * inner for part in range(1, self.dp + 1) if self.dp % part == 0]
+            inners.append(inner)
             if ep % inner == 0 and self.dp % (ep // inner) == 0:
                 part = ep // inner
                 kept = tuple(axis for axis in borrowed if self.size(axis) > 1)
                 return Mesh(self.pp, self.dp // part, part, self.cp, self.tp, kept, self.paired)
+        fits = {part * inner for part in range(1, self.dp + 1) if self.dp % part == 0 for inner in inners}
         raise ArgumentError(
             f"mesh axis 'ep' has size {ep}, which can't be borrowed from {self}: it must be a part of dp, that times "
-            f"cp, that times tp, or that times both; ep may be one of {sorted(set(fits))}"
+            f"cp, that times tp, or that times both; ep may be one of {sorted(fits)}"
         )
 
     def __str__(self) -> str:
@@ -188,6 +193,9 @@ class Mesh:
         return cls.of(sizes, math.prod(sizes.get(axis, 1) for axis in ("pp", "dp", "cp", "tp")))
 
 
-def _check_size(axis: str, size: object) -> None:
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ArgumentError(f"mesh axis {axis!r} has size {size!r}; it must be a whole number of at least 1")
+def check_ranks(name: str, count: object) -> None:
+    """Raises ArgumentError, which begins with ``name``, where that can't be a number of ranks."""
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ArgumentError(f"{name}{count!r}; it must be a whole number of at least 1")
+    if count > MOST_RANKS:
+        raise ArgumentError(f"{name}{count}; it must be at most {MOST_RANKS}, more than any cluster has devices")

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from autopar.errors import ArgumentError
+
+_LONGEST: Final = 300
+"""Characters of a message that transformers lists all its models in."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ def resolve(name: str, *, batch: int, sequence: int, dtype: str, meta: bool, see
         if size < 1:
             raise ArgumentError(f"{option}={size}; it must be a whole number of at least 1")
     kind, _, rest = name.partition(":")
-    if not rest:
+    if not (kind and rest):
         raise ArgumentError(f"{name!r} names no model; write hf:path/to/config.json or package.module:factory")
     if kind == "hf":
         return _transformers(Path(rest), batch, sequence, _dtype(dtype), meta)
@@ -54,8 +58,10 @@ def _dtype(name: str) -> torch.dtype:
 def _transformers(path: Path, batch: int, sequence: int, dtype: torch.dtype, meta: bool) -> Named:
     try:
         settings = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ArgumentError(f"can't read the config {path}: {error}") from error
+    if not isinstance(settings, dict):
+        raise ArgumentError(f"{path} is no transformers config: it has a {type(settings).__name__} at its top")
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
@@ -63,18 +69,39 @@ def _transformers(path: Path, batch: int, sequence: int, dtype: torch.dtype, met
     kind = settings.pop("model_type", None)
     if kind is None:
         raise ArgumentError(f"{path} has no model_type; it is not a transformers config")
-    config = AutoConfig.for_model(kind, **settings)
-    with torch.device("meta" if meta else "cpu"):
-        model = AutoModelForCausalLM.from_config(config).to(dtype).train()
-    tokens = torch.randint(0, config.vocab_size, (batch, sequence))
+    try:
+        config = AutoConfig.for_model(kind, **settings)
+        with torch.device("meta" if meta else "cpu"):
+            model = AutoModelForCausalLM.from_config(config).to(dtype).train()
+    except Exception as error:  # a config's own classes raise what they like
+        problem = str(error).partition("\n")[0]
+        why = f"{problem[:_LONGEST]} …" if len(problem) > _LONGEST else problem
+        raise ArgumentError(
+            f"transformers makes no causal language model of {path} (model_type {kind!r}): {why}"
+        ) from error
+    try:
+        tokens = torch.randint(0, config.vocab_size, (batch, sequence))
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError(f"batch={batch} and sequence={sequence} are more tokens than this machine holds") from error
     return Named(model, {"input_ids": tokens, "labels": tokens.clone()})
 
 
 def _factory(module: str, attribute: str) -> Named:
+    """What goes wrong inside of the module or the factory is the caller's, and raised as it is."""
+    if module.startswith("."):
+        raise ArgumentError(f"{module!r} is a relative name; write the package out")
     try:
-        made = getattr(importlib.import_module(module), attribute)()
-    except (ImportError, AttributeError) as error:
-        raise ArgumentError(f"can't find {attribute!r} in {module!r}: {error}") from error
+        imported = importlib.import_module(module)
+    except ImportError as error:
+        raise ArgumentError(f"can't import {module!r}: {error}") from error
+    factory = getattr(imported, attribute, None)
+    if not callable(factory):
+        raise ArgumentError(f"{module!r} has no function {attribute!r}; name one that returns (model, sample)")
+    try:
+        inspect.signature(factory).bind()
+    except TypeError as error:
+        raise ArgumentError(f"{module}:{attribute} is called without arguments: {error}") from error
+    made = factory()
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
         raise ArgumentError(f"{module}:{attribute} must return (model, sample) or (model, sample, loss)")
     return Named(*made)

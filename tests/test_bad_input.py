@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,16 @@ from torch import nn
 
 import autopar
 from autopar import AutoparError, cli
-from autopar.errors import ArgumentError, BudgetError, ClusterError, ScheduleError, ShardingError, StageError
+from autopar.errors import (
+    ArgumentError,
+    BudgetError,
+    ClusterError,
+    PlanError,
+    ScheduleError,
+    ShardingError,
+    StageError,
+)
+from autopar.model_names import resolve
 from tests.models import make
 
 CPU = (Path(autopar.__file__).parent / "cost_models/data/cpu.toml").read_text()
@@ -47,6 +57,7 @@ CASES = [
     ({"gpus": 0}, ArgumentError, "gpus=0; it must be a whole number of at least 1"),
     ({"gpus": -8}, ArgumentError, "gpus=-8; it must be a whole number of at least 1"),
     ({"gpus": 7}, ArgumentError, "gpus=7 can't all be used: no degrees ... use gpus=6, or another batch"),
+    ({"gpus": 10**20}, ArgumentError, "gpus=100000000000000000000; it must be at most 16777216"),
     ({"gpus": 1_000_000}, ArgumentError, "use gpus=768, or another batch"),
     ({"mesh": "dp=3"}, ArgumentError, "doesn't divide gpus=4; use gpus=3, or other degrees"),
     ({"mesh": "dp=2,tp=4"}, ArgumentError, "doesn't divide gpus=4; use gpus=8, or other degrees"),
@@ -133,6 +144,45 @@ def test_a_cluster_file_with_missing_or_absurd_figures(
     assert words in printed
 
 
+def test_what_is_no_model_plan_or_function() -> None:
+    case = make("mlp", 4)
+    wrong = {"plan": "plan.json", "loss": 3, "scheduler": "cosine", "clip_norm": "1", "model": nn.Linear}
+    for name, value in wrong.items():
+        given: dict[str, Any] = {"model": case.model, "sample": case.batch, "cluster": "cpu", name: value}
+        with pytest.raises(ArgumentError, match=re.escape(f"{name}={value!r}")):
+            autopar.compile(given.pop("model"), 2, **given)
+    with pytest.raises(ArgumentError, match=r"model='gpt2'; give a torch\.nn\.Module"):
+        autopar.capture("gpt2", sample=case.batch)  # type: ignore[arg-type]
+
+
+def test_pins_that_contradict_the_plan_beside_them(tmp_path: Path) -> None:
+    case = make("mlp", 4)
+    options: dict[str, Any] = {"sample": case.batch, "cluster": "cpu"}
+    decided: dict[str, Any] = {"microbatches": 2, "schedule": "1f1b", "chunks": 1, "vocabulary": "stage"}
+    plan = autopar.plan(case.model, 4, mesh={"pp": 2, "dp": 2}, **decided, **options)
+    assert autopar.plan(case.model, 4, plan=plan, microbatch=1, **decided, **options) == plan
+    others = {"microbatches": 1, "microbatch": 2, "schedule": "gpipe", "chunks": 2, "vocabulary": "redistributed"}
+    for name, value in others.items():
+        with pytest.raises(PlanError, match=rf"{name}={value!r}, but the plan has {name}=.*; leave one of the two out"):
+            autopar.plan(case.model, 4, plan=plan, **options, **{name: value})
+    mine = tmp_path / "mine.toml"
+    mine.write_text(CPU.replace("17e9", "18e9", 1))
+    for cluster in ("h100", mine):
+        with pytest.raises(PlanError, match=r"cluster .* the one that the plan is for \('cpu'\)"):
+            autopar.plan(case.model, 4, plan=plan, sample=case.batch, cluster=cluster)
+
+
+def test_steps_and_ranks_that_are_none() -> None:
+    case = make("mlp", 4)
+    job = autopar.compile(case.model, 2, sample=case.batch, cluster="cpu", mesh={"dp": 2}, zero=0)
+    for train in (job.simulate, job.verify):
+        with pytest.raises(ArgumentError, match="steps=0; it must be a whole number of at least 1"):
+            train(case.batch, 0)
+    for rank in (-1, 2):
+        with pytest.raises(ArgumentError, match=f"rank {rank} is not in 0 … 1"):
+            job.source(rank)
+
+
 def test_a_budget_above_the_device(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     found = refused(2, budget_bytes=5 << 30)
     assert isinstance(found, ArgumentError)
@@ -165,6 +215,9 @@ def test_a_model_that_fits_in_no_way(monkeypatch: pytest.MonkeyPatch, capsys: py
         (("--gpus", "2", "--budget", "nan"), "--budget nan is no number of GiB"),
         (("--gpus", "2", "--budget", "inf"), "--budget inf is no number of GiB"),
         (("--gpus", "2", "--budget", "-1"), "budget_bytes=-1073741824"),
+        (("--gpus", "4", "--mesh", "dp=2,tp=2,dp=4"), "'dp=2,tp=2,dp=4' gives dp more than one size"),
+        (("--gpus", "2", "--out", "/nowhere/a.json"), "/nowhere is no folder that you may write to"),
+        (("--gpus", "2", "--svg", "/"), "can't write /: it is a folder"),
         (("--gpus", "2", "--batch", "0"), "batch=0; it must be a whole number of at least 1"),
         (("--gpus", "2", "--sequence", "-1"), "sequence=-1; it must be a whole number of at least 1"),
     ],
@@ -176,3 +229,61 @@ def test_what_the_command_line_alone_can_get_wrong(
     assert code == 2
     assert words in printed
     assert "Traceback" not in printed
+
+
+CONFIGS = {
+    "list": ("[1, 2]", "has a list at its top"),
+    "cut": ('{"model_type":', "can't read the config"),
+    "unknown": ('{"model_type": "nosuch"}', "no causal language model of unknown.json (model_type 'nosuch'): Unrec"),
+    "other": ('{"model_type": "vit"}', "no causal language model of other.json (model_type 'vit')"),
+    "typed": ('{"model_type": "gpt2", "n_embd": "wide"}', "n_embd"),
+    "uneven": ('{"model_type": "gpt2", "n_embd": 100, "n_head": 7}', "must be divisible by num_heads"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_that_makes_no_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, words = CONFIGS[name]
+    (tmp_path / f"{name}.json").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArgumentError) as found:
+        resolve(f"hf:{name}.json", batch=2, sequence=8, dtype="float32", meta=True)
+    assert words in str(found.value)
+    assert len(str(found.value).splitlines()) == 1
+    assert len(str(found.value)) < 500
+
+
+def test_more_tokens_than_there_is_memory_for(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}')
+    with pytest.raises(ArgumentError, match="batch=10000000000000 and sequence=1024 are more tokens than this machine"):
+        resolve(f"hf:{path}", batch=10**13, sequence=1024, dtype="float32", meta=True)
+
+
+def needs_a_size(size: int) -> None:
+    """A factory that can't be called without arguments."""
+
+
+def has_a_bug() -> None:
+    raise AttributeError("a bug in the factory")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (":made", "':made' names no model"),
+        ("..:made", "'..' is a relative name"),
+        ("nowhere:made", "can't import 'nowhere': No module named 'nowhere'"),
+        (f"{__name__}:CONFIGS", "has no function 'CONFIGS'"),
+        (f"{__name__}:nothing", "has no function 'nothing'"),
+        (f"{__name__}:needs_a_size", "is called without arguments: missing a required argument: 'size'"),
+    ],
+)
+def test_a_name_that_makes_no_model(name: str, words: str) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(words)):
+        resolve(name, batch=2, sequence=8, dtype="float32", meta=True)
+
+
+def test_a_bug_of_the_factory_is_not_hidden() -> None:
+    with pytest.raises(AttributeError, match="a bug in the factory"):
+        resolve(f"{__name__}:has_a_bug", batch=2, sequence=8, dtype="float32", meta=True)

@@ -86,7 +86,7 @@ def test_verify(model: str) -> None:
     [
         (["plan", "llama", "--gpus", "2"], "names no model"),
         (["plan", "hf:absent.json", "--gpus", "2"], "can't read the config"),
-        (["plan", "tests.models:nothing", "--gpus", "2"], "can't find 'nothing'"),
+        (["plan", "tests.models:nothing", "--gpus", "2"], "has no function 'nothing'"),
         (["plan", "MODEL", "--gpus", "2", "--mesh", "tp:2"], "doesn't read as pp=2,dp=2,tp=2"),
         (["show", "absent.json"], "can't read the plan"),
     ],

@@ -224,6 +224,8 @@ def test_an_empty_file_is_refused(text: str) -> None:
             "bytes_per_second = 3.6e12",
             "intra_node.bytes_per_second is 3.6e+12, more than",
         ),
+        ("ramp", "ramp_seconds = 0\nhost_bytes_per_second = 55", "device.host_bytes_per_second is 55, which is no"),
+        ("ramp", "ramp_seconds = 0\nhost_memory_bytes_per_second = 77", "host_memory_bytes_per_second is 77, which is"),
         ("ramp", "ramp_seconds = 0\nhost_bytes_per_second = 2e12", "device.host_bytes_per_second is 2e+12, more than"),
         ("ramp", "ramp_seconds = 0\nhost_memory_bytes = 1e9", "is 1e+09, but there is no host_bytes_per_second: give"),
         (

@@ -50,6 +50,13 @@ def test_what_experts_cannot_borrow() -> None:
         Mesh.of({"dp": 2, "tp": 4, "ep": 2, "etp": 2}, 8)
 
 
+@pytest.mark.parametrize("sizes", [{"dp": 10**30}, {"dp": 2**20, "tp": 2**20}, {"pp": 10**30, "ep": 7}])
+def test_a_mesh_of_more_ranks_than_there_are_devices(sizes: dict[str, int]) -> None:
+    """And it is refused at once: nothing goes through the divisors of its sizes."""
+    with pytest.raises(ArgumentError, match=r"must be at most 16777216, more than any cluster has devices"):
+        Mesh.from_json(sizes)
+
+
 def test_ranks_and_coordinates() -> None:
     mesh = Mesh(2, 2, 2, 2, 3)
     for rank in range(mesh.world):

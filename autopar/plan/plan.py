@@ -125,7 +125,7 @@ class Plan(Value):
         """Strict inverse of :meth:`to_json`. Raises PlanError where it is cut short, changed or of another version."""
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise PlanError(f"{name} is no complete JSON ({error}); it was cut short or damaged: plan again") from error
         version = data.get("version") if isinstance(data, dict) else None
         if version != VERSION:

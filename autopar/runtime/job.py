@@ -130,8 +130,8 @@ class Job:
         return Axes.build(self.mesh, rank, device, self.seed, self.options.zero_ranks)
 
     def stages(self, rank: int) -> list[int]:
-        """The stages that ``rank`` holds."""
-        index = self.mesh.coordinate(rank, "pp")
+        """The stages that ``rank`` holds. Raises ArgumentError where there is no such rank."""
+        index = self.mesh.coordinates(rank)["pp"]
         return [stage for stage, home in enumerate(self.schedule.placement) if home == index]
 
     def modules(self, rank: int) -> list[nn.Module]:

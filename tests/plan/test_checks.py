@@ -72,6 +72,11 @@ def test_a_corrupt_plan_is_refused_by_field(plan: Plan, path: str, value: Any, w
     assert len(str(caught.value).splitlines()) == 1
 
 
+def test_json_that_is_nested_too_deeply_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"^plan is no complete JSON \(.*\); it was cut short or damaged: plan again$"):
+        Plan.from_json("[" * 100_000)
+
+
 def test_an_untouched_plan_reads_back_with_and_without_its_digest(plan: Plan) -> None:
     assert Plan.from_json(plan.to_json()) == plan
     assert Plan.from_json(changed(plan, "digest", "")).sealed() == plan
