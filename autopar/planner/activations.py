@@ -24,6 +24,7 @@ from autopar.planner.knapsack import Option
 from autopar.planner.recompute import Point, Regions, evaluate, frontier, problem_of, whole
 from autopar.planner.saved import BlockSaved, Storage, saved_tensors, storage_bytes, storage_of_input, storages_of
 from autopar.planner.saved_by_op import SavedByOp
+from autopar.planner.stages import FoundCuts
 from autopar.planner.working import working_bytes
 
 
@@ -132,6 +133,7 @@ class Activations:
 
     ``working_bytes``, by block: what its passes hold beside what it keeps (:mod:`autopar.planner.working`). ``taken``:
     what was found for ranks that hold some calls within some bytes (:func:`autopar.planner.knapsack.choose`).
+    ``cuts``: those of these calls.
     """
 
     def __init__(
@@ -150,6 +152,7 @@ class Activations:
         self.choices = [BlockChoices(model, i, f, seconds[i]) for i, f in enumerate(self.found)]
         self.working_bytes = [working_bytes(b, f) for b, f in zip(model.blocks, self.found, strict=True)]
         self.taken: dict[Hashable, list[list[int]] | None] = {}
+        self.cuts = FoundCuts()
         self._places: dict[int, dict[fx.Node, Storage]] = {}
         self._bytes: dict[tuple[int, Regions], int] = {}
         self._rows: dict[tuple[int, tuple[Regions, ...]], tuple[Option, ...]] = {}

@@ -9,7 +9,7 @@ faster. Where nothing has to be recomputed and no cut is faster than the one tha
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -25,16 +25,10 @@ from autopar.planner.stages import (
     Unit,
     check_count,
     even_partition,
-    find_partition,
-    leanest_partition,
     too_large,
 )
 
 _ROUNDS = 4  # of cutting and choosing; more have never changed anything
-
-
-Cuts = dict[tuple[tuple[Unit, ...], int | None], Partition | None]
-"""By units and the budget, the fastest; None where none fits."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +65,7 @@ class Pins:
 class Demand:
     """What is to be fitted: ``units`` are those of ``calls``; ``inflight`` and ``placement`` are per stage; a rank has
     ``budget_bytes``, of which ``reserved_bytes`` are taken. ``microbatches`` are those of a step. ``even``: equally
-    many layers per stage, whatever they cost. ``mode`` is ``options.recompute``. ``known`` are cuts that were found for
-    other demands of the same stages."""
+    many layers per stage, whatever they cost. ``mode`` is ``options.recompute``."""
 
     model: Model
     calls: Sequence[int]
@@ -85,7 +78,6 @@ class Demand:
     reserved_bytes: int
     even: bool
     mode: str
-    known: Cuts = field(default_factory=dict)
 
     @property
     def free_bytes(self) -> int:
@@ -142,11 +134,14 @@ def _fitted(demand: Demand, options: Mapping[int, tuple[Alternative, ...]]) -> F
 
 
 def _fastest(demand: Demand, units: Sequence[Unit], budget_bytes: int | None) -> Partition | None:
-    key = tuple(units), budget_bytes
-    if key not in demand.known:
-        stages = demand.inflight, budget_bytes, demand.placement, demand.activations.shared_bytes, demand.microbatches
-        demand.known[key] = find_partition(units, *stages)
-    return demand.known[key]
+    activations = demand.activations
+    stages = demand.inflight, budget_bytes, demand.placement, activations.shared_bytes, demand.microbatches
+    return activations.cuts.fastest(units, *stages)
+
+
+def _leanest_cut(demand: Demand, units: Sequence[Unit]) -> Partition:
+    activations = demand.activations
+    return activations.cuts.leanest(units, demand.inflight, demand.placement, activations.shared_bytes)
 
 
 def _with_recomputation(demand: Demand, without: Fit | None, bound_seconds: float) -> Fit:
@@ -175,7 +170,7 @@ def _cuts_of(demand: Demand) -> Iterator[Partition]:
     timed = [replace(u, seconds=plain.seconds) for u, plain in zip(units, demand.units, strict=True)]
     without = [replace(u, transient_bytes=0) for u in timed]
     found = [cut for each in (timed, without) if (cut := _fastest(demand, each, demand.free_bytes)) is not None]
-    found.append(leanest_partition(units, demand.inflight, demand.placement, demand.activations.shared_bytes)[0])
+    found.append(_leanest_cut(demand, units))
     yield from {cut.starts: cut for cut in found}.values()
 
 
@@ -267,8 +262,7 @@ def _refuse(demand: Demand, options: Mapping[int, tuple[Alternative, ...]]) -> F
     if demand.even:
         cut = even_partition(demand.units, len(demand.placement), demand.placement)
     else:
-        units, shared = _units(demand, _leanest(options)), demand.activations.shared_bytes
-        cut = leanest_partition(units, demand.inflight, demand.placement, shared)[0]
+        cut = _leanest_cut(demand, _units(demand, _leanest(options)))
     least = max(least_bytes(stages) for _, stages in _ranks(demand, cut, options))
     how = {"auto": " with everything recomputed", "none": "", "full": "", "selective": ""}[demand.mode]
     hint = "" if demand.mode == "auto" else "recompute='auto', "

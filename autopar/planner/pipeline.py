@@ -20,7 +20,7 @@ from autopar.planner.activations import Activations, Alternative
 from autopar.planner.alike import Alike
 from autopar.planner.block_costs import BlockCost, Machine
 from autopar.planner.contention import Slowed
-from autopar.planner.fitting import Cuts, Demand, Fit, Layout, Pins, fit, pinned
+from autopar.planner.fitting import Demand, Fit, Layout, Pins, fit, pinned
 from autopar.planner.gradients import Accumulation
 from autopar.planner.makespan_bounds import makespan_bound
 from autopar.planner.modes import mode_of
@@ -111,7 +111,6 @@ class _Shared:
     timelines: Timelines = field(default_factory=Timelines)
     states: dict[Hashable, int] = field(default_factory=dict)  # device bytes of a stage's parameters
     passing: dict[Hashable, int] = field(default_factory=dict)  # of a rank's weights on their way
-    cuts: dict[Hashable, Cuts] = field(default_factory=dict)  # by where stages are and what these keep
 
 
 @dataclass(frozen=True)
@@ -527,7 +526,6 @@ def _fit(parts: _Parts, draft: Schedule, pins: Pins | None, inflight: tuple[int,
         reserved_bytes=parts.reserved_bytes,
         even=not mode_of(parts.wanted.vocabulary).balanced,
         mode="none" if asynchronous else parts.options.recompute,
-        known=parts.shared.cuts.setdefault((draft.placement, inflight), {}),
     )
     if pins is None:
         return fit(demand)

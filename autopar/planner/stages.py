@@ -25,8 +25,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.errors import BudgetError, StageError
@@ -99,6 +99,38 @@ def find_partition(
     if found is None:
         return None
     return Partition(found.starts, found.slowest * NANOSECOND, found.bound * NANOSECOND)
+
+
+@dataclass
+class FoundCuts:
+    """Cuts by all that they depend on, each found once: a model is laid out for many jobs, and often."""
+
+    _fastest: dict[Hashable, Partition | None] = field(default_factory=dict)
+    _leanest: dict[Hashable, Partition] = field(default_factory=dict)
+
+    def fastest(
+        self,
+        units: Sequence[Unit],
+        inflight: Sequence[int],
+        budget_bytes: int | None,
+        placement: Sequence[int],
+        shared_bytes: int,
+        microbatches: int,
+    ) -> Partition | None:
+        """:func:`find_partition`."""
+        key = tuple(units), tuple(inflight), budget_bytes, tuple(placement), shared_bytes, microbatches
+        if key not in self._fastest:
+            self._fastest[key] = find_partition(*key)
+        return self._fastest[key]
+
+    def leanest(
+        self, units: Sequence[Unit], inflight: Sequence[int], placement: Sequence[int], shared_bytes: int
+    ) -> Partition:
+        """The first of :func:`leanest_partition`."""
+        key = tuple(units), tuple(inflight), tuple(placement), shared_bytes
+        if key not in self._leanest:
+            self._leanest[key] = leanest_partition(*key)[0]
+        return self._leanest[key]
 
 
 def even_partition(units: Sequence[Unit], stages: int, placement: Sequence[int] | None = None) -> Partition:

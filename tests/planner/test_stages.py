@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.errors import StageError
-from autopar.planner.stages import Unit, even_partition, partition
+from autopar.planner.stages import FoundCuts, Unit, even_partition, find_partition, leanest_partition, partition
 
 
 def unit(seconds: float, *, state: int = 0, saved: int = 0, cut: float = 0.0, kind: int = 0) -> Unit:
@@ -134,3 +136,25 @@ def test_the_bound_of_chunks_is_below_every_cut(times: list[int], cut: int) -> N
     found = partition(units, [2] * 4, None, (0, 1, 0, 1))
     assert found.bound_seconds <= found.slowest_seconds * (1 + 1e-9)
     assert found.bound_seconds >= (sum(times) + 6 * cut) * 1e-3 / 2 * (1 - 1e-9)
+
+
+def test_found_cuts_are_those_of_their_own_demand() -> None:
+    """Of jobs that differ in one thing each, asked in turn and again."""
+    units = [Unit(f"unit {i}", 1.0 + i % 3, 512 * (i % 4), 2048 * i, 0.1) for i in range(9)]
+    heavier = [replace(unit, saved_bytes=4 * unit.saved_bytes) for unit in units]
+    jobs: list[tuple[Any, ...]] = [
+        (units, (4, 2, 1), None, (0, 1, 2), 0, 8),
+        (heavier, (4, 2, 1), None, (0, 1, 2), 0, 8),
+        (units, (4, 2, 1), 1 << 16, (0, 1, 2), 0, 8),
+        (heavier, (4, 2, 1), 1 << 16, (0, 1, 2), 0, 8),
+        (units, (1, 2, 9), 1 << 16, (0, 1, 2), 0, 8),
+        (units, (4, 2, 1), 1 << 16, (0, 1, 0), 0, 8),
+        (units, (4, 2, 1), 1 << 16, (0, 1, 2), 1 << 13, 8),
+        (units, (4, 2, 1), 1 << 16, (0, 1, 0), 0, 1),
+    ]
+    cuts = FoundCuts()
+    for job in (*jobs, *jobs):
+        assert cuts.fastest(*job) == find_partition(*job)
+        first, inflight, _, placement, shared, _ = job
+        assert cuts.leanest(first, inflight, placement, shared) == leanest_partition(*job[:2], placement, shared)[0]
+    assert len({cuts.fastest(*job) for job in jobs}) == 4
