@@ -12,6 +12,7 @@ from typing import Final
 from autopar.errors import ArgumentError
 from autopar.plan import Plan, spans_text
 from autopar.runtime.job import Job
+from autopar.runtime.optimizers import adamw
 
 _TRAIN: Final = '''\
 """Train the written job: torchrun --nproc-per-node {world} train.py [--steps N] [--batches batches.safetensors]"""
@@ -32,6 +33,7 @@ torchrun --nproc-per-node {world} train.py --steps 3
 
 It trains on random batches of the planned shapes; `--batches FILE` takes a safetensors file whose tensors are named
 `<step>.<input>` instead. From Python, give `step` your own: `autopar.runtime.launch.open_job(directory).step(batch)`.
+The optimizer is {optimizer}; `main` in `train.py` and `open_job` take `optimizer=` and `scheduler=`.
 
 | file | what it is |
 |---|---|
@@ -88,6 +90,7 @@ def _write(directory: Path, plan: Plan, job: Job) -> None:
     weights, note = job.source.save(directory)
     settings = {"mesh": plan.mesh.to_json(), "seed": job.seed, "clip_norm": job.clip_norm, "weights": weights}
     settings["options"] = job.options.model_dump()
+    settings["own_optimizer"] = job.optimizer is not adamw or job.scheduler is not None
     (directory / "job.json").write_text(json.dumps(settings, indent=1) + "\n")
     (directory / "train.py").write_text(_TRAIN.format(world=plan.mesh.world))
     rows = [f"| `{program_file(stage)}` | {_who_runs(job, stage)} |" for stage in range(len(job.texts))]
@@ -99,6 +102,7 @@ def _write(directory: Path, plan: Plan, job: Job) -> None:
         mesh=plan.mesh,
         digest=plan.digest,
         programs="\n".join(rows),
+        optimizer="one of the job's own, which isn't written" if settings["own_optimizer"] else "AdamW",
         weights=weights,
         weights_note=note,
     )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import ArgumentError, BatchError, CaptureError, PlanError, ShardingError, StageError
+from autopar.runtime.launch import open_job, read_job
 from tests.models import MLP, gpt2, llama, make
 from tests.pinned import compile_pinned
 
@@ -113,6 +114,49 @@ def test_written_directory_is_complete_or_absent(job: autopar.ParallelModel, tmp
     with pytest.raises(ArgumentError, match="holds something else"):
         job.write(tmp_path / "other")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["other", "plan"]
+
+
+@pytest.mark.parametrize(
+    ("file", "before", "after", "words"),
+    [
+        ("stage_1.py", 'plan_digest="', 'plan_digest="0', r"plan of stage_1.py is 0\w+, of the others \w+; write it"),
+        ("stage_0.py", "microbatches=2", "microbatches=1", "microbatches of stage_0.py is 1, of the others 2"),
+        ("actions.txt", " B1@0", "", r"not a complete job \(.*B1@0"),
+        ("actions.txt", "microbatches=2", "microbatches=4", r"not a complete job \(.*; write it again"),
+        ("job.json", '"dp": 2', '"dp": 4', "mesh of stage_0.py is {.*'dp': 2.*}, of the others {.*'dp': 4"),
+        ("job.json", '"seed": 0', '"seed": ', r"not a complete job \("),
+    ],
+)
+def test_a_directory_whose_files_dont_fit_each_other_is_refused(
+    job: autopar.ParallelModel, file: str, before: str, after: str, words: str, tmp_path: Path
+) -> None:
+    """Run as it was, it would train on a part of the batch, or hang."""
+    directory = job.write(tmp_path / "plan")
+    assert read_job(directory).mesh == job.plan.mesh
+    text = (directory / file).read_text()
+    assert before in text
+    (directory / file).write_text(text.replace(before, after))
+    with pytest.raises(PlanError, match=words):
+        read_job(directory)
+
+
+def test_programs_in_the_place_of_others_are_refused(job: autopar.ParallelModel, tmp_path: Path) -> None:
+    directory = job.write(tmp_path / "plan")
+    (directory / "stage_1.py").write_text((directory / "stage_0.py").read_text())
+    with pytest.raises(PlanError, match=r"stage_1.py is the program of stage 0; write it again"):
+        read_job(directory)
+
+
+def test_a_job_with_an_optimizer_of_its_own_says_that_files_have_none(tmp_path: Path) -> None:
+    """Trained with the default, it would be another training, and nobody would notice."""
+    case = make("mlp", 4)
+    given: dict[str, Any] = {"sample": case.batch, "mesh": {"dp": 1}}
+    plain = compile_pinned(case.model, 1, **given).write(tmp_path / "plain")
+    own = compile_pinned(case.model, 1, optimizer=torch.optim.SGD, **given).write(tmp_path / "own")
+    assert "The optimizer is AdamW" in (plain / "README.md").read_text()
+    assert "one of the job's own" in (own / "README.md").read_text()
+    with pytest.raises(ArgumentError, match=r"which isn't written; give it here again: optimizer="):
+        open_job(own)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,11 @@ TOLERANCE: Final = 1e-9
 
 @dataclass(frozen=True)
 class Row:
-    """One figure: what the planner says of it, and the evaluator. ``unit`` is "s", "B" or "FLOP"."""
+    """One figure: what the planner says of it, and the evaluator. ``unit`` is "s" or "FLOP".
+
+    Of products of backwards the planner has no figure of its own: its side is what its cost models take them for, two
+    for each one of the forward whose factors both have gradients, of the forwards that were seen.
+    """
 
     what: str
     planner: float
