@@ -32,6 +32,19 @@ class Net(nn.Module):
         self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
 
 
+class Unwritten(Optimizer):
+    """Its step is the base class's, which raises an error without words."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-3})
+
+
+def test_an_optimizer_that_fails_without_a_word_is_named() -> None:
+    optimizer = Unwritten([nn.Parameter(torch.ones(2, 2))])
+    with pytest.raises(probe.UntriedError, match=r"optimizer Unwritten doesn't step .* \(NotImplementedError\), so"):
+        probe.traits(optimizer, CPU)
+
+
 # --- what a class does ------------------------------------------------------------------------------
 
 

@@ -108,8 +108,9 @@ def _try(likeness: Likeness, group: Mapping[str, Any], device: torch.device) -> 
         except Exception as error:  # whatever a user's class raises
             problem = problem or error
     title = likeness.kind.__name__
+    why = next(iter(str(problem).splitlines()), type(problem).__name__)
     raise UntriedError(
-        f"optimizer {title} doesn't step on a small dense matrix ({str(problem).splitlines()[0]}), so it is not known "
+        f"optimizer {title} doesn't step on a small dense matrix ({why}), so it is not known "
         "whether it may be run on parts of parameters; use another one, or a mesh where no rank stores parts: tp=1, "
         "zero=0"
     ) from problem
