@@ -35,7 +35,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from operator import or_
 from typing import NamedTuple
 
@@ -44,6 +44,7 @@ from torch import fx
 from autopar.graph import AxisRef, Block, RuntimeOp, info
 from autopar.passes.recompute import groups
 from autopar.planner.block_costs import weight_product
+from autopar.planner.recompute_walk import Walk
 from autopar.planner.saved import BlockSaved
 from autopar.spmd import Type, transition
 
@@ -262,32 +263,59 @@ class _Chain:
     def best(self, second_weight: int, byte_weight: int) -> Regions:
         """The best regions under these weights; then the fewest, then those with the fewest ops."""
         unit = (self.size + 1) ** 2
+        if self.walk is not None:
+            return _regions(self.walk.best(byte_weight * unit, second_weight * unit))
+        return self._of_cheapest(byte_weight * unit, second_weight * unit)
+
+    @cached_property
+    def walk(self) -> Walk | None:
+        """All states; None where there are too many for some op."""
+        places: list[dict[int, int]] = [{} for _ in range(self.size + 1)]
+        places[0][0] = 0
+        steps: list[list[int]] = []
+        for first in range(self.size):
+            if len(places[first]) > _STATES:
+                return None
+            for kept, source in places[first].items():
+                for place, asked, extra, seconds, ops, origin in self.ways[first]:
+                    after = (kept | asked) & self.later[place]
+                    target = places[place].setdefault(after, len(places[place]))
+                    bytes_ = self.bytes_of(asked & ~kept) + extra
+                    steps.append([first, source, place, target, bytes_, seconds, ops, origin])
+        return Walk.of([len(states) for states in places], steps)
+
+    @cached_property
+    def ways(self) -> list[list[tuple[int, int, int, int, int, int]]]:
+        """What may come next from each op on: where it leads, what it asks to be kept, bytes and seconds beside, how
+        many ops it counts for, and its origin: the op stays outside of regions, or one begins with it (negated)."""
+        found = []
+        for first, runs in enumerate(self.runs):
+            outside = (first + 1, self.keeps[first], self.extra[first], 0, 0, first)
+            regions = [(run.last + 1, run.asked, 0, run.seconds, run.size + self.size + 1, ~first) for run in runs]
+            found.append([outside, *regions])
+        return found
+
+    def _of_cheapest(self, byte_price: int, second_price: int) -> Regions:
+        """Going on from the cheapest states of each op alone."""
         costs: list[dict[int, int]] = [{} for _ in range(self.size + 1)]
         origins: list[dict[int, tuple[int, int]]] = [{} for _ in range(self.size + 1)]
         costs[0][0] = 0
-        for first in range(self.size):
-            steps = self._steps(first, byte_weight * unit, second_weight * unit)
+        for first, ways in enumerate(self.ways):
             for kept, cost in self._cheapest(costs[first]):
-                missing = ~kept
-                for place, asked, price, fixed, origin in steps:
-                    bits = asked & missing
-                    total = cost + fixed + price * (self.sums[bits] if bits in self.sums else self.bytes_of(bits))
+                for place, asked, extra, seconds, ops, origin in ways:
+                    bytes_ = self.bytes_of(asked & ~kept) + extra
+                    total = cost + byte_price * bytes_ + second_price * seconds + ops
                     after = (kept | asked) & self.later[place]
                     known = costs[place].get(after)
                     if known is None or total < known:
                         costs[place][after] = total
                         origins[place][after] = origin, kept
-        return _regions(origins, self.size)
-
-    def _steps(self, first: int, byte_price: int, second_price: int) -> list[tuple[int, int, int, int, int]]:
-        """What may come next from an op on: where it leads, what it asks to be kept, the price of that, what it costs
-        beside, and its origin: the op stays outside of regions, or one begins with it (negated)."""
-        outside = (first + 1, self.keeps[first], byte_price, byte_price * self.extra[first], first)
-        regions = [
-            (last + 1, asked, byte_price, second_price * seconds + size + self.size + 1, ~first)
-            for last, asked, seconds, size in self.runs[first]
-        ]
-        return [outside, *regions]
+        found, place, kept = [], self.size, 0
+        while place:
+            origin, kept = origins[place][kept]
+            found.append((origin, place))
+            place = max(origin, ~origin)
+        return _regions(found)
 
     def _cheapest(self, costs: dict[int, int]) -> Iterable[tuple[int, int]]:
         if len(costs) <= _STATES:
@@ -295,16 +323,9 @@ class _Chain:
         return heapq.nsmallest(_STATES, costs.items(), key=lambda item: item[1])
 
 
-def _regions(origins: Sequence[Mapping[int, tuple[int, int]]], size: int) -> Regions:
-    """The regions on the way to the end; an origin whose op is negated began one."""
-    found: list[Region] = []
-    place, kept = size, 0
-    while place:
-        first, kept = origins[place][kept]
-        if first < 0:
-            found.append((~first, place - 1))
-        place = first if first >= 0 else ~first
-    return tuple(reversed(found))
+def _regions(way: Iterable[tuple[int, int]]) -> Regions:
+    """Of a way to the end, last step first: by step its origin, which is negated where a region began, and its end."""
+    return tuple(reversed([(~origin, end - 1) for origin, end in way if origin < 0]))
 
 
 def problem_of(

@@ -21,7 +21,7 @@ from autopar.plan import BlockPlan, Plan
 from autopar.planner.build import Request, build
 from autopar.planner.knapsack import Option, StageCalls, _sums_from, choose, least_bytes, used_bytes
 from autopar.planner.pipeline import Wanted
-from autopar.planner.recompute import Point, Problem, Regions, evaluate, frontier
+from autopar.planner.recompute import Point, Problem, Regions, _Chain, _regions, evaluate, frontier
 from benchmarks.models import MegatronGPT
 from tests.fast_cluster import FAST
 from tests.models import Case, tokens
@@ -131,6 +131,20 @@ def test_the_frontier_is_that_of_all_choices(seed: int, silent: bool) -> None:
 
 def allowed(problem: Problem, regions: Regions, silent: bool) -> bool:
     return not silent or not any(problem.communicates[i] for a, b in regions for i in range(a, b + 1))
+
+
+@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize("seed", range(8))
+def test_all_states_at_once_or_the_cheapest_one_by_one(seed: int, silent: bool) -> None:
+    """The same regions under any prices, of ways that cost the same too."""
+    chain = _Chain(any_problem(12, seed), silent)
+    assert chain.walk is not None
+    found = set()
+    for prices in itertools.product((0, 1, 2, 3, 1 << 30), repeat=2):
+        ways = chain.walk.best(*prices)
+        assert _regions(ways) == chain._of_cheapest(*prices)
+        found.add(_regions(ways))
+    assert len(found) > 1
 
 
 def test_a_thinned_frontier_is_part_of_the_whole() -> None:
