@@ -166,9 +166,12 @@ class Search:
             raise next(iter(self.profiler.refused.values()))
         self._outlook = Outlook.of(self.costing, self.costing.root)
         found = sorted(regions(self.sizes, self.pins), key=_simplicity)
-        self._unplaced.update((axis, getattr(region.key, axis)) for region in found for axis in region.key.axes())
-        self._rows.update(region.rows for region in found)
-        self._scaling = Scaling((region.key for region in found), self.costing.root)
+        keys = Counter(region.key for region in found)
+        for key, count in keys.items():
+            self._rows[key.rows] += count
+            for axis in key.axes():
+                self._unplaced[axis, getattr(key, axis)] += count
+        self._scaling = Scaling(keys, self.costing.root)
         return found
 
     def run(self) -> Found:
@@ -177,9 +180,9 @@ class Search:
             return Found([], math.inf, sum(map(self.count, found)), self.placed, 0, {})
         dive(self, found)
         self._limit = max(self.most_work, self._work + _PROOF * self.most_work)
-        for region in found:
-            self.points += self.count(region)
-            self._push(self.at_first(region), region)
+        self.points = sum(map(self.count, found))
+        for bound, region in zip(self._all_at_first(found), found, strict=True):
+            self._push(bound, region)
         while self._waiting and self._goes_on():
             item = heapq.heappop(self._waiting)
             if self._is_beaten(item.bound):
@@ -418,6 +421,15 @@ class Search:
         forward, inputs, *_ = self.scaling.layers(region.key)
         return max(found, float(self._outlook.scaler.layers.count * (forward + inputs)))
 
+    def _all_at_first(self, found: Sequence[Region]) -> list[float]:
+        """:meth:`at_first` of all regions."""
+        figures = self.scaling.all([region.key for region in found])
+        cut = np.array([(region.microbatches, region.mesh.pp) for region in found], dtype=np.float64).reshape(-1, 2)
+        seconds = figures[:, -1] * cut[:, 0] / cut[:, 1]
+        if self._outlook is not None:
+            seconds = np.maximum(seconds, self._outlook.scaler.layers.count * (figures[:, 0] + figures[:, 1]))
+        return [float(each) for each in seconds]
+
     @property
     def scaling(self) -> Scaling:
         """With all that is known."""
@@ -474,13 +486,14 @@ class Search:
 
     def count(self, region: Region) -> int:
         """Its points, with those that only save memory."""
-        cluster, kind, mesh = self.costing.cluster, (region.mesh.pp, region.microbatches), region.mesh
-        if kind not in self._counted:
-            self._counted[kind] = sum(1 for _ in self.families_of(region))
-        if mesh not in self._counted:
-            ways = sum(1 for _ in storages(region, cluster, self.pins))
-            self._counted[mesh] = ways * sum(1 for _ in savers(region, cluster, self.pins))
-        return self._counted[kind] * self._counted[mesh]
+        cluster, mesh = self.costing.cluster, region.mesh
+        families, ways = (mesh.pp, region.microbatches), (mesh.pp > 1, mesh.zero_shards(0), mesh.tp)
+        if families not in self._counted:
+            self._counted[families] = sum(1 for _ in self.families_of(region))
+        if ways not in self._counted:
+            stored = sum(1 for _ in storages(region, cluster, self.pins))
+            self._counted[ways] = stored * sum(1 for _ in savers(region, cluster, self.pins))
+        return self._counted[families] * self._counted[ways]
 
     def _try(self, bound: float, point: Point) -> None:
         """Lay it out, if what is known of it by itself leaves it the best."""

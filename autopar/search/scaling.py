@@ -10,7 +10,7 @@ there may send less.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import numpy as np
@@ -33,13 +33,14 @@ class Scaling:
         self._place = {key: place for place, key in enumerate(dict.fromkeys(keys))}
         columns = np.array([(key.rows, key.ep, key.cp, key.tp) for key in self._place], dtype=np.int64).reshape(-1, 4)
         self._rows, self._sizes = columns[:, 0], dict(zip(_AXES, columns.T[1:], strict=True))
-        self._strides = {"ep": self._sizes["cp"] * self._sizes["tp"], "cp": self._sizes["tp"], "tp": self._rows * 0 + 1}
         self._several, self._copies = (
             np.array([getattr(key, name) for key in self._place], dtype=bool) for name in ("several", "copies")
         )
         shape = len(self._place), _TOTAL + 1
         self._plain, self._split, self._sent = np.zeros(shape), np.zeros(shape), np.zeros(shape)
-        self._likely = {axis: np.zeros(shape) for axis in _AXES}  # messages
+        self._on: dict[tuple[str, int], list[Profile]] = {}  # by the one axis that they are on, and its size
+        self._sent_over: dict[tuple[Key, Link], Array] = {}
+        self._links: dict[tuple[int, int], Link] = {}  # by ranks, and how far apart these are
         self._learned: dict[Key, Profile] = {}
         self._others: dict[Key, Scaling] = {}
 
@@ -59,8 +60,28 @@ class Scaling:
         place = self._place[key]
         found: Array = np.maximum(self._plain[place] + self._sent[place], self._split[place])
         if likely:
-            sent = np.sum([each[place] for each in self._likely.values()], axis=0)
+            sent = np.sum([self._likely(key, axis) for axis in key.axes()], axis=0)
             found = np.maximum(found, self._plain[place] + sent)
+        return found
+
+    def _likely(self, key: Key, axis: str) -> Array:
+        """What ``key`` is likely to send along ``axis``: for each row as much as any placement on that axis alone."""
+        found, size = np.zeros(_TOTAL + 1), getattr(key, axis)
+        stride = {"ep": key.cp * key.tp, "cp": key.tp, "tp": 1}[axis]
+        if (size, stride) not in self._links:
+            self._links[size, stride] = self._root.placed.request.cluster.link(size, stride)
+        link = self._links[size, stride]
+        for profile in self._on.get((axis, size), ()):
+            if (profile.key, link) not in self._sent_over:
+                self._sent_over[profile.key, link] = self._messages(profile, axis, stride)
+            share = key.rows / profile.key.rows * profile.key.inner / key.inner
+            found = np.maximum(found, share * self._sent_over[profile.key, link])
+        return found
+
+    def all(self, keys: Sequence[Key]) -> Array:
+        """``[key, figure]`` of some that were announced: the five figures of their layers, and what all calls take."""
+        places = [self._place[key] for key in keys]
+        found: Array = np.maximum(self._plain + self._sent, self._split)[places]
         return found
 
     def learn(self, profiles: Iterable[Profile]) -> None:
@@ -80,19 +101,7 @@ class Scaling:
             here = self._sizes[axes[0]] == getattr(profile.key, axes[0])
             if profile.key == alone(axes[0], profile.key, self._root.key.rows):
                 self._sent += np.where(here[:, None], share * self._messages(profile, axes[0], 1), 0.0)
-            self._add_likely(profile, axes[0], here)
-
-    def _add_likely(self, profile: Profile, axis: str, here: Array) -> None:
-        """What a placement on ``axis`` alone sends is likely to be sent by any on that axis, for each row."""
-        size, cluster = getattr(profile.key, axis), profile.placed.request.cluster
-        share = self._rows / profile.key.rows * profile.key.inner / (self._sizes["cp"] * self._sizes["tp"])
-        known: dict[Link, Array] = {}
-        for stride in np.unique(self._strides[axis][here]):
-            link = cluster.link(size, int(stride))
-            if link not in known:
-                known[link] = self._messages(profile, axis, int(stride))
-            those = np.where(here & (self._strides[axis] == stride), share, 0.0)
-            np.maximum(self._likely[axis], those[:, None] * known[link], out=self._likely[axis])
+            self._on.setdefault((axes[0], getattr(profile.key, axes[0])), []).append(profile)
 
     def _shares(self, known: Key) -> Array:
         """Of the microbatch of ``known``, what each key's is at least; 0 where it is no part of it, or that one does
