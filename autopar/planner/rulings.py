@@ -65,6 +65,7 @@ class Rulings:
     _ops: dict[Hashable, Op] = field(default_factory=dict)
     changes: dict[Hashable, Changes] = field(default_factory=dict)
     numbered: dict[tuple[Type, ...], NumberedTypes] = field(default_factory=dict)
+    points: dict[Frozen, Frozen] = field(default_factory=dict)
     saved: SavedByOp = field(default_factory=SavedByOp)
 
     def op(self, node: fx.Node) -> Op:

@@ -80,8 +80,9 @@ class Spread:
 
     @cached_property
     def points(self) -> dict[Key, Frozen]:
-        """``splits``, once they no longer change."""
-        return {key: frozen(splits) for key, splits in self.splits.items()}
+        """``splits``, once they no longer change; one object for all that are equal."""
+        known = self.rulings.points
+        return {key: known.setdefault(points := frozen(splits), points) for key, splits in self.splits.items()}
 
 
 def _points(shape: Sequence[int]) -> Splits:

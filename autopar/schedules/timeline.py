@@ -274,9 +274,10 @@ class Timelines:
     def of(self, schedule: Schedule, costs: Costs) -> Timeline:
         """:func:`simulate_timeline` of trusted lists."""
         _check_costs(schedule, costs)
-        if schedule not in self._sweeps:
-            self._sweeps[schedule] = sweep_of(schedule)
-        return _timeline(schedule, costs, self._sweeps[schedule])
+        sweep = self._sweeps.get(schedule)  # asked for once: the hash is of all its actions
+        if sweep is None:
+            sweep = self._sweeps[schedule] = sweep_of(schedule)
+        return _timeline(schedule, costs, sweep)
 
 
 def simulate_timeline(schedule: Schedule, costs: Costs, *, trusted: bool = False) -> Timeline:
