@@ -27,7 +27,7 @@ from autopar.planner.modes import mode_of
 from autopar.planner.offload import offloaded_stages
 from autopar.planner.pass_costs import Casts, Priced, Work, priced
 from autopar.planner.rank_memory import State, Storage, passing_bytes, rank_state, vocabulary_state
-from autopar.planner.stages import Partition, Unit
+from autopar.planner.stages import Partition, Unit, check_count
 from autopar.planner.synthesis import synthesize
 from autopar.planner.units import units_of
 from autopar.planner.vocabulary_costs import VocabularyCost, vocabulary_cost
@@ -178,6 +178,7 @@ def lay_out(
     if pins is not None and pins.actions is not None:
         written = Schedule.from_text(pins.actions)
         return _pipeline(parts, written, pins, lambda costs, free_bytes: written)
+    check_count(units, machine.sizes["pp"] * (wanted.chunks or 1), machine.sizes["pp"])  # before lists are as long
     if wanted.schedule != SYNTHESIZED:
         draft = _draft(parts, name := _schedule_name(wanted, machine.sizes["pp"]))
         schedule_for = partial(_named, parts, name, draft)

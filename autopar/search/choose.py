@@ -143,7 +143,8 @@ def _only(search: Search) -> Point | None:
 def _as_pinned(search: Search, region: Region) -> Point:
     pins, options = search.pins, search.pins.options
     storage = (options.zero, options.zero_ranks, options.offload, options.head_chunks)
-    return Point(region, pins.schedule or "1f1b", pins.chunks, pins.vocabulary or "redistributed", *storage)
+    schedule = pins.schedule or ("1f1b" if pins.chunks in (None, 1) else "interleaved")
+    return Point(region, schedule, pins.chunks, pins.vocabulary or "redistributed", *storage)
 
 
 def _microbatches(search: Search) -> int:

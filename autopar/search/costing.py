@@ -14,7 +14,7 @@ from autopar.cost_models import collective, step
 from autopar.errors import BudgetError
 from autopar.graph import Model
 from autopar.mesh import Mesh
-from autopar.options import Options
+from autopar.options import Options, masters_on_host
 from autopar.passes.recompute import own_modules
 from autopar.planner.block_costs import BlockCost, Machine
 from autopar.planner.build import rank_plan
@@ -237,7 +237,7 @@ class Costing:
         if splits_further(point, profile):
             return True
         mesh, total = point.region.mesh, 0.0
-        away = not {"optimizer", "parameters"}.isdisjoint(point.offload)
+        away = masters_on_host(point.offload)
         for axes, weights in profile.weights.items():
             line = mesh.data_axes(axes)
             shards = mesh.zero_shards(point.zero_ranks, line) if point.zero and line else 1

@@ -112,7 +112,8 @@ def why(chosen: Outcome, other: Outcome) -> str:
     share, name = parts[-1] if parts else (0.0, "")
     if -share >= max(_SEEN, more):
         texts.append(f"but {name} {change_text(share)}")
-    return f"step {change_text(more)}: {', '.join(texts) or 'no part alone'}"
+    nothing = "no part alone" if change_text(more) != change_text(0.0) else "what is simpler is taken"
+    return f"step {change_text(more)}: {', '.join(texts) or nothing}"
 
 
 def memory_front(search: Search, found: Found, *, further: bool = False) -> list[PointPlan]:

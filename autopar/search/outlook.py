@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 
 from autopar.mesh import Mesh
+from autopar.options import masters_on_host
 from autopar.planner.modes import MODES
 from autopar.planner.rank_memory import Storage, passing_bytes
 from autopar.schedules.registry import SCHEDULES
@@ -72,6 +73,8 @@ class Outlook:
     ) -> float:
         """No step of any point of ``region`` is below, whose ``families`` store weights in these ``ways`` and whose
         passes take these ``times``; another bound is ``known``. One that is ``enough`` isn't made any better."""
+        if any(family.schedule not in SCHEDULES for family in families):
+            return known
         layers = self.scaler.scaled(region.key, times)
         alone = any(SCHEDULES[family.schedule].asynchronous for family in families)
         added = 1 if alone else region.microbatches
@@ -339,7 +342,7 @@ class Outlook:
         """``summed`` are the lines over which all gradients are, ``large`` how many weights of each travel alone."""
         zero, zero_ranks, offload = way
         host = self.costing.cluster.device.host_bytes_per_second
-        away = not {"optimizer", "parameters"}.isdisjoint(offload)
+        away = masters_on_host(offload)
         streams = zero == 3 or "parameters" in offload
         machine = self.costing.machine_of(mesh, zero_ranks)
         state = gathered = scattered = held = 0.0

@@ -267,8 +267,8 @@ def schedules(region: Region, sizes: Sizes, pins: Pins, heads_: Sequence[str]) -
     """``(schedule, chunks, vocabulary)`` of a region; ``heads_`` are the split heads that the model has."""
     pp, microbatches = region.mesh.pp, region.microbatches
     if pp == 1:
-        name = pins.schedule or "1f1b"
-        yield name, pins.chunks, pins.vocabulary or "redistributed"
+        if pins.chunks in (None, 1):  # without a pipeline there are no more stages
+            yield pins.schedule or "1f1b", pins.chunks, pins.vocabulary or "redistributed"
         return
     names = [pins.schedule] if pins.schedule else [name for name in SCHEDULES if name not in BEATEN]
     for name in names:
@@ -289,7 +289,7 @@ def _chunks(name: str, pp: int, sizes: Sizes, pins: Pins) -> list[int | None]:
     row = SCHEDULES.get(name)
     if pins.chunks is not None:
         fixed = row is not None and row.chunks not in (0, pins.chunks)
-        return [] if fixed and pins.schedule is None else [pins.chunks]
+        return [] if pins.chunks * pp > sizes.units or (fixed and pins.schedule is None) else [pins.chunks]
     if row is None:
         return [None]
     if row.chunks:

@@ -39,7 +39,7 @@ def test_reasons_add_up_in_view(searched: tuple[Search, Found]) -> None:
     assert why(chosen, other) == "step +1.0 %: waiting +51.0 %, but compute -50.0 %"
     slower = Outcome(point, 1.2, 1, recomputes=False, parts={"compute": 1.15, "optimizer": 0.05})
     assert why(chosen, slower) == "step +20.0 %: compute +25.0 %"
-    assert why(chosen, chosen) == "step same: no part alone"
+    assert why(chosen, chosen) == "step same: what is simpler is taken"
 
 
 def test_what_is_compared_is_counted(searched: tuple[Search, Found]) -> None:

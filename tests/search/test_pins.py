@@ -58,11 +58,24 @@ def test_everything_pinned_is_built_without_a_search() -> None:
         (2, {"vocabulary": "nope"}, "nope"),
         (2, {"mesh": {"pp": 2}, "vocabulary": "interlaced"}, "can't be split over the pipeline"),
         (2, {"budget_bytes": 1 << 60}, "use budget_bytes="),
+        (2, {"mesh": {"pp": 2}, "chunks": 4}, "use pp x chunks <= "),
+        (2, {"mesh": {"pp": 2}, "chunks": 4, "schedule": "interleaved"}, "use pp x chunks <= "),
+        (4, {"chunks": 10**17}, "use pp x chunks <= "),
+        (4, {"chunks": 10**17, "schedule": "interleaved"}, "use pp x chunks <= "),
     ],
 )
 def test_pins_that_cant_be(gpus: int, given: dict[str, Any], words: str) -> None:
     with pytest.raises(AutoparError, match=words):
         chosen(gpus, **given)
+
+
+@pytest.mark.parametrize("mesh", [{}, {"pp": 2}])
+def test_a_synthesized_schedule_is_searched_for(mesh: dict[str, int]) -> None:
+    """Of which no bound knows how its ranks work."""
+    plan = choose(prepared("gpt2", 4), pins_of(2, mesh=mesh, schedule="synthesized"), CPU, {}).plan
+    assert plan.schedule == "synthesized" or plan.mesh.pp == 1
+    assert plan.search is not None
+    assert plan.search.bound_seconds <= plan.step_seconds
 
 
 def test_a_prime_number_of_gpus_names_one_that_works() -> None:
