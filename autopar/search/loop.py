@@ -52,7 +52,7 @@ WORK = 2e5
 with its bound. Counted, not measured: searches are deterministic."""
 
 _OPS, _FAMILY, _REGION = 25, 90, 110  # units of work of placing one op, of bounds of a family's points, of a region's
-_PROOF = 0.3  # of the work, for bounds at least
+_PROOF = 0.1  # of the work, for bounds at least
 _CALLS, _BLOCKS = 32, 150  # calls of a model, and ops of its blocks: with fewer, laying out takes less
 _OTHERS = 60  # families whose points are bounded for runners-up alone
 _SHARED = 4  # regions that a profile made for its bound alone has to serve
