@@ -15,7 +15,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -59,10 +58,10 @@ def dive(search: Search, regions: list[Region]) -> None:
             _Dive(search, savers, learned, _SEARCHES).run(some)
     if search.outcomes:
         _Dive(search, False, learned, _AGAIN).run(split)
-        _climb(search, regions, learned)
+        _climb(search, regions, learned, ())
         _polish(search, learned)
-        if search.ranked()[0].point.offload:
-            _climb(search, regions, learned)
+        if offload := _likely_away(search, search.ranked()[0]):
+            _climb(search, regions, learned, offload)
 
 
 @dataclass
@@ -74,16 +73,20 @@ class _Learned:
 
     def likely(self, point: Point, estimate: float) -> float:
         """What it takes, if it does as well as any like it, or a little better."""
-        return estimate * max(1.0, self.least.get(_kind(point), 1.0) * (1 - _DOUBT))
+        known = next((self.least[kind] for kind in _kinds(point) if kind in self.least), 1.0)
+        return estimate * max(1.0, known * (1 - _DOUBT))
 
     def lay_out(self, search: Search, point: Point, estimate: float) -> None:
         """Raises AutoparError where it can't run or doesn't fit."""
         times = search.lay_out(point).step_seconds / estimate
-        self.least[_kind(point)] = min(self.least.get(_kind(point), math.inf), times)
+        for kind in _kinds(point):
+            self.least[kind] = min(self.least.get(kind, math.inf), times)
 
 
-def _kind(point: Point) -> tuple[object, ...]:
-    return point.schedule, point.zero, point.zero_ranks, point.offload
+def _kinds(point: Point) -> list[tuple[object, ...]]:
+    """What is like ``point``, the most alike first: what is on the host under any schedule."""
+    found: list[tuple[object, ...]] = [(point.schedule, point.zero, point.zero_ranks, point.offload)]
+    return [*found, (point.offload,)] if point.offload else found
 
 
 @dataclass
@@ -135,7 +138,7 @@ class _Dive:
         better = max(_first_estimate(search, region), self._likely(region))
         if better > estimate:
             self._wait(better, region)
-        elif search.place_reference(region) or search.place_reference(region, likely=True):
+        elif search.place_reference(region, likely=True):
             self._wait(estimate, region)
         elif self._is_new(region) and (profile := search.place(region)) is not None:
             found = list(self._points(region, profile))
@@ -156,7 +159,7 @@ class _Dive:
         return self.most[mesh]
 
     def _likely(self, region: Region) -> float:
-        return self.search.likely(region, away=self.savers)
+        return self.search.likely(region, _AWAY if self.savers else ())
 
     def _is_new(self, region: Region) -> bool:
         """Whether it is placed, or few of its degrees with other rows were: these don't differ by much."""
@@ -212,23 +215,33 @@ def _points(search: Search, family: Family, *, savers: bool) -> list[Point]:
     return points
 
 
-def _climb(search: Search, regions: list[Region], learned: _Learned) -> None:
+def _likely_away(search: Search, best: Outcome) -> tuple[str, ...]:
+    """What may be on the host where that is faster: what the best has there, or activations where it recomputes."""
+    ways = [offload for offload, _ in saving(best.point.region, search.costing.cluster, search.pins)]
+    return best.point.offload or (_ACTIVATIONS if best.recomputes and _ACTIVATIONS in ways else ())
+
+
+def _climb(search: Search, regions: list[Region], learned: _Learned, offload: tuple[str, ...]) -> None:
     """Lay out the likely best of regions that differ from the best in a few degrees, while that finds any: of those
-    that put as much on the host as the best."""
+    that put as much on the host."""
     seen: set[Region] = set()
     limit = search.work + search.most_work
     while (best := search.ranked()[0].point).region not in seen:
         seen.add(best.region)
-        estimate = partial(_passes_estimate, search) if best.offload else search.likely
-        near = [(estimate(r), n, r) for n, r in enumerate(regions) if _is_next(r, best.region) and r not in seen]
+        known = seen | {o.point.region for o in search.outcomes if o.point.offload == offload}
+        near = [
+            (search.likely(region, offload), number, region)
+            for number, region in enumerate(regions)
+            if _is_next(region, best.region) and region not in known
+        ]
         laid_out = search.laid_out
         for seconds, _, region in _by_mesh(sorted(near))[:_LOOKED]:
             if seconds >= search.best_seconds or search.work >= limit or search.laid_out - laid_out >= _NEXT:
                 break
             if search.place(region) is not None:
                 families = [list(search.stored(family)) for family in search.families_of(region)]
-                if best.offload:
-                    families = _alike(search, region, best)
+                if offload:
+                    families = _alike(search, region, best._replace(offload=offload))
                 _try_likely(search, region, families, limit, learned, tries=1)
 
 
@@ -240,17 +253,14 @@ def _by_mesh(near: Sequence[tuple[float, int, Region]]) -> list[tuple[float, int
     return list(found.values())
 
 
-def _passes_estimate(search: Search, region: Region) -> float:
-    """With room for what doesn't fit in any other way."""
-    return max(_first_estimate(search, region), search.region_bound(region))
-
-
 def _alike(search: Search, region: Region, best: Point) -> list[list[Point]]:
-    """The family of ``region`` that is most like that of the ``best``, with as much on the host."""
+    """Points of ``region`` with the schedule of the ``best``, of any number of chunks, and with as much on the host."""
     families = [f for f in search.families_of(region) if (f.schedule, f.vocabulary) == (best.schedule, best.vocabulary)]
-    like = min(families, key=lambda family: abs((family.chunks or 0) - (best.chunks or 0)), default=None)
-    points = search.stored(like) if like is not None else ()
-    return [[point._replace(offload=best.offload, head_chunks=best.head_chunks) for point in points]]
+
+    def like_best(point: Point) -> Point:
+        return point._replace(offload=best.offload, head_chunks=best.head_chunks)
+
+    return [list(map(like_best, search.stored(family))) for family in families]
 
 
 def _is_next(one: Region, other: Region) -> bool:

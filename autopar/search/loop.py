@@ -322,14 +322,13 @@ class Search:
         times = self.scaling.layers(region.key)
         return self._outlook.region_bound(region, *self._choices(region), times, found, self._good)
 
-    def likely(self, region: Region, *, away: bool = False) -> float:
-        """Seconds of a likely step of ``region``; inf where none leaves room for activations. ``away``: masters and the
-        optimizer are on the host."""
+    def likely(self, region: Region, offload: tuple[str, ...] = ()) -> float:
+        """Seconds of a likely step of ``region``, with this on the host; inf where none leaves room for activations."""
         if self._outlook is None:
             return 0.0
         ways = self._ways(region, saving=False)
-        if away:
-            ways = [(zero, zero_ranks, ("optimizer",)) for zero, zero_ranks, _ in ways]
+        if offload:
+            ways = [(zero, zero_ranks, offload) for zero, zero_ranks, _ in ways]
         times = self.scaling.layers(region.key, likely=True)
         return self._outlook.likely(region, ways, times, self._like(region.key))
 
@@ -362,9 +361,10 @@ class Search:
         return [(*storage, offload) for storage in storages(region, cluster, self.pins) for offload in kinds]
 
     def place_reference(self, region: Region, *, likely: bool = False) -> bool:
-        """Make one of the profiles that bound ``region`` and others, or say what these are ``likely`` to take, if there
-        is one to make."""
-        reference = self._thin_reference(region) if likely else self._reference(region)
+        """Make one of the profiles that bound ``region`` and others, or of those that say what these are ``likely`` to
+        take, if there is one to make."""
+        references = (self._alone, self._thin) if likely else (self._plain, self._alone)
+        reference = next(filter(None, (of(region) for of in references)), None)
         if reference is not None:
             self._work += _OPS * self.ops
             self.tell("place")
@@ -380,13 +380,18 @@ class Search:
             self.tell("place")
             self._work += _OPS * self.ops
         found = self.profiler.of(self._keys.get(region, region.key), region.mesh, region.microbatches)
-        if found is None or found.key.stages or any(self.costing.may_fit(p, found) for p in self.points_of(region)):
+        if found is None or found.key.stages or self._may_fit(region, found):
             return found
         tight = region.key._replace(stages=region.mesh.pp)
         smaller = self.profiler.of(tight, region.mesh, region.microbatches)
         if smaller is not None:
             self._keys[region] = tight
         return smaller or found
+
+    def _may_fit(self, region: Region, profile: Profile) -> bool:
+        """Whether state does in any way to store it; where there is no schedule it doesn't matter."""
+        family = next(self.families_of(region), None)  # all store alike
+        return family is None or any(self.costing.may_fit(point, profile) for point in self.stored(family))
 
     def profile(self, region: Region) -> Profile | None:
         """The region's, where it is placed."""
@@ -444,28 +449,32 @@ class Search:
         known = self.profiler.known.items()
         return [p for k, p in known if not (k.stages or k.head or k.chunks > 1 or k.borrowed or k.streamed)]
 
-    def _reference(self, region: Region) -> tuple[Key, Mesh, int] | None:
-        """A profile that bounds other regions, too: of this region's rows without any axis, or of the whole batch with
-        one of its axes alone."""
+    def _plain(self, region: Region) -> tuple[Key, Mesh, int] | None:
+        """This region's rows without any axis, if that bounds others, too."""
         plain = Key(region.rows, 1, 1, 1, several=region.rows < self.sizes.batch, copies=False)
-        known = plain in self.profiler.known or plain in self.profiler.refused
-        if not known and self._rows[region.rows] >= _SHARED:
-            return plain, Mesh(), self.sizes.batch // region.rows
+        if self._is_known(plain) or self._rows[region.rows] < _SHARED:
+            return None
+        return plain, Mesh(), self.sizes.batch // region.rows
+
+    def _alone(self, region: Region) -> tuple[Key, Mesh, int] | None:
+        """The whole batch with one of its axes alone."""
         for axis in region.key.axes():
             key, size = alone(axis, region.key, self.sizes.batch), getattr(region.key, axis)
-            known = key in self.profiler.known or key in self.profiler.refused
-            if not known and self._unplaced[axis, size] >= _SHARED and self.sizes.batch % key.rows == 0:
+            is_shared = self._unplaced[axis, size] >= _SHARED and self.sizes.batch % key.rows == 0
+            if is_shared and not self._is_known(key):
                 return key, Mesh(**{axis: size}), 1
         return None
 
-    def _thin_reference(self, region: Region) -> tuple[Key, Mesh, int] | None:
+    def _thin(self, region: Region) -> tuple[Key, Mesh, int] | None:
         """A few rows on the region's tp alone."""
         tp, batch = region.key.tp, self.sizes.batch
         if tp == 1 or self._unplaced["tp", tp] < _SHARED:
             return None
         key = thin(region.key, batch)
-        known = key in self.profiler.known or key in self.profiler.refused
-        return None if known else (key, Mesh(tp=tp), batch // key.rows)
+        return None if self._is_known(key) else (key, Mesh(tp=tp), batch // key.rows)
+
+    def _is_known(self, key: Key) -> bool:
+        return key in self.profiler.known or key in self.profiler.refused
 
     # --- points
 

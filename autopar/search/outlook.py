@@ -112,12 +112,13 @@ class Outlook:
         return min(found, default=0.0)
 
     def likely(self, region: Region, ways: Iterable[Way], times: Array, like: Profile | None) -> float:
-        """Seconds of a likely step of ``region``, all on the device: with one stage on each rank, or with many.
+        """Seconds of a likely step of ``region``, with one stage on each rank, or with many.
 
         ``like`` is a profile with as many ranks on each axis: other rows take as long, and weights are split as there.
         """
         layers = self.scaler.scaled(region.key, times)
-        mesh, count = region.mesh, region.microbatches
+        mesh, count, ways = region.mesh, region.microbatches, list(ways)
+        away = any("activations" in offload for _, _, offload in ways)
         if like is None or not self.scaler.suits(like):
             stored = _undominated(self._of_region(mesh, way, count) for way in ways)
         else:
@@ -130,7 +131,11 @@ class Outlook:
             kinds.append(_even(layers, looped_kept(pp, count, chunks), (pp - 1) / chunks, chunks))
             kinds.append(_even(layers, 1.5 * folded_kept(pp, count), (pp - 1) / 2, 2))
         kinds = [self._with_last(ranks, region.key, "straight") for ranks in kinds]
-        every = [least_seconds(layers, stored, ranks, count, self.costing.budget_bytes) for ranks in kinds]
+        hosts = [self._host(ranks, region, away=away) for ranks in kinds]
+        budget = self.costing.budget_bytes
+        every = [
+            least_seconds(layers, stored, ranks, count, budget, host) for ranks, host in zip(kinds, hosts, strict=True)
+        ]
         return float(np.min(every))
 
     def _with_last(self, ranks: Ranks, key: Key, placement: str) -> Ranks:

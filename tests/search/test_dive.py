@@ -102,7 +102,7 @@ def climbed() -> Outcome:
     for point in search.points_of(dead_end()):
         search.lay_out(point)
     assert search.best_seconds == pytest.approx(steps()[dead_end()])
-    _climb(search, regions(search.sizes, search.pins), _Learned())
+    _climb(search, regions(search.sizes, search.pins), _Learned(), ())
     return search.ranked()[0]
 
 
