@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -17,7 +18,7 @@ from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 from autopar.search import dive
 from autopar.search.costing import Outcome
-from autopar.search.dive import _climb, _is_next, _Learned
+from autopar.search.dive import _alike, _climb, _is_next, _Learned, _likely_away
 from autopar.search.loop import Search
 from autopar.search.space import Point, Region, regions
 from tests.fast_cluster import FAST
@@ -144,6 +145,48 @@ def test_estimates_are_corrected_by_the_least_ratio_of_their_kind() -> None:
     learned.lay_out(search, point, 2 * taken)
     assert learned.likely(point, 3.0) == 3.0, "estimates that were too high aren't lowered"
     assert learned.likely(other, 3.0) == learned.likely(point._replace(zero=1), 3.0) == 3.0
+
+
+def test_what_is_on_the_host_is_learned_for_other_schedules_too() -> None:
+    """Its own schedule says more, once that was laid out."""
+    learned = _Learned()
+    away = Point(Region(Mesh(pp=2, dp=2), 1, 4), "1f1b", None, "redistributed", 1, 0, ("activations",), 1)
+    other = away._replace(schedule="interleaved", chunks=2)
+    learned.least.update(dict.fromkeys(dive._kinds(away), 1.5))
+    assert learned.likely(other, 2.0) == pytest.approx(3.0 * (1 - dive._DOUBT))
+    assert learned.likely(other._replace(offload=()), 2.0) == learned.likely(
+        other._replace(offload=("optimizer",)), 2.0
+    )
+    learned.least[dive._kinds(other)[0]] = 1.25
+    assert learned.likely(other, 2.0) == pytest.approx(2.5 * (1 - dive._DOUBT))
+
+
+# --- what goes to the host
+
+
+def test_where_the_best_recomputes_in_a_pipeline_activations_may_be_away() -> None:
+    search = search_of("gpt2", BATCH, 4, replace(FAST, device=replace(FAST.device, host_memory_bytes=10**12)))
+    pipeline, one = Region(Mesh(pp=2, dp=2), 1, 4), Region(Mesh(dp=4), 1, 2)
+    for region, recomputes, offload, wanted in (
+        (pipeline, True, (), ("activations",)),
+        (pipeline, False, (), ()),
+        (one, True, (), ()),
+        (pipeline, False, ("parameters", "activations"), ("parameters", "activations")),
+    ):
+        point = Point(region, "1f1b", None, "redistributed", 1, 0, offload, 1)
+        assert _likely_away(search, Outcome(point, 1.0, 1, recomputes)) == wanted
+
+
+def test_what_is_like_the_best_has_any_number_of_chunks() -> None:
+    search = search_of("gpt2", BATCH, 4, FAST)
+    here, there = Region(Mesh(pp=2, dp=2), 1, 4), Region(Mesh(pp=2, dp=2), 2, 2)
+    best = Point(here, "interleaved", 3, "redistributed", 1, 0, ("activations",), 8)
+    found = list(itertools.chain.from_iterable(_alike(search, there, best)))
+    assert {point.chunks for point in found} == {2, 3}
+    for name in ("schedule", "vocabulary", "offload", "head_chunks"):
+        assert {getattr(point, name) for point in found} == {getattr(best, name)}
+    assert {point.region for point in found} == {there}
+    assert {point.zero for point in found} == {0, 1, 2, 3}
 
 
 # --- the same, however often
