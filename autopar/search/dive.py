@@ -18,6 +18,9 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 from autopar.search.space import Family, Point, Region, promise, work_of
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     from autopar.search.costing import Outcome
     from autopar.search.loop import Search
     from autopar.search.profiles import Profile
+
+Numbers = NDArray[np.int64]
 
 _TRIES = 4  # points of one region
 _ALIKE = 2  # of them with one schedule and ZeRO stage
@@ -58,10 +63,11 @@ def dive(search: Search, regions: list[Region]) -> None:
             _Dive(search, savers, learned, _SEARCHES).run(some)
     if search.outcomes:
         _Dive(search, False, learned, _AGAIN).run(split)
-        _climb(search, regions, learned, ())
+        around = _Around.of(regions)
+        _climb(search, around, learned, ())
         _polish(search, learned)
         if offload := _likely_away(search, search.ranked()[0]):
-            _climb(search, regions, learned, offload)
+            _climb(search, around, learned, offload)
 
 
 @dataclass
@@ -221,7 +227,7 @@ def _likely_away(search: Search, best: Outcome) -> tuple[str, ...]:
     return best.point.offload or (_ACTIVATIONS if best.recomputes and _ACTIVATIONS in ways else ())
 
 
-def _climb(search: Search, regions: list[Region], learned: _Learned, offload: tuple[str, ...]) -> None:
+def _climb(search: Search, around: _Around, learned: _Learned, offload: tuple[str, ...]) -> None:
     """Lay out the likely best of regions that differ from the best in a few degrees, while that finds any: of those
     that put as much on the host."""
     seen: set[Region] = set()
@@ -231,8 +237,8 @@ def _climb(search: Search, regions: list[Region], learned: _Learned, offload: tu
         known = seen | {o.point.region for o in search.outcomes if o.point.offload == offload}
         near = [
             (search.likely(region, offload), number, region)
-            for number, region in enumerate(regions)
-            if _is_next(region, best.region) and region not in known
+            for number, region in enumerate(around.next_to(best.region))
+            if region not in known
         ]
         laid_out = search.laid_out
         for seconds, _, region in _by_mesh(sorted(near))[:_LOOKED]:
@@ -263,13 +269,30 @@ def _alike(search: Search, region: Region, best: Point) -> list[list[Point]]:
     return [list(map(like_best, search.stored(family))) for family in families]
 
 
-def _is_next(one: Region, other: Region) -> bool:
-    """Whether they differ in one to three of the degrees (dp aside) and rows, by a factor of 3 at most each."""
-    sizes = [(r.mesh.pp, r.mesh.cp, r.mesh.tp, r.mesh.experts, r.rows) for r in (one, other)]
-    if one.mesh.borrowed != other.mesh.borrowed:
-        return False
-    ratios = [max(a, b) / min(a, b) for a, b in zip(*sizes, strict=True) if a != b]
-    return 1 <= len(ratios) <= _CHANGES and max(ratios) <= _FACTOR
+@dataclass(frozen=True)
+class _Around:
+    """Regions, and ``[region, size]`` of their degrees, dp aside, and rows."""
+
+    regions: Sequence[Region]
+    sizes: Numbers
+
+    @classmethod
+    def of(cls, regions: Sequence[Region]) -> _Around:
+        return cls(regions, np.array([_sizes(region) for region in regions], dtype=np.int64))
+
+    def next_to(self, region: Region) -> list[Region]:
+        """Those that differ from it in one to three sizes, by a factor of 3 at most each, and borrow the same axes."""
+        here = np.array(_sizes(region))
+        differ = (self.sizes != here).sum(axis=1)
+        factors = np.maximum(self.sizes, here) / np.minimum(self.sizes, here)
+        near = (differ >= 1) & (differ <= _CHANGES) & (factors.max(axis=1) <= _FACTOR)
+        found = (self.regions[int(number)] for number in np.flatnonzero(near))
+        return [other for other in found if other.mesh.borrowed == region.mesh.borrowed]
+
+
+def _sizes(region: Region) -> tuple[int, ...]:
+    mesh = region.mesh
+    return mesh.pp, mesh.cp, mesh.tp, mesh.experts, region.rows
 
 
 def _polish(search: Search, learned: _Learned) -> None:

@@ -18,7 +18,7 @@ from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 from autopar.search import dive
 from autopar.search.costing import Outcome
-from autopar.search.dive import _alike, _climb, _is_next, _Learned, _likely_away
+from autopar.search.dive import _alike, _Around, _climb, _Learned, _likely_away
 from autopar.search.loop import Search
 from autopar.search.space import Point, Region, regions
 from tests.fast_cluster import FAST
@@ -103,7 +103,7 @@ def climbed() -> Outcome:
     for point in search.points_of(dead_end()):
         search.lay_out(point)
     assert search.best_seconds == pytest.approx(steps()[dead_end()])
-    _climb(search, regions(search.sizes, search.pins), _Learned(), ())
+    _climb(search, _Around.of(regions(search.sizes, search.pins)), _Learned(), ())
     return search.ranked()[0]
 
 
@@ -122,8 +122,8 @@ def test_what_is_next_to_a_region() -> None:
     here = Region(Mesh(pp=2, dp=4), 2, 4)
     near = [Region(Mesh(dp=8), 2, 4), Region(Mesh(pp=4, dp=2), 2, 4), Region(Mesh(dp=4, tp=2), 1, 8)]
     far = [here, Region(Mesh(pp=8), 2, 4), Region(Mesh(pp=2, dp=4), 8, 1), Region(Mesh(dp=2, cp=2, tp=2), 1, 8)]
-    assert [_is_next(region, here) for region in near] == [True] * 3
-    assert [_is_next(region, here) for region in far] == [False] * 4
+    borrowing = Region(Mesh(pp=2, dp=2, cp=2, borrowed=("cp",)), 1, 8)
+    assert _Around.of([*far, *near, borrowing]).next_to(here) == near
 
 
 # --- what is learned
