@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from autopar import Cluster
+from autopar.errors import AutoparError
+from autopar.mesh import Mesh
 from autopar.search.choose import _build
 from autopar.search.loop import TOLERANCE
+from autopar.search.space import Region
 from tests.fast_cluster import BUSY, FAST
 from tests.search.spaces import brute_force, every_point, prepared, search_of
 
@@ -104,3 +108,26 @@ def test_two_searches_find_the_same() -> None:
         second.laid_out,
     )
     assert prepared("mlp", 4) is prepared("mlp", 4)
+
+
+@pytest.mark.parametrize("region", [Region(Mesh(pp=2, dp=2), 1, 4), Region(Mesh(dp=4), 1, 2)], ids=str)
+def test_what_just_fits_isnt_said_not_to(region: Region) -> None:
+    """In budgets of what a point holds when it may hold anything, and of less, as long as it fits."""
+    roomy = search_of("gpt2", 8, 4, FAST)
+    roomy.glance()
+    roomy.place(region)
+    points, fitting = list(roomy.points_of(region))[:: 1 if region.mesh.pp == 1 else 6], 0
+    for point, share in itertools.product(points, (1.0, 0.8, 0.6)):
+        try:
+            budget = int(share * roomy.lay_out(point).peak_bytes)
+            tight = search_of("gpt2", 8, 4, FAST, budget_bytes=budget)
+            tight._begin()
+            profile = tight.place(region)
+            seconds = tight.lay_out(point).step_seconds
+        except AutoparError:
+            continue
+        assert profile is not None
+        bounds = [*tight.bounds([point], profile), tight.costing.memory_bound(point, profile)]
+        assert max(*bounds, tight.region_bound(region)) <= seconds * ROUNDED, (point, budget)
+        fitting += 1
+    assert fitting > 3
