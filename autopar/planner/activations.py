@@ -30,16 +30,20 @@ from autopar.planner.working import working_bytes
 
 @dataclass(frozen=True)
 class Alternative:
-    """One way to run a block: its regions as ops by position, what it keeps, what it costs. See
-    :class:`~autopar.planner.recompute.Point`."""
+    """One way to run a block: its regions as ops by position, what it keeps (values by their owners, and bytes of each
+    tensor that was made ``inside`` of an op), what it costs. See :class:`~autopar.planner.recompute.Point`."""
 
     regions: Regions
     owners: frozenset[fx.Node]
-    extra_bytes: int
+    inside: tuple[int, ...]
     saved_bytes: int
     seconds: float
     transient_bytes: int
     late_seconds: float = 0.0
+
+    @property
+    def extra_bytes(self) -> int:
+        return sum(self.inside)
 
     def rerun_seconds(self, *, split: bool) -> float:
         """Of recomputation, where backwards are two passes or one."""
@@ -103,12 +107,12 @@ class BlockChoices:
         return [(order[first][0].name, order[last][0].name) for first, last in alternative.regions]
 
     def _of(self, point: Point) -> Alternative:
-        inside = {i for first, last in point.regions for i in range(first, last + 1)}
-        extra = sum(b for i, b in enumerate(self._problem.extra_bytes) if i not in inside)
+        again = {i for first, last in point.regions for i in range(first, last + 1)}
+        outside = [node for i, group in enumerate(groups(self._block)) if i not in again for node in group]
         return Alternative(
             regions=point.regions,
             owners=frozenset(self._owners[m] for m in point.memories),
-            extra_bytes=extra,
+            inside=tuple(bytes_ for node in outside for bytes_ in self._found.ops[node].inside),
             saved_bytes=point.saved_bytes,
             seconds=point.seconds,
             transient_bytes=point.transient_bytes,
@@ -236,8 +240,9 @@ class Activations:
         return sum(sizes.values()) + sum(received.values()) + sum(chosen[i].extra_bytes for i in calls)
 
     def movable_bytes(self, calls: Sequence[int], chosen: Mapping[int, Alternative], least: int) -> int:
-        """Of what a stage keeps of a microbatch: values of ``least`` bytes and more."""
-        return sum(size for size in self._storages(calls, chosen).values() if size >= least)
+        """Of what a stage keeps of a microbatch: tensors of ``least`` bytes and more."""
+        sizes = [*self._storages(calls, chosen).values(), *(size for i in calls for size in chosen[i].inside)]
+        return sum(size for size in sizes if size >= least)
 
     def _received(self, calls: Sequence[int]) -> dict[Storage, int]:
         inside, found = set(calls), {}

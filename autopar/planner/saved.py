@@ -49,11 +49,15 @@ _HELD_ANYWAY = ("parameter", "buffer")
 class Saved:
     """What one op keeps: nodes whose memory it needs (operands, itself; each the owner of its storage), and bytes of
     tensors that were made inside of it and are nobody's value: logsumexp, masks, indices. ``is_something``: whether
-    its backward needs any tensor, if only a parameter."""
+    its backward needs any tensor, if only a parameter; ``inside``: the bytes of each of those tensors."""
 
     values: tuple[fx.Node, ...] = ()
-    extra_bytes: int = 0
+    inside: tuple[int, ...] = ()
     is_something: bool = False
+
+    @property
+    def extra_bytes(self) -> int:
+        return sum(self.inside)
 
 
 @dataclass(frozen=True)
@@ -194,7 +198,7 @@ class _Run:
                 inside[memory] = self.bytes_[memory]
             elif info(owner := self.makers[memory]).role not in _HELD_ANYWAY:
                 values[owner] = None
-        return Saved(tuple(values), sum(inside.values()), bool(kept))
+        return Saved(tuple(values), tuple(inside.values()), bool(kept))
 
 
 def _trains(node: fx.Node) -> bool:

@@ -13,6 +13,8 @@ from autopar.options import Options
 from autopar.planner.offload import choose, host_peak_bytes, require_host
 from autopar.schedules import Costs, Schedule, check, generate, lower, simulate_timeline
 from autopar.schedules.offloads import offload_activations
+from tests.fast_cluster import FAST
+from tests.search.spaces import search_of
 
 
 def costs_of(schedule: Schedule, copy_seconds: float, kept: tuple[int, ...] = (100, 60, 80, 40)) -> Costs:
@@ -163,3 +165,20 @@ def test_without_host_memory() -> None:
         require_host(options, replace(device, host_memory_bytes=0))
     with pytest.raises(ArgumentError, match=r"needs 500 GiB of host memory for each rank.*has 233 GiB; offload less"):
         require_host(options, device, 500 * 2**30)
+
+
+def test_what_ops_make_inside_goes_to_the_host_too() -> None:
+    """Each tensor by its own size: of attention, what its softmax was divided by, a number for each row and head."""
+    search = search_of("gpt2", 8, 2, FAST)
+    search.glance()
+    profile = search.root
+    layer = next(unit.block for unit in profile.units if profile.units.count(unit) > 1)
+    call = next(i for i, one in enumerate(profile.model.calls) if one.block == layer)
+    none = profile.activations.choices[layer].none
+    assert none.extra_bytes == sum(none.inside) > 0
+    chosen = {call: none}
+    all_of_it = profile.activations.movable_bytes([call], chosen, 0)
+    above = max(none.inside) + 1
+    values = list(profile.activations._storages([call], chosen).values())
+    assert all_of_it == sum(values) + none.extra_bytes
+    assert profile.activations.movable_bytes([call], chosen, above) == sum(b for b in values if b >= above)
