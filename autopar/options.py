@@ -25,7 +25,23 @@ def masters_on_host(offload: Collection[str]) -> bool:
 
     ``offload`` as in :class:`Options`: that of the optimizer takes the masters along, which it updates.
     """
-    return not {"optimizer", "parameters"}.isdisjoint(offload)
+    return "optimizer" in offload or parameters_on_host(offload)
+
+
+def parameters_on_host(offload: Collection[str]) -> bool:
+    """Whether what passes compute with lies on the host, too, and is copied to the device for each."""
+    return "parameters" in offload
+
+
+def activations_on_host(offload: Collection[str]) -> bool:
+    """Whether what layers save for their backwards may go to the host until then."""
+    return "activations" in offload
+
+
+def weights_streamed(zero: int, offload: Collection[str]) -> bool:
+    """Whether what passes compute with is on the device only while it is used: gathered from the ranks that share it
+    (ZeRO 3), or copied from the host."""
+    return zero == 3 or parameters_on_host(offload)
 
 
 class Given(TypedDict, total=False):

@@ -18,6 +18,7 @@ from autopar.codegen.regions import named, region_code
 from autopar.codegen.runs import Run, number, runs
 from autopar.codegen.text import STACKED, Line, Row, attribute, human_bytes, is_index, layout, literal, spans
 from autopar.graph import INPUT_CALL, Call, Meta, Value, info
+from autopar.options import parameters_on_host
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def _stored(job: Job, call: Call, own: Sequence[int]) -> str:
     size = human_bytes(sum(info(node).meta.bytes for node in nodes))
     if nodes and job.options.zero == 3 and (shards := job.mesh.zero_shards(job.options.zero_ranks)) > 1:
         return f" · weights S(0)@{'_'.join(job.mesh.data_axes())} on {shards} ranks, gathered ahead: {size}"
-    if nodes and "parameters" in job.options.offload:
+    if nodes and parameters_on_host(job.options.offload):
         return f" · weights on the host, copied ahead: {size}"
     return ""
 

@@ -14,6 +14,7 @@ from autopar.codegen.job import Job
 from autopar.codegen.runs import number, runs
 from autopar.codegen.text import INDENT, literal, wrap
 from autopar.graph import Call, Info, ParameterInfo, arguments, info, is_aten
+from autopar.options import weights_streamed
 from autopar.passes.edges import Wire
 from autopar.passes.routers import weights_of
 from autopar.passes.selection_bias import bias_of
@@ -43,7 +44,7 @@ def program_of(job: Job, part: Part, forward: Function) -> Program:
         loss_axes=loss_axes(job),
         plan_digest=job.digest,
         returns_loss=job.vocabulary is None or part.index < len(job.stages) - 1,
-        spanning=_spanning(job, part) if job.options.zero == 3 or "parameters" in job.options.offload else (),
+        spanning=_spanning(job, part) if weights_streamed(job.options.zero, job.options.offload) else (),
         routers=tuple(_routers(job, part)),
         readers=_readers(job, part),
     )

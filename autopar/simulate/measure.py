@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import ArgumentError, PlanError
+from autopar.options import masters_on_host
 from autopar.runtime.axes import Axes, Axis
 from autopar.runtime.executor import Executor
 from autopar.runtime.holdings import holdings
@@ -181,7 +182,7 @@ def warm_up(executor: Executor, batch: Mapping[str, Tensor]) -> None:
     nothing else stays of a step, gradients come from nowhere instead."""
     actions, options = executor.actions, executor.options
     if not is_asynchronous(actions):
-        alone = not (set(options.offload) - {"activations"} or options.powersgd)
+        alone = not (masters_on_host(options.offload) or options.powersgd)
         executor.actions = tuple(a for a in actions if (a.kind == "STEP" if alone else a.microbatch <= 0))
         for master in executor.masters.values() if alone else ():
             master.grad = torch.empty_like(master)
