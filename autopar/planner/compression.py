@@ -11,7 +11,7 @@ from torch import fx
 from autopar.compression import BLOCK, LEAST_SHARE, eight_bit_bytes, sent_elements
 from autopar.errors import ArgumentError
 from autopar.graph import Block, Call, Model, info
-from autopar.options import Options
+from autopar.options import Options, activations_on_host
 from autopar.passes.compress_activations import Compressed
 from autopar.passes.vocabulary import STAGELESS
 from autopar.planner.saved import BlockSaved, Kept, kept_storages, saved_tensors
@@ -56,7 +56,7 @@ def kept_in_8_bits(block: Block, found: BlockSaved) -> BlockSaved:
 
 def check_compression(options: Options) -> None:
     """Raise ArgumentError for options that exclude each other."""
-    if options.activations == "8bit" and "activations" in options.offload:
+    if options.activations == "8bit" and activations_on_host(options.offload):
         raise ArgumentError(
             "activations='8bit' and offload of activations both take in what a layer saves, and only one of them can; "
             "use activations='lossless' with the offload, or leave the offload out"

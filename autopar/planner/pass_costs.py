@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from autopar.cost_models import step
 from autopar.graph import Model
-from autopar.options import Options, masters_on_host
+from autopar.options import Options, activations_on_host, masters_on_host
 from autopar.passes.vocabulary import VOCABULARY
 from autopar.planner.activations import Activations, Alternative
 from autopar.planner.between import between
@@ -134,7 +134,7 @@ def _step_seconds(
 
 def _offload_costs(work: Work, stages: Sequence[Sequence[int]], chosen: Mapping[int, Alternative]) -> dict[str, Any]:
     rate = work.machine.device.host_bytes_per_second
-    if "activations" not in work.options.offload or not rate:
+    if not activations_on_host(work.options.offload) or not rate:
         return {}
     moved = tuple(work.activations.movable_bytes(stage, chosen, LEAST_BYTES) for stage in stages)
     return {"offload_bytes": moved, "offload_seconds": tuple(bytes_ / rate for bytes_ in moved)}

@@ -14,7 +14,7 @@ from functools import cached_property, partial
 
 from autopar.errors import ArgumentError, BudgetError, PlanError, ScheduleError, StageError
 from autopar.graph import Model
-from autopar.options import Options
+from autopar.options import Options, activations_on_host
 from autopar.passes.vocabulary import STAGELESS
 from autopar.planner.activations import Activations, Alternative
 from autopar.planner.alike import Alike
@@ -196,7 +196,7 @@ def _pipeline(
     schedule_for: Callable[[Costs, list[int]], Schedule],
 ) -> Pipeline:
     """The faster of two ways to fit: with all activations on the device, and with some of them on the host."""
-    offloads = "activations" in parts.options.offload
+    offloads = activations_on_host(parts.options.offload)
     if offloads and draft.is_asynchronous:
         raise ArgumentError(
             f"offload of activations, but schedule {parts.wanted.schedule!r} is asynchronous: it keeps versions of "

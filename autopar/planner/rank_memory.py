@@ -17,7 +17,7 @@ import torch
 
 from autopar.graph import Info, Meta, Model, ParameterInfo, info
 from autopar.mesh import Mesh
-from autopar.options import Options, masters_on_host
+from autopar.options import Options, masters_on_host, weights_streamed
 from autopar.passes.vocabulary import VOCABULARY, vocabulary_dims
 from autopar.spmd import Type, row_dims, rows_shape
 
@@ -145,7 +145,7 @@ def parameter_state(
     state = Counter(parameters=own * master.itemsize, optimizer=MOMENTS * own * moment)
     gradients = Counter(gradients=(own if options.zero >= 2 else elements) * master.itemsize)
     twice = shards > 1 or master != meta.dtype or away
-    streamed = options.zero == 3 or "parameters" in options.offload
+    streamed = weights_streamed(options.zero, options.offload)
     copies = Counter(working=elements * meta.dtype.itemsize) if twice and not streamed else Counter()
     if away:
         return State(gradients + copies, state + Counter(gradients=own * master.itemsize))
@@ -166,7 +166,7 @@ class Passing:
 def passing_bytes(model: Model, stages: Iterable[Sequence[int]], storage: Storage) -> Passing:
     """Of a pipeline rank with these ``stages``, each its calls in order."""
     found = [_StageWeights.of(model, calls, storage) for calls in stages]
-    streams = storage.options.zero == 3 or "parameters" in storage.options.offload
+    streams = weights_streamed(storage.options.zero, storage.options.offload)
     gathered = max((each.gathered_bytes for each in found), default=0) if streams else 0
     flying = sum(each.flying_bytes for each in found) if storage.options.zero >= 2 else 0
     closing = sum(each.part_bytes for each in found) if storage.options.zero == 1 else 0

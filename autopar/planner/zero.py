@@ -18,7 +18,7 @@ from autopar.cost_models import collective, step
 from autopar.cost_models.step import Collectives
 from autopar.graph import Model, info
 from autopar.mesh import DATA
-from autopar.options import Options, masters_on_host
+from autopar.options import Options, masters_on_host, parameters_on_host, weights_streamed
 from autopar.passes.hoist import parameter_sums
 from autopar.passes.recompute import own_modules
 from autopar.planner.alike import Alike
@@ -34,9 +34,9 @@ _NOTHING: Final = Collectives(0.0, 0.0)
 def weight_moves(model: Model, options: Options, lines: Iterable[DataLine]) -> WeightMoves:
     """Which GATHER and SCATTER actions a schedule needs."""
     shards = max(line.shards for line in lines) if options.zero else 1
-    streamed = (options.zero == 3 and shards > 1) or "parameters" in options.offload
+    streamed = (options.zero == 3 and shards > 1) or parameters_on_host(options.offload)
     has_copies = any(known.master is not None for known in model.parameters.values())
-    twice = shards > 1 or has_copies or "optimizer" in options.offload
+    twice = shards > 1 or has_copies or masters_on_host(options.offload)
     return WeightMoves("pass" if streamed else "step" if twice else "", options.zero >= 2 and shards > 1)
 
 
@@ -379,7 +379,7 @@ class MoveCosts:
     @property
     def streams(self) -> bool:
         """Whether weights are gathered for each pass."""
-        return self.options.zero == 3 or "parameters" in self.options.offload
+        return weights_streamed(self.options.zero, self.options.offload)
 
     def weights(self, calls: Sequence[int], parts: int = 1, *, borrowed: bool = False) -> Iterator[Weight]:
         """Of a stage, in the order of their first use. Under ZeRO 3 weights that aren't trained are split, too.

@@ -14,7 +14,7 @@ from autopar.cost_models import collective, step
 from autopar.errors import BudgetError
 from autopar.graph import Model
 from autopar.mesh import Mesh
-from autopar.options import Options, masters_on_host
+from autopar.options import Options, activations_on_host, masters_on_host, weights_streamed
 from autopar.passes.recompute import own_modules
 from autopar.planner.block_costs import BlockCost, Machine
 from autopar.planner.build import rank_plan
@@ -193,7 +193,7 @@ class Costing:
         held = replace(held, seconds=held.seconds + np.array(added))
         if point.head_chunks > 1:
             held = held.in_chunks()
-        return self._filled(held, point.family, away="activations" in point.offload)
+        return self._filled(held, point.family, away=activations_on_host(point.offload))
 
     def _filled(self, held: Held, family: Family, *, away: bool) -> float:
         """Seconds of ranks that ``held`` fills; activations may be ``away`` on the host."""
@@ -278,7 +278,7 @@ class Costing:
         return max(gathers, (count - 1) * (scattered - backward) if point.zero >= 2 else 0.0)
 
     def _streams(self, point: Point) -> bool:
-        return point.zero == 3 or "parameters" in point.offload
+        return weights_streamed(point.zero, point.offload)
 
     def _moves(self, point: Point, profile: Profile) -> tuple[float, float, float, float]:
         """Seconds of one gather, one scatter and the rest of the sums of a rank's parameters, and of their update, if

@@ -26,6 +26,7 @@ from autopar.cluster import Cluster
 from autopar.errors import ArgumentError
 from autopar.graph import Block, Model, info, op_name, operands
 from autopar.mesh import Mesh
+from autopar.options import activations_on_host, parameters_on_host
 from autopar.planner.modes import MODES
 from autopar.planner.spreading import Spread, sequence_lengths
 from autopar.rules import lookup
@@ -327,7 +328,7 @@ def savers(region: Region, cluster: Cluster, pins: Pins) -> Iterator[tuple[tuple
     options = pins.options
     kinds: list[tuple[str, ...]] = [options.offload]
     if not pins.fixes("offload") and cluster.device.host_memory_bytes:
-        kinds += _OFFLOADS if region.mesh.pp > 1 else [each for each in _OFFLOADS if "activations" not in each]
+        kinds += _OFFLOADS if region.mesh.pp > 1 else [each for each in _OFFLOADS if not activations_on_host(each)]
     chunks = [options.head_chunks] if pins.fixes("head_chunks") else list(_HEAD_CHUNKS)
     yield from itertools.product(kinds, chunks)
 
@@ -345,13 +346,13 @@ def _stages(schedule: str, chunks: int | None) -> int:
 
 def moves_each_time(point: Point) -> bool:
     """Whether weights or their gradients move with each microbatch."""
-    return point.zero >= 2 or "parameters" in point.offload
+    return point.zero >= 2 or parameters_on_host(point.offload)
 
 
 def work_of(point: Point, length: float = 1.0) -> float:
     """How long laying it out takes, in :data:`autopar.search.loop.WORK`'s units of some 20 microseconds, of a model
     that is so many times as long as those that units of work were counted for."""
-    away = _AWAY if "activations" in point.offload else 1
+    away = _AWAY if activations_on_host(point.offload) else 1
     return away * (length * _LAYING + _ACTION * stages_of(point) * point.region.microbatches)
 
 
