@@ -373,7 +373,7 @@ _FIGURES = (
     "idle_share",
     "busy_seconds",
     "idle_seconds",
-    "exposed_communication_seconds",
+    "communication_overhead_seconds",
     "peak_in_flight",
     "peak_activation_bytes",
 )

@@ -64,7 +64,7 @@ def timeline_html(timeline: Timeline) -> str:
 def _facts(timeline: Timeline) -> Iterator[tuple[str, str]]:
     yield "makespan", duration_text(timeline.makespan_seconds)
     yield "idle, of all ranks", percent_text(timeline.idle_share)
-    yield "exposed communication", duration_text(timeline.exposed_communication_seconds)
+    yield "communication overhead", duration_text(timeline.communication_overhead_seconds)
     yield "peak in flight", str(max(timeline.peak_in_flight))
     if max(timeline.peak_activation_bytes):
         yield "peak kept", bytes_text(max(timeline.peak_activation_bytes))

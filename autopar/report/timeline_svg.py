@@ -142,7 +142,7 @@ def _facts(timeline: Timeline) -> str:
     return (
         f"makespan {duration_text(timeline.makespan_seconds)} · "
         f"idle {percent_text(timeline.idle_share)} of all ranks · "
-        f"exposed communication {duration_text(timeline.exposed_communication_seconds)} · "
+        f"communication overhead {duration_text(timeline.communication_overhead_seconds)} · "
         f"in flight {_range([str(count) for count in (min(in_flight), max(in_flight))])}"
     )
 

@@ -211,7 +211,8 @@ class Timeline:
 
     Per pipeline rank: ``busy_seconds`` of compute and optimizer; ``peak_in_flight``, the most (microbatch,
     stage) pairs between forward and the last pass of their backward; ``peak_activation_bytes``, the most bytes kept.
-    ``exposed_communication_seconds`` is by how much free transfers and reductions would shorten the makespan.
+    ``communication_overhead_seconds`` is by how much free transfers and reductions would shorten the makespan; what one
+    rank waits for is the exposed communication of a plan's parts.
     """
 
     schedule: Schedule
@@ -232,7 +233,7 @@ class Timeline:
         )
 
     @cached_property
-    def exposed_communication_seconds(self) -> float:
+    def communication_overhead_seconds(self) -> float:
         free = self.costs.without_communication()
         _, ends = self.swept.sweep.run(_seconds(self.schedule, self.swept.sweep, free), free.begin_seconds)
         return self.makespan_seconds - max(ends)

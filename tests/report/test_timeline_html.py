@@ -39,7 +39,7 @@ def test_facts_and_table(timeline: Timeline) -> None:
     facts = dict(zip(page.texts["dt"], page.texts["dd"], strict=True))
     assert facts["makespan"] == duration_text(timeline.makespan_seconds)
     assert facts["idle, of all ranks"] == f"{100 * timeline.idle_share:.1f} %"
-    assert facts["exposed communication"] == duration_text(timeline.exposed_communication_seconds)
+    assert facts["communication overhead"] == duration_text(timeline.communication_overhead_seconds)
     assert facts["peak in flight"] == str(max(timeline.peak_in_flight))
     ranks, columns = timeline.schedule.ranks, len(page.texts["th"])
     cells = page.texts["td"]

@@ -51,7 +51,7 @@ def test_one_sweep_times_any_costs(random_schedule: Callable[[int], Schedule], s
         ]
         assert simulate_timeline(schedule, costs, trusted=True) == timeline
         free = simulate_timeline(schedule, costs.without_communication())
-        assert timeline.exposed_communication_seconds == timeline.makespan_seconds - free.makespan_seconds
+        assert timeline.communication_overhead_seconds == timeline.makespan_seconds - free.makespan_seconds
 
 
 def test_steps_know_the_kinds_of_their_ranks(random_schedule: Callable[[int], Schedule]) -> None:

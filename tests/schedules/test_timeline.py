@@ -32,7 +32,7 @@ def test_bubble_of_gpipe_and_one_f_one_b(name: str, stages: int, rounds: int) ->
     assert timeline.busy_seconds == (ideal,) * stages
     assert timeline.idle_seconds == ((stages - 1) * (FORWARD + BACKWARD),) * stages
     assert timeline.idle_share == pytest.approx((stages - 1) / (microbatches + stages - 1), rel=1e-12)
-    assert timeline.exposed_communication_seconds == 0
+    assert timeline.communication_overhead_seconds == 0
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8, 16])
@@ -93,7 +93,7 @@ def test_one_microbatch_by_hand() -> None:
     assert timeline.busy_seconds == (3.25, 3.25)
     assert timeline.idle_seconds == (5, 5)
     assert timeline.idle_share == 10 / 16.5
-    assert timeline.exposed_communication_seconds == 2  # two transfers of 0.5 and rank 0's reduction
+    assert timeline.communication_overhead_seconds == 2  # two transfers of 0.5 and rank 0's reduction
 
 
 def ends(timeline: Timeline, kind: str, rank: int) -> list[float]:
@@ -108,14 +108,15 @@ def test_a_channel_moves_one_message_after_another_while_its_sender_computes() -
 
 
 def test_a_hidden_transfer_costs_nothing() -> None:
-    """The slower second stage has its next input in time: of four transfers each way, one is exposed."""
+    """The slower second stage has its next input in time: of four transfers each way, one lengthens the
+    step."""
     schedule = lower(generate("gpipe", 2, 4))
     costs = replace(
         Costs.uniform(schedule, forward_seconds=1, backward_seconds=1, send_seconds=1),
         forward_seconds=(1, 2),
         backward_seconds=(1, 2),
     )
-    assert simulate_timeline(schedule, costs).exposed_communication_seconds == 2
+    assert simulate_timeline(schedule, costs).communication_overhead_seconds == 2
 
 
 def test_reductions_overlap_with_the_backwards_of_other_stages() -> None:
@@ -124,7 +125,7 @@ def test_reductions_overlap_with_the_backwards_of_other_stages() -> None:
     timeline = simulate_timeline(schedule, costs)
     assert ends(timeline, "REDUCE", 0) == [9, 13]
     assert timeline.makespan_seconds == 13
-    assert timeline.exposed_communication_seconds == 3
+    assert timeline.communication_overhead_seconds == 3
     busy = simulate_timeline(schedule, replace(costs, reduce_seconds=(3, 6)))
     assert ends(busy, "REDUCE", 0) == [12, 15]  # one after the other
 
@@ -169,9 +170,9 @@ def test_physics_on_any_schedule(random_schedule: Callable[[int], Schedule]) -> 
         for rank in range(schedule.ranks):
             _never_overlap([e for e in timeline.events if e.rank == rank and e.action.kind in ("F", "B", "STEP")])
         assert timeline.makespan_seconds >= max(timeline.busy_seconds)
-        assert timeline.exposed_communication_seconds >= 0
+        assert timeline.communication_overhead_seconds >= 0
         free = simulate_timeline(schedule, costs.without_communication())
-        assert timeline.makespan_seconds - free.makespan_seconds == timeline.exposed_communication_seconds
+        assert timeline.makespan_seconds - free.makespan_seconds == timeline.communication_overhead_seconds
 
 
 def _never_overlap(events: list[Event]) -> None:

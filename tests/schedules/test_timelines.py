@@ -39,7 +39,7 @@ def check_all(timelines: Timelines, schedule: Schedule) -> None:
         assert [shared.kept(rank) for rank in range(schedule.ranks)] == [
             alone.kept(rank) for rank in range(schedule.ranks)
         ]
-        assert shared.exposed_communication_seconds == alone.exposed_communication_seconds
+        assert shared.communication_overhead_seconds == alone.communication_overhead_seconds
 
 
 def test_each_schedule_and_each_cost_has_its_own_timeline() -> None:

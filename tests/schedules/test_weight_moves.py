@@ -115,7 +115,7 @@ def test_streamed_gathers_cost_what_compute_does_not_hide() -> None:
     assert alone(WeightMoves("pass"), gather=1.0).makespan_seconds == 6 + 0.5 + 0.25
     slow = alone(WeightMoves("pass"), gather=1.5)  # forwards wait for half a second each
     assert slow.makespan_seconds == 7 + 0.5 + 0.25
-    assert slow.exposed_communication_seconds == 1.5
+    assert slow.communication_overhead_seconds == 1.5
 
 
 def test_scatters_run_beside_compute() -> None:
