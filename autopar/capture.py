@@ -8,6 +8,7 @@ tensors, in the training path: ``transformers`` is told that nothing is exported
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -48,6 +49,7 @@ Regions = dict[fx.Node, tuple[Autocast, ...]]
 """The autocast regions that an op is in, outermost first."""
 
 _PREFIX = "model"
+_SHAPE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 @dataclass
@@ -235,6 +237,8 @@ def _export(
                 scoped.enter_context(override)
             for mode in (traceable_calls(), rows, EveryExpert()):
                 scoped.enter_context(mode)
+            scoped.callback(_SHAPE_LOG.setLevel, _SHAPE_LOG.level)
+            _SHAPE_LOG.setLevel(logging.CRITICAL)  # what fails is raised; a traceback beside it says no more
             return torch.export.export(wrapper, args, strict=False)
     except (CaptureError, BatchError):
         raise
@@ -242,7 +246,8 @@ def _export(
         line = line_of_error(error)
         raise CaptureError(
             f"the model can't be traced into one graph: {_first_line(error)}\n  at {line}\n"
-            "Control flow and shapes must not depend on tensor values; use torch.where or masks there."
+            "It has to run with this sample on one device, and control flow and shapes must not depend on tensor "
+            "values; use torch.where or masks there."
         ) from error
 
 

@@ -17,6 +17,7 @@ from autopar.capture import Flat, Loss, capture
 from autopar.graph import Model, verify
 from autopar.passes.canonicalize import canonicalize
 from autopar.passes.captured_loops import check_loops
+from autopar.passes.check_indices import check_indices
 from autopar.passes.check_products import check_products
 from autopar.passes.expert_loops import expert_loops
 from autopar.passes.experts import experts
@@ -78,7 +79,8 @@ class Captured:
         dtype = LOWER.get(self.precision)
         rows, positions = self.dims
         flat = capture(self.model, self.sample, loss=self.loss, batch_dim=rows, seq_dim=positions, autocast=dtype)
-        return normalize_losses(expert_loops(check_loops(check_products(functionalize(flat)))))
+        flat = check_indices(check_products(functionalize(flat)), flatten(self.sample)[0])
+        return normalize_losses(expert_loops(check_loops(flat)))
 
     @cached_property
     def shifts(self) -> bool:
