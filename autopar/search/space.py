@@ -185,6 +185,7 @@ def _cuts(rows: int, pins: Pins) -> Iterator[tuple[int, int]]:
 
 
 def meshes(sizes: Sizes, pins: Pins) -> list[Mesh]:
+    """Where sums over dp are to be compressed, those that have any, if there are such."""
     if pins.mesh_is_whole:
         return [pins.fixed_mesh]
     found: dict[Mesh, None] = {}
@@ -196,7 +197,8 @@ def meshes(sizes: Sizes, pins: Pins) -> list[Mesh]:
             mesh = _mesh({"pp": pp, "dp": dp, "cp": cp, "tp": tp, **experts}, pins.gpus)
             if mesh is not None:
                 found[mesh] = None
-    return list(found)
+    summing = [mesh for mesh in found if mesh.dp > 1] if pins.options.powersgd else []
+    return summing or list(found)
 
 
 def _mesh(degrees: Mapping[str, int], gpus: int) -> Mesh | None:
@@ -314,7 +316,8 @@ def storages(region: Region, cluster: Cluster, pins: Pins) -> Iterator[tuple[int
     """``(zero, zero_ranks)``: over all ranks that have the same parameters, or over those of one node."""
     mesh, options = region.mesh, pins.options
     copies = mesh.zero_shards(0)
-    stages = [options.zero] if pins.fixes("zero") else [0, 1, 2, 3] if copies > 1 else [0]
+    most = 1 if options.powersgd else 3  # PowerSGD sums whole gradients
+    stages = [options.zero] if pins.fixes("zero") else list(range(most + 1)) if copies > 1 else [0]
     inner = cluster.devices_per_node // mesh.tp
     for zero in stages:
         yield zero, options.zero_ranks

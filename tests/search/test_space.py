@@ -6,7 +6,7 @@ import pytest
 
 from autopar.errors import StageError
 from autopar.mesh import Mesh
-from autopar.search.space import Family, Point, Region, schedules, stages_of
+from autopar.search.space import Family, Point, Region, meshes, schedules, stages_of, storages
 from tests.fast_cluster import FAST
 from tests.search.spaces import search_of
 
@@ -71,3 +71,15 @@ def test_what_is_pinned_is_tried_anyway() -> None:
     search = search_of("llama", BATCH, 6, FAST, mesh={"pp": 6}, vocabulary="vocab-1", **PLAIN)
     found = set(schedules(Region(Mesh(pp=6), 1, BATCH), search.sizes, search.pins, search.heads))
     assert ("1f1b", None, "vocab-1") in found
+
+
+def test_compressed_sums_are_of_whole_gradients_over_dp() -> None:
+    """Ranks of ZeRO 2 and 3 have no whole gradients, those without dp nothing to sum."""
+    search = search_of("mlp", BATCH, 4, FAST, powersgd=2)
+    found = meshes(search.sizes, search.pins)
+    assert {mesh.dp for mesh in found} == {2, 4}
+    for mesh in found:
+        region = Region(mesh, 1, BATCH // mesh.dp)
+        assert {zero for zero, _ in storages(region, search.costing.cluster, search.pins)} == {0, 1}
+    alone = search_of("mlp", BATCH, 1, FAST, powersgd=2)
+    assert meshes(alone.sizes, alone.pins) == [Mesh()]  # whose error says what is missing
