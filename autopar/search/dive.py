@@ -44,9 +44,10 @@ _REGIONS_POLISHED = 2
 _AWAY_TRIED = 3  # points with activations on the host
 _NEXT, _LOOKED = 4, 8  # regions next to the best that are laid out, and placed
 _FACTOR, _CHANGES = 3, 3  # by which those differ, in so many degrees
-_SEARCHES, _AGAIN = 0.6, 0.05  # of the work of a whole search: at first, and with something to compare with
+_SEARCHES, _AGAIN = 0.6, 0.1  # of the work of a whole search: at first, and with something to compare with
 _LONGER = 4  # times that, if what waits may still be better by much
 _NEAR = 1.4  # times the least estimate that waits: less is good enough
+_PLACED = 3  # regions that say how far estimates of others are off
 _DOUBT = 0.02  # of such a ratio
 _WORK = 1e5  # of a point: about two seconds
 _LOOKS = 20_000  # at regions and points
@@ -73,9 +74,17 @@ def dive(search: Search, regions: list[Region]) -> None:
 @dataclass
 class _Learned:
     """How many times its estimate a step takes at least, of those that were laid out, by schedule and what is stored
-    where."""
+    where; and how many times the estimate of a region the least of its points' is, once it is placed: of those on
+    whose axes nothing was before (False), and of others."""
 
     least: dict[object, float] = field(default_factory=dict)
+    placed: defaultdict[bool, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def unplaced(self, estimate: float, *, is_like: bool) -> float:
+        """What the least of a region's points is likely to be estimated at, if it does as well as any other, or a
+        little better."""
+        known = self.placed[is_like]
+        return estimate * max(1.0, min(known) * (1 - _DOUBT) if len(known) >= _PLACED else 1.0)
 
     def likely(self, point: Point, estimate: float) -> float:
         """What it takes, if it does as well as any like it, or a little better."""
@@ -141,13 +150,16 @@ class _Dive:
         full = self.full[_axes(region)]
         if any(mesh.pp <= pp and region.rows >= rows for pp, rows in full) or region.rows > self._most_rows(mesh):
             return
-        better = max(_first_estimate(search, region), self._likely(region))
+        likely, is_like = max(_first_estimate(search, region), self._likely(region)), search.is_like_others(region)
+        better = self.learned.unplaced(likely, is_like=is_like)
         if better > estimate:
             self._wait(better, region)
         elif search.place_reference(region, likely=True):
             self._wait(estimate, region)
         elif self._is_new(region) and (profile := search.place(region)) is not None:
             found = list(self._points(region, profile))
+            if found:
+                self.learned.placed[is_like].append(min(found, key=itemgetter(0))[0] / likely)
             for item in found:
                 self._wait(*item)
             if not found:
@@ -236,7 +248,7 @@ def _climb(search: Search, around: _Around, learned: _Learned, offload: tuple[st
         seen.add(best.region)
         known = seen | {o.point.region for o in search.outcomes if o.point.offload == offload}
         near = [
-            (search.likely(region, offload), number, region)
+            (learned.unplaced(search.likely(region, offload), is_like=search.is_like_others(region)), number, region)
             for number, region in enumerate(around.next_to(best.region))
             if region not in known
         ]

@@ -332,6 +332,10 @@ class Search:
         times = self.scaling.layers(region.key, likely=True)
         return self._outlook.likely(region, ways, times, self._like(region.key))
 
+    def is_like_others(self, region: Region) -> bool:
+        """Whether others with its axes are placed."""
+        return self._like(region.key) is not None
+
     def _like(self, key: Key) -> Profile | None:
         """A profile with the axes of ``key``, of as many rows as any."""
         axes = key.ep, key.cp, key.tp, key.borrowed
