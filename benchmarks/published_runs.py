@@ -24,8 +24,9 @@ from torch import fx
 
 from autopar.api import prepare
 from autopar.cluster import Cluster
+from autopar.cost_models import step
 from autopar.errors import BudgetError
-from autopar.graph import Block, Call, Meta, Model, ParameterInfo, Value, op_name, operands
+from autopar.graph import Block, Call, Meta, Model, ParameterInfo, Value, info, op_name, operands
 from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.passes.recompute import groups
@@ -73,6 +74,9 @@ class Run:
     """Between products that tp splits, each of its ranks computes for all tokens, as before sequence parallelism."""
     late_sums: bool = False
     """Gradients are summed over ranks after the last backward, none of them beside it."""
+    copies_gathered: bool = False
+    """Weights that are gathered for a pass arrive in one buffer, and are copied to where they are used on the stream of
+    passes, as by FSDP2 (``foreach_all_gather_copy_out`` of torch.distributed)."""
     recomputed: Callable[[Block, int], Sequence[Pair]] | None = field(default=None, hash=False)
     """What of a block the run recomputes, where that is no mode of ours: first and last op of each part, of the call
     with that number."""
@@ -205,8 +209,10 @@ def _planned(model: Model, run: Run) -> _Planned:
     pipeline = built.pipeline
     if run.recomputed is not None:
         pipeline = recomputing(built, run.request, run.recomputed)
-    late = _late_seconds(built, run.request) if run.late_sums else 0.0
-    return _Planned(built, pipeline, pipeline.timeline.makespan_seconds + late)
+    more = _late_seconds(built, run.request) if run.late_sums else 0.0
+    if run.copies_gathered:
+        more += _copied_seconds(built, run.request)
+    return _Planned(built, pipeline, pipeline.timeline.makespan_seconds + more)
 
 
 def layer_ops(block: Block) -> list[fx.Node]:
@@ -243,6 +249,24 @@ def _late_seconds(built: Built, request: Request) -> float:
     sums = tuple(map(moves.reduce_seconds, pipeline.stages))
     late = simulate_timeline(schedule, replace(timeline.costs, reduce_seconds=sums))
     return late.makespan_seconds - timeline.makespan_seconds
+
+
+def _copied_seconds(built: Built, request: Request) -> float:
+    """Of copying all weights once more for each forward and backward of a step, where there is one stage.
+
+    Raises ValueError where there are several: passes of one may wait for others'.
+    """
+    if built.plan.mesh.size("pp") > 1:
+        raise ValueError("copies of gathered weights are reckoned for one stage")
+    device, known = request.cluster.device, {}
+    for call in built.model.calls:
+        known |= {
+            name: info(node).meta
+            for name, node in zip(call.parameters, built.model.block_of(call).parameters, strict=True)
+        }
+    weights = [meta for meta in known.values() if meta.needs_grad]  # else a buffer
+    each = sum(step.copy_seconds(w.numel, w.dtype.itemsize, w.dtype.itemsize, device) for w in weights)
+    return 2 * request.microbatches * each
 
 
 def _tried(run: Run) -> Iterator[Run]:

@@ -183,13 +183,15 @@ _VOCABULARY: Final = {
 
 
 def vocabulary(file: str, rows: Sequence[Row], kind: str) -> Table:
-    """``redis`` is cut by our partition, which balances memory too: its peak isn't compared."""
+    """Without dropout, as pretrain_gpt.sh of github.com/sail-sg/VocabularyParallelism has it, and (V-Half)
+    examples/pretrain_zero_bubble.sh of github.com/sail-sg/zero-bubble-pipeline-parallelism, branch v-half-vocab.
+    ``redis`` is cut by our partition, which balances memory too: its peak isn't compared."""
     runs, out = [], Counter[str]()
     for row in (row for row in rows if row["schedule"] == kind):
         if row["status"] != "ok":
             out["out of memory"] += 1
             continue
-        sizes = gpt_sizes(row, dropout=0.1, tied=False)
+        sizes = gpt_sizes(row, tied=False)
         key = f"iter_time_ms_implied_peak{320 if kind == '1F1B' else 312}"
         more: dict[str, Any] = {"schedule": "1f1b" if kind == "1F1B" else "v-half"}
         if row["method"] != "redis":
@@ -202,11 +204,13 @@ def vocabulary(file: str, rows: Sequence[Row], kind: str) -> Table:
 
 
 _LLAMAS: Final = {
-    "Llama2-13B": LlamaSizes(40, 5120, 40, 40, 13824, 32000, 4096),
-    "Llama2-70B": LlamaSizes(80, 8192, 64, 8, 28672, 32000, 4096),
-    "Llama3-8B": LlamaSizes(32, 4096, 32, 8, 14336, 128256, 8192),
-    "Llama3-70B": LlamaSizes(80, 8192, 64, 8, 28672, 128256, 8192),
+    "Llama2-13B": LlamaSizes(40, 5120, 40, 40, 13824, 32000, 4096, plain=True),
+    "Llama2-70B": LlamaSizes(80, 8192, 64, 8, 28672, 32000, 4096, plain=True, fused_norms=False),
+    "Llama3-8B": LlamaSizes(32, 4096, 32, 8, 14336, 128256, 8192, plain=True),
+    "Llama3-70B": LlamaSizes(80, 8192, 64, 8, 28672, 128256, 8192, plain=True, fused_norms=False),
 }
+"""Norms as in torchtitan's train_configs when the figures were published: commits 395a52627 (Llama 2) and 1ea476e9f
+(Llama 3), both of April 2024, both with ``compile = false``."""
 
 
 def _other_layers(block: Block, call: int) -> list[Pair]:
@@ -246,11 +250,12 @@ def titan(file: str, rows: Sequence[Row]) -> Table:
             seconds = rows_each * sizes.sequence / float(row["wps"])
             mode = row["activation_ckpt"]
             more = {**_CHECKPOINTS[mode], "options": {"zero": 3, "recompute": "full" if mode == "full" else "none"}}
+            more["copies_gathered"] = True
             name, batch = f"{row['model']} {mode} b{rows_each}", rows_each * gpus
             runs.append(Run(name, "a100", sizes, {"dp": gpus}, rows_each, batch, seconds, **more))
     note = (
-        "too fast by much the same share in every row: collectives slow what is computed beside them by 18.9 % on "
-        "average on GPUs (arXiv 2507.03114); of that, only the multiprocessors that they hold are modelled"
+        "collectives slow what is computed beside them by 18.9 % on average on GPUs (arXiv 2507.03114); of that, only "
+        "the multiprocessors that they hold are modelled"
     )
     return Table("torchtitan, FSDP (A100)", file, runs, out, note)
 

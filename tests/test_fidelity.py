@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 ROWS = ROOT / "tests/data/vocab_parallel_artifact_rows.csv"
@@ -134,6 +135,34 @@ def test_runs_are_planned_as_their_systems_ran(fidelity: ModuleType) -> None:
     assert seconds["late"] > seconds["run"]
     assert seconds["every"] == pytest.approx(seconds["full"])
     assert seconds["half"] - seconds["run"] == pytest.approx((seconds["full"] - seconds["run"]) / 2)
+
+
+@pytest.mark.slow
+def test_copies_of_gathered_weights_take_their_time(fidelity: ModuleType) -> None:
+    """Each weight read and written once more, for a forward and a backward of each microbatch."""
+    runs = importlib.import_module("published_runs")
+    sizes = runs.LlamaSizes(5, 1024, 8, 2, 2048, 8192, 512, plain=True)
+    run = runs.Run("small", "a100", sizes, {"dp": 16}, 1, 32, 1.0, options={"zero": 3})
+    plain, copied = runs.predictions([run, replace(run, copies_gathered=True)])
+    layer = 1024 * (2 * 1024 + 2 * 256 + 3 * 2048 + 2)
+    elements = 5 * layer + 1024 * (2 * 8192 + 1)
+    rate = runs.Cluster.load("a100").device.achievable_memory_bytes_per_second
+    assert copied.seconds - plain.seconds == pytest.approx(2 * 2 * elements * 2 * 2 / rate, rel=1e-6)
+
+
+def test_plain_ops_of_llama_compute_the_same(fidelity: ModuleType) -> None:
+    """Norms of one kernel or of several; positions as complex numbers or as halves, whose order differs."""
+    llama = importlib.import_module("published_llama")
+    x, angles = torch.randn(2, 4, 8, 16), torch.randn(8, 8)
+    neighbours = llama.turned(x, torch.stack((angles.cos(), angles.sin()), -1))
+    by_halves = x.unflatten(-1, (8, 2)).transpose(-1, -2).flatten(-2)
+    halves = llama.rotated(by_halves, torch.stack((angles.cos().tile(2), angles.sin().tile(2))))
+    torch.testing.assert_close(neighbours.unflatten(-1, (8, 2)).transpose(-1, -2).flatten(-2), halves)
+    norms = [llama.RmsNorm(16, fused=fused) for fused in (True, False)]
+    for norm in norms:
+        torch.nn.init.ones_(norm.weight)
+    one, several = (norm(x.bfloat16()) for norm in norms)
+    torch.testing.assert_close(one, several)
 
 
 @pytest.mark.slow
