@@ -22,7 +22,7 @@ from autopar.cluster import Cluster, Device
 from autopar.documents import check_documents, check_positions
 from autopar.errors import ArgumentError, PlanError
 from autopar.graph import Model
-from autopar.mesh import Mesh, check_ranks
+from autopar.mesh import Mesh, check_count, check_ranks
 from autopar.options import Given, Options, Precision
 from autopar.passes.mixed_precision import LOWER
 from autopar.plan import Plan
@@ -103,7 +103,11 @@ def plan(model: nn.Module | Captured, gpus: int, *, sample: Any = None, **option
 
 
 def load(path: str | Path) -> Plan:
-    """Read a plan. Raises PlanError where it is cut short, changed by hand or of another version."""
+    """Read a plan file, or that of a written job's directory.
+
+    Raises PlanError where it can't be read, is cut short, changed by hand or of another version; ArgumentError where
+    ``path`` is none.
+    """
     return Plan.load(path)
 
 
@@ -154,13 +158,13 @@ def compile(
     (:attr:`Plan.search`). Under ``torchrun``, rank 0 plans. Raises BudgetError with what would fit where nothing does;
     CaptureError, BatchError, ShardingError, StageError, PlanError, ArgumentError.
     """
-    _check_kinds(model, plan, clip_norm, loss=loss, scheduler=scheduler)
-    sizes, target = _mesh(mesh, plan, gpus), _cluster(cluster, plan)
+    _check_kinds(model, plan, clip_norm, seed, loss=loss, scheduler=scheduler, progress=progress)
+    sizes, target, degrees = _mesh(mesh, plan, gpus), _cluster(cluster, plan), {} if mesh is None else mesh
     fixed = plan is not None or "precision" in options
     chosen = _precise(_options(options, plan), model, target.device.kind, fixed=fixed)
     captured = _captured(model, sample, loss, (batch_dim, seq_dim), chosen.precision)
     prepared = captured.on(target.device.kind)
-    pins = Pins(gpus, mesh or {}, microbatches, microbatch, schedule, chunks, vocabulary, chosen, frozenset(options))
+    pins = Pins(gpus, degrees, microbatches, microbatch, schedule, chunks, vocabulary, chosen, frozenset(options))
     _check_plan(prepared[sizes is not None and sizes.cp > 1], pins, plan)
     with settled():
         given = (_source(captured, seed), maker(optimizer, captured.model), scheduler, clip_norm, seed)
@@ -175,7 +179,8 @@ def _captured(
     """``model`` with what it is called with, traced when first asked for. Raises ArgumentError."""
     rows, positions = dims
     if not isinstance(model, Captured):
-        return Captured(model, sample, loss, (rows or 0, 1 if positions is None else positions), precision)
+        dims = 0 if rows is None else rows, 1 if positions is None else positions
+        return Captured(model, sample, loss, dims, precision)
     own = {"sample": sample, "loss": loss, "batch_dim": rows, "seq_dim": positions}
     if given := [name for name, value in own.items() if value is not None]:
         raise ArgumentError(f"{' and '.join(given)}: the model was captured with its own; leave out, or capture again")
@@ -245,7 +250,12 @@ class ParallelModel:
         return "\n\n".join(texts)
 
     def write(self, directory: str | Path) -> Path:
-        """Write plan, programs, action lists, weights and how to launch them; all or nothing. Returns the path."""
+        """Write plan, programs, action lists, weights and how to launch them; all or nothing. Returns the path.
+
+        Raises ArgumentError where ``directory`` holds something else than a job, or can't be written.
+        """
+        if not isinstance(directory, str | Path):
+            raise ArgumentError(f"{directory!r} is no path; name a directory to write the job to")
         return write_directory(Path(directory), self.plan, self._job)
 
     def modules(self, rank: int) -> list[nn.Module]:
@@ -277,8 +287,7 @@ class ParallelModel:
         ``device="cuda"``: all ranks share this process' GPU, and compute with its kernels; their peak memory is not
         tracked. Raises ArgumentError, BatchError.
         """
-        if steps < 1:
-            raise ArgumentError(f"steps={steps}; it must be a whole number of at least 1")
+        _check_run(steps, device)
         tensors = self._tensors(batch)
         job = self._job
 
@@ -317,6 +326,7 @@ class ParallelModel:
         ``device="cuda"``: both on this process' GPU. What differs is traced to an op on the CPU alone. Raises
         ArgumentError, BatchError.
         """
+        _check_run(steps, device)
         return verify_job(self, batch, steps, device)
 
     def reference(self) -> nn.Module:
@@ -392,8 +402,9 @@ def _check_gpus(gpus: int) -> None:
         raise ArgumentError(f"gpus={gpus}, but torchrun started {launched} processes; make them equal")
 
 
-def _check_kinds(model: Any, plan: Any = None, clip_norm: Any = None, **functions: Any) -> None:
-    """Raises ArgumentError for a model, a plan, a norm or functions that are something else."""
+def _check_kinds(model: Any, plan: Any = None, clip_norm: Any = None, seed: Any = 0, **functions: Any) -> None:
+    """Raises ArgumentError for a model, a plan, a norm, a seed or functions that are something else."""
+    check_count("seed=", seed, least=0)
     if not isinstance(model, nn.Module | Captured):
         raise ArgumentError(f"model={model!r}; give a torch.nn.Module, or what autopar.capture returned")
     if plan is not None and not isinstance(plan, Plan):
@@ -404,6 +415,15 @@ def _check_kinds(model: Any, plan: Any = None, clip_norm: Any = None, **function
     is_number = isinstance(clip_norm, int | float) and not isinstance(clip_norm, bool)
     if clip_norm is not None and not (is_number and clip_norm > 0):
         raise ArgumentError(f"clip_norm={clip_norm!r}; it must be more than 0, or None for gradients as they are")
+
+
+def _check_run(steps: Any, device: Any) -> None:
+    """Raises ArgumentError where simulated ranks can't run so many steps, or on this device."""
+    check_count("steps=", steps)
+    if device not in ("cpu", "cuda"):
+        raise ArgumentError(f"device={device!r}; simulated ranks run on 'cpu' or 'cuda'")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ArgumentError("device='cuda', but torch finds no GPU here; use device='cpu'")
 
 
 def _check_pins(pins: Pins, plan: Plan) -> None:

@@ -357,15 +357,15 @@ _START: Final = "start from a preset, print(autopar.Cluster.load('h100')), or me
 
 
 def _read(path: Path) -> str:
-    if not path.is_file():
-        raise ClusterError(
-            f"there is no cluster {str(path)!r}{_meant(str(path), presets())}: presets are {', '.join(presets())}, "
-            "and anything else must be the path of a TOML file"
-        )
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # the latter of text that isn't UTF-8
         raise ClusterError(f"cluster file {path} can't be read: {error}") from error
+    raise ClusterError(
+        f"there is no cluster {str(path)!r}{_meant(str(path), presets())}: presets are {', '.join(presets())}, "
+        "and anything else must be the path of a TOML file"
+    )
 
 
 # Reading: TOML tables become dataclasses, which check themselves.

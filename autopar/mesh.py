@@ -137,8 +137,8 @@ class Mesh:
         return along * (self.world // len(along))
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        if not 0 <= rank < self.world:
-            raise ArgumentError(f"rank {rank} is not in 0 … {self.world - 1}")
+        if not isinstance(rank, int) or not 0 <= rank < self.world:
+            raise ArgumentError(f"rank {rank!r} is not in 0 … {self.world - 1}")
         return {axis: self.coordinate(rank, axis) for axis in AXES}
 
     def rank(self, **coordinates: int) -> int:
@@ -193,9 +193,14 @@ class Mesh:
         return cls.of(sizes, math.prod(sizes.get(axis, 1) for axis in ("pp", "dp", "cp", "tp")))
 
 
+def check_count(name: str, count: object, least: int = 1) -> int:
+    """``count``. Raises ArgumentError, which begins with ``name``, where that is no whole number from ``least`` up."""
+    if not isinstance(count, int) or isinstance(count, bool) or count < least:
+        raise ArgumentError(f"{name}{count!r}; it must be a whole number of at least {least}")
+    return count
+
+
 def check_ranks(name: str, count: object) -> None:
     """Raises ArgumentError, which begins with ``name``, where that can't be a number of ranks."""
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ArgumentError(f"{name}{count!r}; it must be a whole number of at least 1")
-    if count > MOST_RANKS:
+    if check_count(name, count) > MOST_RANKS:
         raise ArgumentError(f"{name}{count}; it must be at most {MOST_RANKS}, more than any cluster has devices")

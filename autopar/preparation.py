@@ -15,6 +15,7 @@ from torch import nn
 from autopar.batch import Structure, flatten
 from autopar.capture import Flat, Loss, capture
 from autopar.graph import Model, verify
+from autopar.mesh import check_count
 from autopar.passes.canonicalize import canonicalize
 from autopar.passes.captured_loops import check_loops
 from autopar.passes.check_indices import check_indices
@@ -60,7 +61,8 @@ class Captured:
     :func:`autopar.compile` and :func:`autopar.plan` take it in the place of the model, its sample and its loss. What
     is kept is the graph alone: weights are the model's when a job is compiled. ``dims`` of the batch's tensors are rows
     and positions of sequences. ``precision`` ("bf16", "fp16"; "model": as the model is written) is that of an autocast
-    around the call, whose dtypes the model's code may see, so that another one is another capture.
+    around the call, whose dtypes the model's code may see, so that another one is another capture. Raises ArgumentError
+    for ``dims`` that no tensor has.
     """
 
     model: nn.Module
@@ -69,6 +71,10 @@ class Captured:
     dims: tuple[int, int] = (0, 1)
     precision: str = "model"
     _prepared: dict[str, Prepared] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, dim in zip(("batch_dim", "seq_dim"), self.dims, strict=True):
+            check_count(f"{name}=", dim, least=0)
 
     @cached_property
     def flat(self) -> Flat:

@@ -51,12 +51,12 @@ def write_directory(directory: Path, plan: Plan, job: Job) -> Path:
 
     Raises ArgumentError where ``directory`` exists and is not a job written before, or can't be written.
     """
-    _check_target(directory)
     try:
+        _check_target(directory)
         directory.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
-    except OSError as error:
-        raise ArgumentError(f"can't write {directory}: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:  # the latter of a path that can't be
+        raise ArgumentError(f"can't write {directory}: {getattr(error, 'strerror', None) or error}") from error
     try:
         _write(staging, plan, job)
         staging.chmod(0o755)

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from pydantic import Field, ValidationError, model_validator
 
-from autopar.errors import AutoparError, PlanError
+from autopar.errors import ArgumentError, AutoparError, PlanError
 from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.plan.checks import problems
@@ -125,7 +125,9 @@ class Plan(Value):
         """Strict inverse of :meth:`to_json`. Raises PlanError where it is cut short, changed or of another version."""
         try:
             data = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except TypeError as error:
+            raise ArgumentError(f"{text!r} is no text; give that of a plan.json") from error
+        except (ValueError, RecursionError) as error:
             raise PlanError(f"{name} is no complete JSON ({error}); it was cut short or damaged: plan again") from error
         version = data.get("version") if isinstance(data, dict) else None
         if version != VERSION:
@@ -137,21 +139,31 @@ class Plan(Value):
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan file (or ``plan.json`` in a directory). Raises PlanError."""
+        """Read a plan file (or ``plan.json`` in a directory).
+
+        Raises PlanError; ArgumentError where ``path`` is none.
+        """
+        if not isinstance(path, str | Path):
+            raise ArgumentError(f"{path!r} is no path; give that of a plan.json, or of a written job's directory")
         file = Path(path)
-        file = file / "plan.json" if file.is_dir() else file
         try:
+            file = file / "plan.json" if file.is_dir() else file
             text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:  # the latter of text that isn't UTF-8, and of a path that can't be
             raise PlanError(f"can't read the plan {file}: {getattr(error, 'strerror', None) or error}") from error
         return cls.from_json(text, name=str(file))
 
     def diff(self, other: Plan) -> str:
-        """What is other in ``other``, in groups, one line each: ``microbatches: 2 -> 4``; empty where nothing is."""
+        """What is other in ``other``, in groups, one line each: ``microbatches: 2 -> 4``; empty where nothing is.
+
+        Raises ArgumentError where ``other`` is no plan.
+        """
         return str(self.differences(other))
 
     def differences(self, other: Plan) -> PlanDiff:
-        """The same for machines, by exact path."""
+        """The same for machines, by exact path. Raises ArgumentError where ``other`` is no plan."""
+        if not isinstance(other, Plan):
+            raise ArgumentError(f"{other!r} is no plan; give a Plan, such as autopar.load('plan.json') reads")
         return difference(self, other)
 
     def explanation(self) -> Explanation:

@@ -36,6 +36,6 @@ MODES: Final[Mapping[str, Mode]] = {
 
 def mode_of(name: str) -> Mode:
     """Raises ArgumentError for an unknown name."""
-    if name not in MODES:
+    if not isinstance(name, str) or name not in MODES:
         raise ArgumentError(f"vocabulary={name!r} is none of {', '.join(map(repr, MODES))}")
     return MODES[name]

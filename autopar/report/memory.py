@@ -215,7 +215,7 @@ def memory_report(
     "device" is about the one rank that is ``running``. Raises ArgumentError for another ``measure``, or a batch without
     values where it needs them.
     """
-    if measure and measure not in MEASURES:
+    if measure not in ("", *MEASURES):
         raise ArgumentError(f"measure={measure!r}; it may be one of {', '.join(MEASURES)}, or be left out")
     if measure in ("simulate", "device") and any(tensor.is_meta for tensor in batch.values()):
         raise ArgumentError(f"measure={measure!r} trains a step, so it needs a batch; give one, or use measure='fake'")

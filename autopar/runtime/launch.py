@@ -35,6 +35,8 @@ def open_job(
     AdamW). Raises PlanError where a file is missing or damaged; ArgumentError where torchrun started another number of
     ranks, or the job was compiled with an optimizer of its own, which no file holds, and none is given.
     """
+    if not isinstance(directory, str | Path):
+        raise ArgumentError(f"{directory!r} is no path; name the directory of a written job")
     job = read_job(Path(directory))
     if optimizer is None and json.loads((Path(directory) / "job.json").read_text()).get("own_optimizer"):
         raise ArgumentError(
