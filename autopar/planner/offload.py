@@ -21,7 +21,6 @@ from autopar.errors import ArgumentError, BudgetError
 from autopar.options import Options
 from autopar.schedules import Costs, Schedule, Timeline, Timelines
 from autopar.schedules.kept import kept_stages
-from autopar.schedules.offloads import offload_activations
 
 _JOINT: Final = 64
 
@@ -66,7 +65,7 @@ def _growing(
                 more = sum(bytes_ < lacks for bytes_ in room) + 1
             counts[rank] = min(len(waiting[rank]), counts[rank] + max(1, more))
         found = tuple(sorted(chain(*(waiting[rank][:count] for rank, count in enumerate(counts)))))
-        peaks = timelines.of(offload_activations(schedule, found), costs).peak_activation_bytes
+        peaks = timelines.offloading(schedule, found, costs).peak_activation_bytes
     return found if any(counts) else ()
 
 
@@ -89,7 +88,7 @@ def offloaded_stages(
     found = choose(schedule, costs, free_bytes, timelines)
     if found is not None:
         return found
-    leanest = timelines.of(offload_activations(schedule, range(schedule.stages)), costs)
+    leanest = timelines.offloading(schedule, range(schedule.stages), costs)
     lacks = [peak - free for peak, free in zip(leanest.peak_activation_bytes, free_bytes, strict=True)]
     rank = lacks.index(max(lacks))
     raise BudgetError(
@@ -118,7 +117,7 @@ def _best(
     without any: of those that take no longer, the one that moves the least is the best."""
     found: list[tuple[float, int, Stages]] = []
     for moved, stages in sorted((sum(costs.offload_bytes[k] for k in some), tuple(sorted(some))) for some in choices):
-        timeline = timelines.of(offload_activations(schedule, stages), costs)
+        timeline = timelines.offloading(schedule, stages, costs)
         if all(peak <= free for peak, free in zip(timeline.peak_activation_bytes, free_bytes, strict=True)):
             found.append((timeline.makespan_seconds, moved, stages))
             if timeline.makespan_seconds <= least_seconds:

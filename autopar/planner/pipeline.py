@@ -32,7 +32,7 @@ from autopar.planner.synthesis import synthesize
 from autopar.planner.units import units_of
 from autopar.planner.vocabulary_costs import VocabularyCost, vocabulary_cost
 from autopar.planner.zero import weight_moves
-from autopar.schedules import Costs, Schedule, Timeline, Timelines, generate, lower, simulate_timeline
+from autopar.schedules import Costs, Schedule, Timeline, Timelines, generate, simulate_timeline
 from autopar.schedules.flow import COMPUTE
 from autopar.schedules.greedy import Job
 from autopar.schedules.kept import kept_stages
@@ -108,7 +108,7 @@ class _Shared:
     """What several cuts of one model have in common."""
 
     alike: Alike
-    timelines: Timelines = field(default_factory=Timelines)
+    timelines: Timelines
     states: dict[Hashable, int] = field(default_factory=dict)  # device bytes of a stage's parameters
     passing: dict[Hashable, int] = field(default_factory=dict)  # of a rank's weights on their way
 
@@ -163,9 +163,10 @@ def lay_out(
     activations: Activations,
     pins: Pins | None = None,
     known: Layout | None = None,
+    timelines: Timelines | None = None,
 ) -> Pipeline:
     """Cut ``model`` (local on all axes), choose what it recomputes, and schedule it; or take that from ``pins``.
-    ``known`` is what was chosen before, for these very arguments.
+    ``known`` is what was chosen before, for these very arguments; ``timelines`` are kept by whoever lays out several.
 
     Raises StageError, ScheduleError, ArgumentError or PlanError.
     """
@@ -173,7 +174,7 @@ def lay_out(
     storage = Storage(options, machine.mesh)
     units = units_of(model, calls, costs, machine, storage)
     vocabulary = vocabulary_cost(model, mode_of(wanted.vocabulary).head, costs, machine, wanted.head_chunks)
-    shared = _Shared(Alike(model))
+    shared = _Shared(Alike(model), timelines or Timelines())
     parts = _Parts(model, calls, units, costs, machine, microbatches, wanted, options, vocabulary, activations, shared)
     if pins is not None and pins.actions is not None:
         written = Schedule.from_text(pins.actions)
@@ -312,16 +313,18 @@ def _scheduled(
     free = _free_bytes(parts, stages, draft, transients)
     # A schedule that is made for the memory would be one for the memory without the host's.
     room = [sys.maxsize] * len(free) if offloads else list(free)
-    posts = weight_moves(parts.model, parts.options, parts.machine.lines.values())
-    schedule = lower(schedule_for(costs, room), costs.seconds, posts)
+    posts, timelines = weight_moves(parts.model, parts.options, parts.machine.lines.values()), parts.shared.timelines
+    schedule = timelines.lowered(schedule_for(costs, room), costs, posts)
     if offloads and moved is None:
-        moved = offloaded_stages(schedule, costs, free, parts.budget_bytes, parts.shared.timelines)
-    if moved:
-        schedule = offload_activations(schedule, moved)
+        moved = offloaded_stages(schedule, costs, free, parts.budget_bytes, timelines)
+    if trusted:
+        timeline = timelines.offloading(schedule, moved or (), costs)
+    else:
+        timeline = simulate_timeline(offload_activations(schedule, moved) if moved else schedule, costs)
     return Pipeline(
         stages=stages,
-        schedule=schedule,
-        timeline=parts.shared.timelines.of(schedule, costs) if trusted else simulate_timeline(schedule, costs),
+        schedule=timeline.schedule,
+        timeline=timeline,
         inflight=kept_stages(schedule),
         bound_seconds=cut.bound_seconds,
         vocabulary=parts.vocabulary,

@@ -21,6 +21,8 @@ LEAST_BYTES: Final = 64 * 2**10
 
 LEAST_BETWEEN: Final = 2
 
+COPIES: Final = ("OFFLOAD", "FETCH")
+
 
 def offloaded(schedule: Schedule, rank: int) -> frozenset[tuple[int, int]]:
     """The (microbatch, stage) whose activations a lowered list sends to the host."""
@@ -43,6 +45,7 @@ def offload_activations(schedule: Schedule, stages: Collection[int]) -> Schedule
 
 
 def with_offloads(row: Sequence[Action], stages: Collection[int]) -> Iterator[Action]:
+    """One rank's ``row`` with copies; where those of a stage are doesn't depend on the other ``stages``."""
     passes = [action for action in row if action.kind in COMPUTE]
     after: dict[Action, list[Action]] = defaultdict(list)
     forwards: dict[tuple[int, int], int] = {}

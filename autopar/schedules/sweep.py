@@ -21,8 +21,9 @@ A pass whose weights are gathered layer by layer ends when its compute could hav
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, compress
 from typing import Final, NamedTuple
 
 from autopar.schedules.actions import ABSENT, Action, Schedule, make
@@ -89,6 +90,18 @@ class Sweep:
         for index, clock in self.posts:
             ends[index] = clocks[clock]
         return starts, ends
+
+    def without(self, places: Collection[int]) -> Sweep:
+        """Without the steps of some of ``taken``, for whose clocks nothing waits then."""
+        kept = [step[1] not in places for step in self.steps]
+        index = [count - 1 for count in accumulate(kept)]
+        return replace(
+            self,
+            steps=tuple(compress(self.steps, kept)),
+            rows=tuple([index[step] for step in row if kept[step]] for row in self.rows),
+            kinds=tuple([place for place in row if place not in places] for row in self.kinds),
+            posts=tuple((index[step], clock) for step, clock in self.posts),
+        )
 
 
 def _rare(

@@ -12,17 +12,21 @@ gathers have, whichever is later.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
+from operator import itemgetter
 from typing import Final, NamedTuple
 
 from autopar.errors import ArgumentError
 from autopar.schedules.actions import Action, Schedule
 from autopar.schedules.check import check
 from autopar.schedules.flow import COMPUTE, EXCHANGES, VOCABULARY_KINDS
+from autopar.schedules.lower import lower
+from autopar.schedules.offloads import COPIES, offload_activations
 from autopar.schedules.sweep import Sweep, sweep_of
+from autopar.schedules.weight_moves import WeightMoves
 
 
 @dataclass(frozen=True)
@@ -266,19 +270,79 @@ class Timeline:
         return sum(self.idle_seconds) / total if total else 0.0
 
 
+_RECENT: Final = 6
+"""Schedules that are remembered: of the largest, a sweep takes tens of megabytes."""
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A lowered schedule and its sweep; and those with all stages' activations on the host, once that was asked for."""
+
+    schedule: Schedule
+    sweep: Sweep
+
+    @cached_property
+    def away(self) -> _Known:
+        schedule = offload_activations(self.schedule, range(self.schedule.stages))
+        return _Known(schedule, sweep_of(schedule))
+
+    def staying(self, stages: Collection[int]) -> _Known:
+        """Without the copies of all but ``stages``."""
+        sweep, schedule = self.sweep, self.schedule
+        stay = {
+            place
+            for place, (_, action) in enumerate(sweep.taken)
+            if action.kind in COPIES and action.stage not in stages
+        }
+        rows = (
+            tuple(action for action, place in zip(row, places, strict=True) if place not in stay)
+            for row, places in zip(schedule.lists, sweep.kinds, strict=True)
+        )
+        return _Known(replace(schedule, lists=tuple(rows)), sweep.without(stay))
+
+
 @dataclass
 class Timelines:
-    """Timelines of schedules that a generator and ``lower`` made; each is looked through once for all costs."""
+    """Timelines of schedules that a generator and ``lower`` made; each is looked through once for all costs, and for
+    any stages whose activations go to the host. The last few are remembered."""
 
-    _sweeps: dict[Schedule, Sweep] = field(default_factory=dict)
+    _known: list[_Known] = field(default_factory=list)
+    _lowered: list[tuple[Schedule, WeightMoves, Schedule]] = field(default_factory=list)
+
+    def lowered(self, schedule: Schedule, costs: Costs, moves: WeightMoves) -> Schedule:
+        """:func:`autopar.schedules.lower`, which only exchanges make depend on costs."""
+        if schedule.head:
+            return lower(schedule, costs.seconds, moves)
+        for made, moved, found in self._lowered:
+            if moved == moves and made == schedule:
+                return found
+        found = lower(schedule, None, moves)
+        self._lowered = [*self._lowered[1 - _RECENT :], (schedule, moves, found)]
+        return found
 
     def of(self, schedule: Schedule, costs: Costs) -> Timeline:
         """:func:`simulate_timeline` of trusted lists."""
         _check_costs(schedule, costs)
-        sweep = self._sweeps.get(schedule)  # asked for once: the hash is of all its actions
-        if sweep is None:
-            sweep = self._sweeps[schedule] = sweep_of(schedule)
-        return _timeline(schedule, costs, sweep)
+        return _timeline(schedule, costs, self._of(schedule).sweep)
+
+    def offloading(self, schedule: Schedule, stages: Collection[int], costs: Costs) -> Timeline:
+        """The same where what ``stages`` keep goes to the host (:func:`autopar.schedules.offloads.offload_activations`,
+        which says what it raises)."""
+        _check_costs(schedule, costs)
+        if not stages:
+            return self.of(schedule, costs)
+        found = self._of(schedule).away.staying(stages)
+        return _timeline(found.schedule, costs, found.sweep)
+
+    def _of(self, schedule: Schedule) -> _Known:
+        known = self._known
+        place = next((n for n, one in enumerate(known) if one.schedule is schedule), None)
+        if place is None:
+            place = next((n for n, one in enumerate(known) if one.schedule == schedule), None)
+        found = _Known(schedule, sweep_of(schedule)) if place is None else known.pop(place)
+        known.append(found)
+        del known[:-_RECENT]
+        return found
 
 
 def simulate_timeline(schedule: Schedule, costs: Costs, *, trusted: bool = False) -> Timeline:
@@ -331,12 +395,19 @@ def _busy(sweep: Sweep, rank: int, starts: Sequence[float], ends: Sequence[float
 
 def _with_copies_on_their_way(timeline: Timeline) -> Timeline:
     """The peaks where activations are offloaded: what a copy still reads isn't free yet when the next pass begins."""
-    ranks = [any(action.kind == "OFFLOAD" for action in row) for row in timeline.schedule.lists]
-    peaks = tuple(
-        max(point.bytes for point in timeline.kept(rank)) if offloads else peak
-        for rank, (offloads, peak) in enumerate(zip(ranks, timeline.peak_activation_bytes, strict=True))
-    )
-    return replace(timeline, peak_activation_bytes=peaks)
+    sweep, starts, ends = timeline.swept
+    ranks = [any(sweep.taken[place].action.kind == "OFFLOAD" for place in set(places)) for places in sweep.kinds]
+    changes = [timeline.costs.kept_bytes(action) for _, action in sweep.taken]
+    early = [action.kind in _KEEPS_FROM_START for _, action in sweep.taken]
+    peaks = list(timeline.peak_activation_bytes)
+    for rank in (rank for rank, offloads in enumerate(ranks) if offloads):
+        pairs = [
+            (starts[index] if early[place] else ends[index], changes[place])
+            for index, place in zip(sweep.rows[rank], sweep.kinds[rank], strict=True)
+            if changes[place]
+        ]
+        peaks[rank] = max(accumulate((change for _, change in sorted(pairs, key=itemgetter(0))), initial=0))
+    return replace(timeline, peak_activation_bytes=tuple(peaks))
 
 
 def _check_costs(schedule: Schedule, costs: Costs) -> None:

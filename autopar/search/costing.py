@@ -23,6 +23,7 @@ from autopar.planner.modes import MODES
 from autopar.planner.offload import require_host
 from autopar.planner.pipeline import Pipeline, Wanted, lay_out
 from autopar.planner.rank_memory import MOMENTS, Storage, rank_state
+from autopar.schedules import Timelines
 from autopar.schedules.registry import SCHEDULES
 from autopar.search.bounds import Held, folded, looped, recomputed, scaled, shared_out, straight
 from autopar.search.gradients import Sums
@@ -55,7 +56,7 @@ class Costing:
     """Costs of points of one search; ``spared_bytes`` of a budget are left for what no solver counts. ``root`` is
     the profile of the whole batch on one rank: what its layers may keep says, by scaling, what those of others may.
 
-    What several points share is kept: passes of a cut, microbatches in flight, what layers may keep.
+    What several points share is kept: passes of a cut, microbatches in flight, what layers may keep, timelines.
     """
 
     cluster: Cluster
@@ -67,6 +68,7 @@ class Costing:
     _updates: dict[tuple[object, ...], tuple[float, float, float, float]] = field(default_factory=dict)
     keeping: Keeping = field(default_factory=Keeping)
     interleaving: Interleaving = field(default_factory=Interleaving)
+    timelines: Timelines = field(default_factory=Timelines)
     _loads: dict[tuple[object, ...], list[Unit]] = field(default_factory=dict)
     _holdings: dict[tuple[object, ...], Held | None] = field(default_factory=dict)
 
@@ -95,7 +97,8 @@ class Costing:
         costs = profile.costs_on(machine)
         wanted = Wanted(point.schedule, point.vocabulary, point.chunks, point.head_chunks, self.spared_bytes)
         model = profile.model
-        pipeline = lay_out(model, costs, machine, region.microbatches, wanted, options, profile.activations)
+        kept = profile.activations
+        pipeline = lay_out(model, costs, machine, region.microbatches, wanted, options, kept, timelines=self.timelines)
         request = replace(profile.placed.request, mesh=machine.mesh, options=options)
         ranks = [rank_plan(model, rank, pipeline, request) for rank in range(region.mesh.pp)]
         require_host(options, machine.device, max(rank.host_bytes for rank in ranks))

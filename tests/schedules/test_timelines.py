@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.schedules import Costs, Schedule, Timelines, generate, lower, simulate_timeline
+from autopar.schedules import Costs, Schedule, Timeline, Timelines, generate, lower, simulate_timeline
 from autopar.schedules.offloads import offload_activations
 from autopar.schedules.registry import SCHEDULES
 from autopar.schedules.weight_moves import WeightMoves
@@ -63,3 +63,62 @@ def test_a_schedule_is_looked_through_once() -> None:
     first, again = (lower(generate("1f1b", 2, 4)) for _ in range(2))
     costs = Costs.uniform(first, forward_seconds=1.0, backward_seconds=2.0)
     assert timelines.of(first, costs).swept.sweep is timelines.of(again, costs).swept.sweep
+
+
+@pytest.mark.parametrize("name", [name for name, row in SCHEDULES.items() if not row.asynchronous])
+def test_any_stages_on_the_host_take_what_their_own_list_does(name: str) -> None:
+    """In whichever order they are asked for."""
+    row, timelines = SCHEDULES[name], Timelines()
+    made = generate(name, 3, 6, chunks=None if row.chunks else 2, head=row.heads[0])
+    for moves in MOVES:
+        schedule = lower(made, moves=moves)
+        last = schedule.stages - 1
+        for seed, stages in enumerate([(0, last), (last,), (), range(schedule.stages), (0,)]):
+            costs = any_costs(schedule, seed)
+            slow = replace(costs, offload_seconds=(3.0,) * schedule.stages, offload_bytes=costs.activation_bytes)
+            found = timelines.offloading(schedule, stages, slow)
+            alone = simulate_timeline(offload_activations(schedule, stages), slow)
+            assert found == alone
+            assert found.events == alone.events
+            assert found.communication_overhead_seconds == alone.communication_overhead_seconds
+
+
+def test_copies_on_their_way_count_to_the_peak() -> None:
+    """As of what a rank keeps over time."""
+    schedule = lower(generate("1f1b", 3, 6))
+    costs = replace(any_costs(schedule, 1), offload_seconds=(5.0,) * 3, offload_bytes=(7, 8, 9))
+    costs = replace(costs, activation_bytes=(7, 8, 9))
+    found = Timelines().offloading(schedule, (0, 1), costs)
+    assert list(found.peak_activation_bytes) == [max(point.bytes for point in found.kept(r)) for r in range(3)]
+    assert found.peak_activation_bytes != peaks_of_fast_copies(found)
+
+
+def peaks_of_fast_copies(timeline: Timeline) -> tuple[int, ...]:
+    """The peaks if copies took no time."""
+    costs = replace(timeline.costs, offload_seconds=(0.0,) * timeline.schedule.stages)
+    return simulate_timeline(timeline.schedule, costs).peak_activation_bytes
+
+
+def test_lists_are_lowered_once_unless_exchanges_ask_for_costs() -> None:
+    timelines = Timelines()
+    plain, split = generate("1f1b", 2, 4), generate("1f1b", 2, 4, head="vocab-1")
+    costs = [Costs.uniform(split, forward_seconds=seconds, backward_seconds=2.0) for seconds in (1.0, 9.0)]
+    first, again = (timelines.lowered(plain, each, WeightMoves("step")) for each in costs)
+    assert first is again
+    assert first == lower(plain, moves=WeightMoves("step"))
+    assert timelines.lowered(plain, costs[0], WeightMoves()) == lower(plain)
+    for each in costs:
+        assert timelines.lowered(split, each, WeightMoves()) == lower(split, each.seconds)
+
+
+def test_the_last_few_schedules_are_remembered() -> None:
+    timelines = Timelines()
+    first = lower(generate("1f1b", 2, 1))
+    costs = Costs.uniform(first, forward_seconds=1.0, backward_seconds=2.0)
+    sweep = timelines.of(first, costs).swept.sweep
+    for microbatches in range(2, 5):
+        timelines.of(lower(generate("1f1b", 2, microbatches)), costs)
+    assert timelines.of(first, costs).swept.sweep is sweep
+    for microbatches in range(2, 12):
+        timelines.of(lower(generate("1f1b", 2, microbatches)), costs)
+    assert timelines.of(first, costs).swept.sweep is not sweep
