@@ -17,7 +17,7 @@ from autopar.runtime.launch import open_job
 from tests.models import make
 from tests.pinned import PINNED
 
-OTHERS: list[Any] = [3, 3.5, b"x", [], {}, object()]
+OTHERS: list[Any] = [3, 3.5, b"x", [], {}, slice(1)]
 
 
 @pytest.fixture(scope="module")
