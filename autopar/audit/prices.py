@@ -30,7 +30,6 @@ from autopar.spmd import R
 _LATER = frozenset({"linear", "matmul", "grouped_linear"})
 """Functions of the runtime whose weight gradient ``W`` makes."""
 
-
 _RULES = {
     "embedding_rows": "embedding_sharded",
     "linear": "aten.linear.default",

@@ -48,7 +48,7 @@ _ADDS: Final = ("add_.Tensor", "add.Tensor")
 _COPIES: Final = ("copy_.default", "_to_copy.default")
 """What sums of gradients are made by, where products don't add to them."""
 
-TOTALS, LOADS, LOSS = BESIDE = "totals of the batch", "loads of experts", "loss"
+TOTALS, LOADS, LOSS = "totals of the batch", "loads of experts", "loss"
 """What a step sums before its first action and after its last, as phases of their own."""
 
 MADE, PUT_OFF, SENT, ENDED = PLACES = "made", "put off", "sent", "sent at the end"

@@ -1,7 +1,8 @@
 """A timeline as a trace that ui.perfetto.dev and chrome://tracing open: the Trace Event Format's JSON.
 
 A process per pipeline rank; in it a thread each for its passes, for its waits for messages, for every channel on
-which it sends, for exchanges and for reductions; counters of what it keeps; arrows from each send to its receive.
+which it sends, for exchanges, for reductions, and for copies to the host and back; counters of what it keeps; arrows
+from each send to its receive.
 """
 
 from __future__ import annotations

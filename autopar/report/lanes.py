@@ -1,4 +1,4 @@
-"""What a timeline's events occupy: ranks, channels, reduction streams, and the stream of exchanges."""
+"""What a timeline's events occupy: ranks, channels, streams of reductions and of copies, and that of exchanges."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.schedules.timeline import Event, Timeline
 
 LANES: Final = ("activations", "gradients", "reductions", "offloads", "fetches")
 """What runs beside the compute of each rank: what it sends forward and back, gathers of weights and reductions of
-gradients, copies to the host."""
+gradients, copies to the host and back."""
 
 NOUNS: Final[Mapping[str, str]] = {
     **{kind: look.name for kind, look in LOOKS.items()},

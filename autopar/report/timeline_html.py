@@ -20,7 +20,7 @@ dt{font-size:12px;color:#555}
 dd{margin:0;font-size:17px;font-weight:600;font-variant-numeric:tabular-nums}
 .scroll{display:flex;overflow-x:auto;margin:0 0 20px}
 .scroll svg{flex:none;display:block}
-.stays{position:sticky;left:0;z-index:1;margin-right:-132px}
+.stays{position:sticky;left:0;z-index:1}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums}
 th,td{padding:2px 18px 2px 0;text-align:right;border-bottom:1px solid #e6e4df}
 th{font-weight:600;font-size:12px;color:#555}
@@ -53,7 +53,7 @@ def timeline_html(timeline: Timeline) -> str:
         *(f"<p>{escape(note)}.</p>" for note in chart.notes()),
         document(legend, _LEGEND_WIDTH, legend_height, style),
         '<div class="scroll">',
-        f'<div class="stays">{document(labels, LABELS, chart.height, style)}</div>',
+        f'<div class="stays" style="margin-right:-{LABELS}px">{document(labels, LABELS, chart.height, style)}</div>',
         f"{picture}</div>",
         _table(timeline),
         "</body></html>",
