@@ -47,6 +47,7 @@ _FACTOR, _CHANGES = 3, 3  # by which those differ, in so many degrees
 _SEARCHES, _AGAIN = 0.6, 0.1  # of the work of a whole search: at first, and with something to compare with
 _LONGER = 4  # times that, if what waits may still be better by much
 _NEAR = 1.4  # times the least estimate that waits: less is good enough
+_LAST = 2  # points of placed regions, where that was all the work
 _PLACED = 3  # regions that say how far estimates of others are off
 _DOUBT = 0.02  # of such a ratio
 _WORK = 1e5  # of a point: about two seconds
@@ -74,21 +75,23 @@ def dive(search: Search, regions: list[Region]) -> None:
 @dataclass
 class _Learned:
     """How many times its estimate a step takes at least, of those that were laid out, by schedule and what is stored
-    where; and how many times the estimate of a region the least of its points' is, once it is placed: of those on
-    whose axes nothing was before (False), and of others."""
+    where; and how many times the estimate of a region the least of its points' is, once it is placed: of those with
+    and without a pipeline, on whose axes others were before or none."""
 
     least: dict[object, float] = field(default_factory=dict)
-    placed: defaultdict[bool, list[float]] = field(default_factory=lambda: defaultdict(list))
+    placed: defaultdict[tuple[bool, bool], list[float]] = field(default_factory=lambda: defaultdict(list))
 
-    def unplaced(self, estimate: float, *, is_like: bool) -> float:
+    def unplaced(self, kind: tuple[bool, bool], estimate: float) -> float:
         """What the least of a region's points is likely to be estimated at, if it does as well as any other, or a
         little better."""
-        known = self.placed[is_like]
+        known = self.placed[kind]
         return estimate * max(1.0, min(known) * (1 - _DOUBT) if len(known) >= _PLACED else 1.0)
 
     def likely(self, point: Point, estimate: float) -> float:
-        """What it takes, if it does as well as any like it, or a little better."""
-        known = next((self.least[kind] for kind in _kinds(point) if kind in self.least), 1.0)
+        """What it takes, if it does as well as any like it, or a little better; of what is on the host, if none is
+        known, as what is on the device."""
+        kinds = [*_kinds(point), *_kinds(point._replace(offload=()))]
+        known = next((self.least[kind] for kind in kinds if kind in self.least), 1.0)
         return estimate * max(1.0, known * (1 - _DOUBT))
 
     def lay_out(self, search: Search, point: Point, estimate: float) -> None:
@@ -96,6 +99,11 @@ class _Learned:
         times = search.lay_out(point).step_seconds / estimate
         for kind in _kinds(point):
             self.least[kind] = min(self.least.get(kind, math.inf), times)
+
+
+def _kind(search: Search, region: Region) -> tuple[bool, bool]:
+    """Of regions whose estimates are off alike."""
+    return search.is_like_others(region), region.mesh.pp > 1
 
 
 def _kinds(point: Point) -> list[tuple[object, ...]]:
@@ -132,12 +140,20 @@ class _Dive:
             is_near = search.best_seconds < _NEAR * self.waiting[0][0]
             limit = search.most_work * (self.share if is_near else _LONGER * _SEARCHES)
             if search.outcomes and search.work - begun > limit:
+                self._try_placed()
                 return
             estimate, _, item = heapq.heappop(self.waiting)
             if isinstance(item, Point):
                 self._try(estimate, item)
             else:
                 self._look_at(estimate, item)
+
+    def _try_placed(self) -> None:
+        """Of the regions that were placed, the points that look best and better than the best."""
+        points = sorted(item for item in self.waiting if isinstance(item[-1], Point))
+        for estimate, _, point in points[:_LAST]:
+            assert isinstance(point, Point)
+            self._try(estimate, point)
 
     def _wait(self, estimate: float, item: Region | Point) -> None:
         if estimate < self.search.best_seconds:
@@ -147,26 +163,30 @@ class _Dive:
         """Estimate it better, by its memory, then by profiles of others; then its points. Where none of these fits,
         neither do as many rows on as few stages."""
         search, mesh = self.search, region.mesh
-        full = self.full[_axes(region)]
+        full, first = self.full[_axes(region)], _first_estimate(search, region)
+        if first > estimate:  # by what was learned meanwhile
+            self._wait(first, region)
+            return
         if any(mesh.pp <= pp and region.rows >= rows for pp, rows in full) or region.rows > self._most_rows(mesh):
             return
-        likely, is_like = max(_first_estimate(search, region), self._likely(region)), search.is_like_others(region)
-        better = self.learned.unplaced(likely, is_like=is_like)
+        likely, kind = max(first, self._likely(region)), _kind(search, region)
+        better = self.learned.unplaced(kind, likely)
         if better > estimate:
             self._wait(better, region)
         elif search.place_reference(region, likely=True):
             self._wait(estimate, region)
         elif self._is_new(region) and (profile := search.place(region)) is not None:
             found = list(self._points(region, profile))
-            if found:
-                self.learned.placed[is_like].append(min(found, key=itemgetter(0))[0] / likely)
             for item in found:
                 self._wait(*item)
             if not found:
                 full.append((mesh.pp, region.rows))
                 self.placed[_axes(region)] -= 1
-            elif not search.outcomes and min(found, key=itemgetter(0))[0] < _NEAR * self.waiting[0][0]:
-                self._try(*min(found, key=itemgetter(0)))
+                return
+            best = min(found, key=itemgetter(0))
+            self.learned.placed[kind].append(best[0] / likely)
+            if not search.outcomes and best[0] < _NEAR * self.waiting[0][0]:
+                self._try(*best)
 
     def _most_rows(self, mesh: Mesh) -> int:
         """Of a microbatch, that are likely to fit: with more, more is kept."""
@@ -248,7 +268,7 @@ def _climb(search: Search, around: _Around, learned: _Learned, offload: tuple[st
         seen.add(best.region)
         known = seen | {o.point.region for o in search.outcomes if o.point.offload == offload}
         near = [
-            (learned.unplaced(search.likely(region, offload), is_like=search.is_like_others(region)), number, region)
+            (learned.unplaced(_kind(search, region), search.likely(region, offload)), number, region)
             for number, region in enumerate(around.next_to(best.region))
             if region not in known
         ]

@@ -52,6 +52,7 @@ class Outlook:
     scaler: Scaler
     expert_share: float  # of a layer's parameters
     _ways: dict[tuple[object, ...], Stored] = field(default_factory=dict)
+    _best: dict[tuple[object, ...], list[Stored]] = field(default_factory=dict)
     _added: dict[tuple[object, ...], Adding] = field(default_factory=dict)
     _kinds: dict[Key, Counter[Kind]] = field(default_factory=dict)
     _shares: dict[Key, dict[tuple[str, ...], Weights]] = field(default_factory=dict)
@@ -78,7 +79,7 @@ class Outlook:
         layers = self.scaler.scaled(region.key, times)
         alone = any(SCHEDULES[family.schedule].asynchronous for family in families)
         added = 1 if alone else region.microbatches
-        stored = _undominated(self._of_region(region.mesh, way, added) for way in ways)
+        stored = self._best_ways(region.mesh, ways, added)
         away = any("activations" in offload for _, _, offload in ways)
         free, found = without_memory(layers), math.inf
         roomy = _undominated(way._replace(state=0.0) for way in stored)
@@ -120,7 +121,7 @@ class Outlook:
         mesh, count, ways = region.mesh, region.microbatches, list(ways)
         away = any("activations" in offload for _, _, offload in ways)
         if like is None or not self.scaler.suits(like):
-            stored = _undominated(self._of_region(mesh, way, count) for way in ways)
+            stored = self._best_ways(mesh, ways, count)
         else:
             layers = layers.slower(self.scaler.with_units(like.key, like.units), region.rows / like.key.rows)
             stored = _undominated(self._of_profile(mesh, like, way, count, split=False) for way in ways)
@@ -234,6 +235,13 @@ class Outlook:
         ahead = (half, half) if ranks.goes_on else (ranks.kept, none)
         times = steady / np.maximum(1.0, ranks.kept)
         return Host(rate, ranks.kept[None], times[None], (ahead[0][None], ahead[1][None]), np.array([[none, none]]))
+
+    def _best_ways(self, mesh: Mesh, ways: Sequence[Way], microbatches: int) -> list[Stored]:
+        """Of regions with this mesh: those that no other one is as good as in everything."""
+        key = (mesh.dp, mesh.ep, mesh.cp, mesh.tp, mesh.borrowed, tuple(ways), microbatches)
+        if key not in self._best:
+            self._best[key] = _undominated(self._of_region(mesh, way, microbatches) for way in ways)
+        return self._best[key]
 
     def _of_region(self, mesh: Mesh, way: Way, microbatches: int) -> Stored:
         key = (mesh.dp, mesh.ep, mesh.cp, mesh.tp, mesh.borrowed, way)

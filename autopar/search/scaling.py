@@ -16,6 +16,7 @@ from typing import Final
 import numpy as np
 
 from autopar.cluster import Link
+from autopar.cost_models import collective
 from autopar.search.hulls import Array
 from autopar.search.layers import LayerTimes, layer_block
 from autopar.search.profiles import Key, Profile
@@ -65,18 +66,29 @@ class Scaling:
         return found
 
     def _likely(self, key: Key, axis: str) -> Array:
-        """What ``key`` is likely to send along ``axis``: for each row as much as any placement on that axis alone."""
+        """What ``key`` is likely to send along ``axis``: for each row as much as any placement on that axis alone, of
+        as many ranks; or of another number of them, where each token goes to its experts among any."""
         found, size = np.zeros(_TOTAL + 1), getattr(key, axis)
         stride = {"ep": key.cp * key.tp, "cp": key.tp, "tp": 1}[axis]
-        if (size, stride) not in self._links:
-            self._links[size, stride] = self._root.placed.request.cluster.link(size, stride)
-        link = self._links[size, stride]
-        for profile in self._on.get((axis, size), ()):
+        known = size
+        if axis == "ep" and (axis, size) not in self._on:
+            sizes = sorted(other for along, other in self._on if along == axis)
+            known = min(sizes, key=lambda other: max(other, size) / min(other, size), default=size)
+        link, slower = self._link(known, stride), 1.0
+        if known != size:
+            slower = collective.marginal_seconds("all_to_all", 1.0, size, self._link(size, stride))
+            slower /= collective.marginal_seconds("all_to_all", 1.0, known, link)
+        for profile in self._on.get((axis, known), ()):
             if (profile.key, link) not in self._sent_over:
                 self._sent_over[profile.key, link] = self._messages(profile, axis, stride)
             share = key.rows / profile.key.rows * profile.key.inner / key.inner
-            found = np.maximum(found, share * self._sent_over[profile.key, link])
+            found = np.maximum(found, slower * share * self._sent_over[profile.key, link])
         return found
+
+    def _link(self, size: int, stride: int) -> Link:
+        if (size, stride) not in self._links:
+            self._links[size, stride] = self._root.placed.request.cluster.link(size, stride)
+        return self._links[size, stride]
 
     def all(self, keys: Sequence[Key]) -> Array:
         """``[key, figure]`` of some that were announced: the five figures of their layers, and what all calls take."""

@@ -17,6 +17,8 @@ from autopar.search.costing import Outcome
 from autopar.search.loop import Found, Search
 from autopar.search.space import Point, regions, savers
 from tests.models import make
+from tests.models import prepared as made
+from tests.moe_models import family
 
 
 @cache
@@ -35,6 +37,12 @@ def pins_of(gpus: int, **given: Any) -> Pins:
 def search_of(name: str, batch: int, gpus: int, cluster: Cluster, **given: Any) -> Search:
     """One that hasn't begun."""
     return searching(prepared(name, batch), pins_of(gpus, **given), cluster, {})
+
+
+def experts_on(cluster: Cluster, gpus: int, **given: Any) -> Search:
+    """Of a batch of 8 and four experts, in two layers."""
+    case = made(lambda: family("mixtral", 8))
+    return searching(Captured(case.model, case.batch, case.loss).on("cpu"), pins_of(gpus, **given), cluster, {})
 
 
 def every_point(search: Search) -> Iterator[Point]:

@@ -161,6 +161,46 @@ def test_what_is_on_the_host_is_learned_for_other_schedules_too() -> None:
     assert learned.likely(other, 2.0) == pytest.approx(2.5 * (1 - dive._DOUBT))
 
 
+def test_what_is_on_the_host_is_taken_to_do_as_well_as_what_is_not() -> None:
+    """Until something like it was laid out."""
+    learned = _Learned()
+    away = Point(Region(Mesh(pp=2, dp=2), 1, 4), "1f1b", None, "redistributed", 1, 0, ("activations",), 1)
+    learned.least[dive._kinds(away._replace(offload=()))[0]] = 1.5
+    assert learned.likely(away, 2.0) == pytest.approx(3.0 * (1 - dive._DOUBT))
+    learned.least[("activations",),] = 1.0
+    assert learned.likely(away, 2.0) == 2.0
+
+
+def test_regions_are_taken_to_turn_out_as_well_as_the_best_of_some() -> None:
+    learned, kind = _Learned(), (False, True)
+    for ratio in (1.5, 1.25):
+        learned.placed[kind].append(ratio)
+        assert learned.unplaced(kind, 8.0) == 8.0, "few say nothing"
+    learned.placed[kind].append(2.0)
+    assert 8.0 < learned.unplaced(kind, 8.0) < 1.25 * 8.0
+    assert learned.unplaced((True, True), 8.0) == 8.0, "of others"
+    learned.placed[kind].append(0.5)
+    assert learned.unplaced(kind, 8.0) == 8.0, "estimates of placed ones are no less"
+
+
+def test_what_was_placed_is_laid_out_though_all_work_is_done() -> None:
+    search = space("gpt2", 8, "h100")
+    found = search._begin()
+    region = next(region for region in found if region.mesh.dp == 8)
+    search.place(region)
+    points = list(search.points_of(region))
+    profile = search.profile(region)
+    assert profile is not None
+    dive_ = dive._Dive(search, False, _Learned(), 0.0)
+    for number, (point, estimate) in enumerate(zip(points, search.estimates(points, profile), strict=True)):
+        dive_.waiting.append((estimate, number, point))
+    dive_._try_placed()
+    tried = {outcome.point for outcome in search.outcomes} | set(search.refusals)
+    best = [point for _, _, point in sorted(dive_.waiting)][: dive._LAST]
+    assert tried
+    assert tried <= set(best)
+
+
 # --- what goes to the host
 
 

@@ -9,13 +9,10 @@ import pytest
 from autopar import Cluster
 from autopar.errors import BudgetError
 from autopar.mesh import Mesh
-from autopar.preparation import Captured
-from autopar.search import choose, searching
+from autopar.search import choose
 from autopar.search.infeasible import relaxations
 from autopar.search.loop import Search
-from tests.models import prepared as made
-from tests.moe_models import family
-from tests.search.spaces import pins_of, prepared, search_of
+from tests.search.spaces import experts_on, pins_of, prepared, search_of
 
 CPU = Cluster.load("cpu")
 
@@ -47,12 +44,6 @@ def test_nothing_at_all() -> None:
     assert "nothing fits on 1 GPU with mesh={'dp': 1}, budget_bytes=1000, offload=()" in text
     assert "the leanest way found needs" in text
     assert "It fits with the device's 4 GiB" in text
-
-
-def experts_on(gpus: int, **given: Any) -> Search:
-    """Of four experts, in two layers."""
-    case = made(lambda: family("mixtral", 8))
-    return searching(Captured(case.model, case.batch, case.loss).on("cpu"), pins_of(gpus, **given), CPU, {})
 
 
 def fewest(search: Search) -> Mesh:
@@ -92,12 +83,12 @@ def test_the_fewest_gpus_of_experts() -> None:
         "vocabulary": "redistributed",
     }
     given |= {"zero": 3, "head_chunks": 1, "chunks": 1}
-    pinned = fewest(experts_on(2, mesh={"dp": 2, "ep": 2}, **given))
+    pinned = fewest(experts_on(CPU, 2, mesh={"dp": 2, "ep": 2}, **given))
     assert (pinned.pp, pinned.tp, pinned.experts) == (1, 1, 2)
-    free = fewest(experts_on(2, **given)).world
+    free = fewest(experts_on(CPU, 2, **given)).world
     assert 2 < free <= pinned.world
     for fewer in range(3, free):
-        assert not experts_on(fewer, **given).run().outcomes, f"{fewer} GPUs would do"
+        assert not experts_on(CPU, fewer, **given).run().outcomes, f"{fewer} GPUs would do"
 
 
 def test_too_few_gpus_for_the_state_are_told_from_others_at_once() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from autopar.cost_models.collective import marginal_seconds
 from autopar.mesh import Mesh
 from autopar.search.bounds import scaled
 from autopar.search.loop import Search
@@ -14,7 +15,7 @@ from autopar.search.profiles import Key, Profile
 from autopar.search.scaling import Scaling, alone, thin
 from autopar.search.space import regions
 from tests.fast_cluster import FAST, NODES
-from tests.search.spaces import search_of
+from tests.search.spaces import experts_on, search_of
 
 
 def sent_seconds(profile: Profile, axis: str, stride: int) -> float:
@@ -118,3 +119,22 @@ def test_a_few_rows_say_what_tp_is_likely_to_send() -> None:
     scaling.learn([search.root, profile])
     assert scaling.seconds(more) == before
     assert scaling.seconds(more, likely=True) == pytest.approx(before + 2 * sent_seconds(profile, "tp", 1))
+
+
+def test_another_number_of_experts_ranks_says_what_ep_is_likely_to_send() -> None:
+    """For each row as much, at the pace of the links that so many ranks have; bounds don't know."""
+    search = experts_on(NODES, 8)
+    search.glance()
+    few, many = (search.root.key._replace(rows=8 // ep, ep=ep) for ep in (2, 4))
+    profile = search.profiler.of(few, Mesh(ep=2), 1)
+    assert profile is not None
+    scaling = Scaling([many], search.root)
+    scaling.learn([search.root])
+    before = scaling.seconds(many)
+    scaling.learn([search.root, profile])
+    assert scaling.seconds(many) == before
+    near, far = (NODES.link(ep, 1) for ep in (2, 4))
+    slower = marginal_seconds("all_to_all", 1.0, 4, far) / marginal_seconds("all_to_all", 1.0, 2, near)
+    assert slower > 1, "on nodes of two"
+    sent = many.rows / few.rows * slower * sent_seconds(profile, "ep", 1)
+    assert scaling.seconds(many, likely=True) == pytest.approx(before + sent)
