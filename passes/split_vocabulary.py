@@ -8,7 +8,8 @@ Parallelism", MLSys 2025). Guarantees: equal loss and gradients. After it, besid
 * the *embedding*, of kind "vocabulary": one lookup of ids that the batch determines (where that can be split);
 * the *tail*, of kind "tail": what comes after the cross entropy (where something does); of the batch alone otherwise.
 
-What is left of their calls stays where it was. Tables get rows of zeros, up to what the ranks divide, in the graph;
+What is left of their calls stays where it was. Tables get rows of zeros in the graph, up to as many for each rank as
+make rows of its logits begin at multiples of 16 bytes, which products need to be fast;
 :class:`~autopar.graph.ParameterInfo` keeps the model's shape. It is for the runtime to leave out the logits of these.
 """
 
@@ -27,6 +28,7 @@ from autopar.passes.recut import Piece, closure, is_batch, split_call
 from autopar.passes.vocabulary import TAIL, VOCABULARY, conversions, head_of, is_head, vocabulary_calls, vocabulary_dims
 
 _EMBEDDING = "aten.embedding.default"
+_ALIGNED_BYTES = 16  # of a load of the largest size
 _WAY_OUT = 'vocabulary="stage" keeps embedding and head whole, on pipeline stages'
 
 
@@ -41,7 +43,7 @@ def split_vocabulary(model: Model, pp: int, tp: int) -> Model:
         _check_readers(made)
     except StageError as error:
         raise StageError(f"the vocabulary can't be split over the pipeline: {error}; {_WAY_OUT}") from error
-    made = _padded(made, 2 * pp * tp)
+    made = _padded(made, pp * tp)
     verify(made, "split_vocabulary")
     return made
 
@@ -179,15 +181,28 @@ def _check_readers(model: Model) -> None:
                 )
 
 
-def _padded(model: Model, multiple: int) -> Model:
-    """Tables, and the logits, become longer, up to a multiple of so many rows."""
-    for block in (b for b in model.blocks if b.kind == VOCABULARY):
+def _padded(model: Model, ranks: int) -> Model:
+    """Tables, and the logits, become longer, up to a multiple of so many rows for each of ``ranks``."""
+    tables = [block for block in model.blocks if block.kind == VOCABULARY]
+    multiple = ranks * max(_aligned_rows(block, ranks) for block in tables)
+    for block in tables:
         for node, dim in vocabulary_dims(block).items():
             for same in conversions(node):
                 _lengthen(same, dim, multiple)
         for node in head_of(block).path if is_head(block) else ():
             _lengthen(node, 1, multiple)
     return model
+
+
+def _aligned_rows(block: Block, ranks: int) -> int:
+    """Of how many rows each rank's part of the logits is a multiple: two where there are so few classes that the last
+    rank would have none."""
+    if not is_head(block):
+        return 2
+    logits = info(head_of(block).product).meta
+    rows, classes = _ALIGNED_BYTES // logits.dtype.itemsize, logits.shape[1]
+    each = -(-classes // (ranks * rows)) * rows
+    return rows if (ranks - 1) * each < classes else 2
 
 
 def _lengthen(node: fx.Node, dim: int, multiple: int) -> None:

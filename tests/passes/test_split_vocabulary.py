@@ -89,6 +89,38 @@ def test_the_cut_graph_is_the_model(name: str) -> None:
         assert_equal(execute(cut, case), wanted, 1e-12)
 
 
+class Classes(nn.Module):
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(classes, WIDTH), nn.Linear(WIDTH, classes, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.embed(ids)).flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "classes", "each"),
+    [
+        (torch.float64, 50, 18),
+        (torch.float32, 50, 20),
+        (torch.bfloat16, 50, 24),
+        (torch.bfloat16, 34, 16),
+        (torch.bfloat16, 32, 12),  # 16 each would be none for the last
+    ],
+)
+def test_rows_of_logits_are_aligned(dtype: torch.dtype, classes: int, each: int) -> None:
+    """On three ranks each has a multiple of 16 bytes of them, or else of two numbers."""
+    case = Case(Classes(classes).to(dtype), {"ids": torch.zeros(2, 4, dtype=torch.int64)})
+    cut = split_vocabulary(folded(case), 3, 1)
+    assert info(head_of(head(cut)).logits).meta.shape[1] == 3 * each
+    calls = vocabulary_calls(cut)
+    assert calls is not None
+    assert calls.embedding is not None
+    for index in (calls.embedding, calls.head):
+        block = cut.block_of(cut.calls[index])
+        assert [info(node).meta.shape[dim] for node, dim in vocabulary_dims(block).items()] == [3 * each]
+
+
 def head(model: Model) -> Block:
     calls = vocabulary_calls(model)
     assert calls is not None
