@@ -146,13 +146,30 @@ class _OpCost:
         return part
 
 
-def block_cost(block: Block, machine: Machine) -> BlockCost:
-    """What the ops of ``block``, which is local on all axes, take; ``wires`` and compute add up to the passes."""
-    found = {node: _op_cost(node, machine) for node in block.ops}
+@dataclass(frozen=True)
+class Computed:
+    """Of the ops of a block that is local on all axes, what doesn't depend on where its ranks are: seconds of what they
+    compute, and the other factor of those whose weights' gradients can be put off."""
+
+    seconds: Mapping[fx.Node, Both]
+    factors: Mapping[fx.Node, fx.Node]
+
+    @classmethod
+    def of(cls, block: Block, device: Device) -> Computed:
+        seconds = {node: _computed(node, device) for node in block.ops}
+        factors = ((node, weight_product(node)) for node in block.ops)
+        return cls(seconds, {node: factor for node, factor in factors if factor is not None})
+
+
+def block_cost(block: Block, machine: Machine, computed: Computed | None = None) -> BlockCost:
+    """What the ops of ``block``, which is local on all axes, take; ``wires`` and compute add up to the passes. What it
+    ``computed`` is kept by whoever asks for several machines with one device."""
+    computed = computed or Computed.of(block, machine.device)
+    found = {node: _op_cost(node, machine, computed.seconds[node]) for node in block.ops}
     weights = 0.0
     later: dict[fx.Node, int] = {}
     for node, cost in found.items():
-        if (factor := weight_product(node)) is not None:
+        if (factor := computed.factors.get(node)) is not None:
             weights += cost.seconds(1) / max(1, sum(info(o).meta.needs_grad for o in operands(node)))
             later[factor] = info(factor).meta.bytes
             later[node] = info(node).meta.bytes  # the gradient of the result
@@ -172,7 +189,7 @@ def block_cost(block: Block, machine: Machine) -> BlockCost:
 
 def sent_by(nodes: Iterable[fx.Node], machine: Machine) -> dict[Wire, Both]:
     """What some ops of a block that is local on all axes send, and doesn't run beside their own work."""
-    return _sums(_op_cost(node, machine).exposed for node in nodes)
+    return _sums(_op_cost(node, machine, _computed(node, machine.device)).exposed for node in nodes)
 
 
 def _sums(parts: Iterable[Mapping[Wire, Sequence[float]]]) -> dict[Wire, Both]:
@@ -212,11 +229,24 @@ def _is_weight(node: fx.Node, dims: int) -> bool:
     return info(node).role == "parameter" and info(node).meta.needs_grad and len(info(node).meta.shape) == dims
 
 
-def _op_cost(node: fx.Node, machine: Machine) -> _OpCost:
-    if isinstance(node.target, RuntimeOp) and "src" in node.kwargs:
-        return _transition_cost(node, machine)
+def _is_transition(node: fx.Node) -> bool:
+    return isinstance(node.target, RuntimeOp) and "src" in node.kwargs
+
+
+def _computed(node: fx.Node, device: Device) -> Both:
+    if _is_transition(node):
+        return 0.0, 0.0
     op = fullest(node, Op.of(node))
-    cost = _OpCost(*pass_seconds(node, op, lookup(op.name), _whole(node), 1, machine.device))
+    return pass_seconds(node, op, lookup(op.name), _whole(node), 1, device)
+
+
+def _op_cost(node: fx.Node, machine: Machine, computed: Both) -> _OpCost:
+    if _is_transition(node):
+        return _transition_cost(node, machine)
+    cost = _OpCost(*computed)
+    if not any(choice.form for choice in info(node).choices.values()):
+        return cost  # it sends nothing
+    op = fullest(node, Op.of(node))
     one_way = _journey_seconds(node, op, machine)
     if one_way is not None:
         wire = ("+".join(exchange_axes(_routing(node))), "all_to_all")

@@ -22,7 +22,7 @@ from autopar.options import Options
 from autopar.passes.hoist import parameter_sums
 from autopar.passes.vocabulary import STAGELESS
 from autopar.planner.activations import Activations
-from autopar.planner.block_costs import BlockCost, Machine, block_cost
+from autopar.planner.block_costs import BlockCost, Computed, Machine, block_cost
 from autopar.planner.build import Local, Placed, Request, activations_of, begin, place_inner, split_rows
 from autopar.planner.pipeline import Wanted
 from autopar.planner.rulings import Rulings
@@ -79,6 +79,7 @@ class Profile:
     placed: Placed
     costs: list[BlockCost]
     units: list[Unit]
+    computed: list[Computed]
     _hulls: dict[tuple[int, str], tuple[Array, Array]] = field(default_factory=dict)
     _costs: dict[Mesh, list[BlockCost]] = field(default_factory=dict)
 
@@ -188,7 +189,8 @@ class Profile:
     def costs_on(self, machine: Machine) -> list[BlockCost]:
         """What blocks cost there."""
         if machine.mesh not in self._costs:
-            self._costs[machine.mesh] = [block_cost(block, machine) for block in self.model.blocks]
+            pairs = zip(self.model.blocks, self.computed, strict=True)
+            self._costs[machine.mesh] = [block_cost(block, machine, computed) for block, computed in pairs]
         return self._costs[machine.mesh]
 
 
@@ -257,8 +259,10 @@ class Profiler:
         request = Request(mesh, microbatches, self.cluster, wanted, options, load, state, key.streamed)
         placed = place_inner(self._rows(key, request), request)
         machine = Machine.of(self.cluster, placed.request.mesh, options.zero_ranks)
-        costs = [block_cost(block, machine) for block in placed.model.blocks]
-        return Profile(key, placed, costs, units_of(placed.model, costs))
+        computed = [Computed.of(block, machine.device) for block in placed.model.blocks]
+        pairs = zip(placed.model.blocks, computed, strict=True)
+        costs = [block_cost(block, machine, compute) for block, compute in pairs]
+        return Profile(key, placed, costs, units_of(placed.model, costs), computed)
 
     def _rows(self, key: Key, request: Request) -> Local:
         """The model local to microbatches and dp, which profiles have in common that split rows further."""

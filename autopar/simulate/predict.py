@@ -14,7 +14,7 @@ Peers answer at once: a rank that waits for one to take a message holds that mes
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -50,16 +50,24 @@ from autopar.storages import Phase
 
 @dataclass(frozen=True)
 class _Tried:
-    """What a rank that was run holds, and what each of its actions took."""
+    """What ranks that were run hold, and what each of their actions took."""
 
     memory: RankMemory
     phases: Mapping[Key, Phase]
 
+    def knows(self, keys: Iterable[Key]) -> bool:
+        return self.phases.keys() >= set(keys)
+
+    def or_else(self, other: _Tried) -> _Tried:
+        """With what actions of ``other`` took, that are none of these."""
+        return replace(self, phases={**other.phases, **self.phases})
+
     def composed(self, actions: Mapping[Action, Key]) -> RankMemory:
         """Along the list of a rank whose actions took as much."""
         begin = next(phase for phase in self.memory.phases if phase.label == BEGIN)
-        steps = [(BEGIN, begin), *((str(action), self.phases[key]) for action, key in actions.items())]
-        phases = tuple(_composed(steps))
+        changes = {key: _Change.of(self.phases[key]) for key in set(actions.values())}
+        steps = [(BEGIN, _Change.of(begin)), *((str(action), changes[key]) for action, key in actions.items())]
+        phases = tuple(_composed(begin, steps))
         return replace(self.memory, phases=phases, host_peak_bytes=max(phase.host_bytes[1] for phase in phases))
 
 
@@ -69,7 +77,7 @@ class Known:
     all that it depends on."""
 
     shapes: Shapes = field(default_factory=Shapes)
-    ranks: dict[Hashable, list[_Tried]] = field(default_factory=lambda: defaultdict(list))
+    ranks: dict[Hashable, _Tried] = field(default_factory=dict)
     tapes: dict[Hashable, Tapes] = field(default_factory=lambda: defaultdict(Tapes))
 
 
@@ -93,14 +101,15 @@ def predicted_memory(
         if is_asynchronous(actions):
             return on_shapes(job, batch, rank, measure, before.shapes, device)
         wanted = keys(actions, job.stages(rank), job.schedule.microbatches)
-        known = before.ranks[common, likeness(job, rank)]
-        if not any(one.phases.keys() >= set(wanted.values()) for one in known):
+        alike = common, likeness(job, rank)
+        known = before.ranks.get(alike)
+        if known is None or not known.knows(wanted.values()):
             memory = tried(rank)
             by_label = {phase.label: phase for phase in memory.phases}
             run = [(key, by_label[str(action)]) for action, key in wanted.items() if str(action) in by_label]
-            known.insert(0, _Tried(memory, dict(reversed(run))))  # of those alike, the first
-        found = next(one for one in known if one.phases.keys() >= set(wanted.values()))
-        return found.composed(wanted)
+            found = _Tried(memory, dict(reversed(run)))  # of those alike, the first
+            known = before.ranks[alike] = found if known is None else known.or_else(found)
+        return known.composed(wanted)
 
     return of_each_index(job, predicted)
 
@@ -178,22 +187,36 @@ def waiting_bytes(job: Job, rank: int) -> int:
     return max(sizes, default=0)
 
 
-def _composed(steps: Iterable[tuple[str, Phase]]) -> Iterator[Phase]:
-    """A phase for each label, changed from the one before by what another phase changes."""
-    now: Counter[str] | None = None
-    host = 0
-    for label, phase in steps:
-        if now is None:
-            now, host = Counter(phase.start), phase.host_bytes[0]
-        end = _moved(now, phase.start, phase.end)
-        before, peak, after = (host + bytes_ - phase.host_bytes[0] for bytes_ in phase.host_bytes)
-        yield Phase(label, now, _moved(now, phase.start, phase.peak), end, (before, peak, after))
+@dataclass(frozen=True)
+class _Change:
+    """By how much a phase changes what is there until its peak, and until its end: of each kind, and on the host."""
+
+    peak: Mapping[str, int]
+    end: Mapping[str, int]
+    host_bytes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, phase: Phase) -> _Change:
+        peak, end = _difference(phase.start, phase.peak), _difference(phase.start, phase.end)
+        return cls(peak, end, tuple(bytes_ - phase.host_bytes[0] for bytes_ in phase.host_bytes))
+
+
+def _difference(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
+    return {kind: after.get(kind, 0) - before.get(kind, 0) for kind in before.keys() | after.keys()}
+
+
+def _composed(begin: Phase, steps: Iterable[tuple[str, _Change]]) -> Iterator[Phase]:
+    """A phase for each label, changed from the one before; the first begins as ``begin`` did."""
+    now, host = begin.start, begin.host_bytes[0]
+    for label, change in steps:
+        end = _moved(now, change.end)
+        before, peak, after = (host + bytes_ for bytes_ in change.host_bytes)
+        yield Phase(label, now, _moved(now, change.peak), end, (before, peak, after))
         now, host = end, after
 
 
-def _moved(now: Counter[str], before: Mapping[str, int], after: Mapping[str, int]) -> Counter[str]:
-    """``now``, changed by what changed from ``before`` to ``after``."""
-    moved = Counter(now)
-    for kind in before.keys() | after.keys():
-        moved[kind] += after.get(kind, 0) - before.get(kind, 0)
-    return moved
+def _moved(now: Mapping[str, int], changes: Mapping[str, int]) -> Mapping[str, int]:
+    """``now``, changed; itself where nothing does."""
+    if not any(change or kind not in now for kind, change in changes.items()):
+        return now
+    return {**now, **{kind: now.get(kind, 0) + change for kind, change in changes.items()}}

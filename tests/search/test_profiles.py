@@ -8,6 +8,7 @@ import numpy as np
 
 from autopar import Cluster
 from autopar.mesh import Mesh
+from autopar.planner.block_costs import Machine, block_cost
 from autopar.planner.build import Request, _moved_seconds
 from autopar.planner.pipeline import Wanted
 from autopar.search.profiles import Key, Profile
@@ -48,6 +49,20 @@ def profile_of(mesh: Mesh, *, streamed: bool) -> Profile:
     found = search_of("gpt2", 8, mesh.world, BUSY).profiler.of(key, mesh, 2)
     assert found is not None
     return found
+
+
+def test_costs_elsewhere_are_those_of_blocks_that_are_looked_at_again() -> None:
+    """Though what ops compute is known already."""
+    profile = profile_of(Mesh(dp=2, tp=2), streamed=False)
+    for mesh in (Mesh(dp=2, tp=2), Mesh(pp=2, dp=2, tp=2)):
+        machine = Machine.of(BUSY, mesh)
+        found = profile.costs_on(machine)
+        again = [block_cost(block, machine) for block in profile.model.blocks]
+        assert found == again
+        assert [(cost.op_seconds, cost.wires, cost.hidden) for cost in found] == [
+            (cost.op_seconds, cost.wires, cost.hidden) for cost in again
+        ]
+        assert any(cost.wires for cost in found)
 
 
 def test_weights_that_move_with_each_microbatch_are_split_further() -> None:

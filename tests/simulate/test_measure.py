@@ -14,7 +14,8 @@ from torch import nn
 import autopar
 from autopar.errors import ArgumentError
 from autopar.runtime.job import Job
-from autopar.schedules import Action, generate
+from autopar.schedules import Action, generate, lower
+from autopar.schedules.offloads import offload_activations
 from autopar.simulate.alike import keys, stand_ins
 from autopar.simulate.alone import run_alone
 from autopar.simulate.likeness import likeness
@@ -179,9 +180,26 @@ def test_what_was_run_serves_other_jobs_as_far_as_they_are_alike() -> None:
     found = [predicted_memory(job, batch, known) for job in jobs]
     assert found == [predicted_memory(job, batch) for job in jobs]
     assert found[0] != found[2]
-    runs = sum(map(len, known.ranks.values()))
+    runs = {key: len(one.phases) for key, one in known.ranks.items()}
     assert found[1] == predicted_memory(jobs[1], batch, known)
-    assert runs == sum(map(len, known.ranks.values()))
+    assert runs == {key: len(one.phases) for key, one in known.ranks.items()}
+
+
+def test_ranks_that_are_alike_tell_each_other_what_their_actions_take() -> None:
+    """Of three that are, one has its first stage's activations on the host, one its second's; the third needs no run
+    of its own."""
+    batch = {"x": torch.randn(8 * 3000, 8)}
+    given: dict[str, Any] = {"schedule": "interleaved", "chunks": 2, "microbatches": 8, "cluster": FAST}
+    job = compile_pinned(Chain(20), 5, sample=batch, mesh={"pp": 5}, offload=("activations",), **given).job
+    plain = lower(generate("interleaved", 5, 8, chunks=2))
+    job, known = job.like(schedule=offload_activations(plain, [1, 7, 3, 8])), Known()
+    found = predicted_memory(job, batch, known)
+    assert likeness(job, 1) == likeness(job, 2) == likeness(job, 3)
+    for index in range(5):
+        whole = on_shapes(job, batch, job.mesh.rank(pp=index), measure)
+        assert [summed(phase) for phase in found[index].phases] == [summed(phase) for phase in whole.phases]
+    assert found[1].host_peak_bytes != found[3].host_peak_bytes
+    assert len(known.ranks) == 3
 
 
 def test_fake_tensors_hold_what_real_ones_do() -> None:
