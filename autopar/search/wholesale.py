@@ -186,14 +186,16 @@ def least_seconds(
     until = backward if ranks.ends else layers.inputs
     latency = layers.count * (forward + until) + (0.0 if ranks.spreads_head else layers.beside[0])
     found = np.maximum(np.maximum(mean + beside + waited, slowest), latency)
-    result: Array = np.maximum(found, _moved(layers, stored, ranks, microbatches)) if ranks.goes_on else found
+    moves = ranks.goes_on and stored[:, 1:3].any()
+    result: Array = np.maximum(found, _moved(layers, stored, ranks, microbatches)) if moves else found
     return result
 
 
 def _passes(layers: Layers, stored: Array) -> tuple[Array, Array]:
     """By way, seconds of a layer's forward and backward, which wait for no gather: what others wait for."""
     forward, backward = np.full(len(stored), layers.forward), layers.inputs + layers.weights + stored[:, 3]
-    return forward + _slowed(forward, stored[:, 1], stored[:, 4]), backward
+    held = stored[:, 4]
+    return forward + _slowed(forward, stored[:, 1], held) if held.any() else forward, backward
 
 
 def _moved(layers: Layers, stored: Array, ranks: Ranks, microbatches: int) -> Array:
@@ -224,17 +226,25 @@ def _least(
     passing = stored[:, 5] * ranks.passing[0] + stored[:, 6] * ranks.passing[1]
     room = budget - working[:, None] - (stored[:, :1] * count + passing[:, None])[:, None, :]  # [way, rank, n]
     rows = _rows(layers, stored, ranks, microbatches, room, count, host)
+    more = rows.copy()
     with np.errstate(invalid="ignore"):
-        more = np.diff(rows, axis=2, prepend=0.0) * ranks.share[:, None]
-    more = np.where(np.isfinite(rows), more, np.inf)
-    waited = np.multiply.outer(forward, ranks.waits[0]) + np.multiply.outer(backward, ranks.waits[1])
-    nearest = waited.min(axis=2)
-    more += nearest[:, :, None]
-    starts = rows + ((forward + (backward if ranks.ends else 0.0))[:, None] * ranks.ahead)[:, :, None]
-    first = np.arange(most) < ranks.must.sum(axis=1)[:, None]  # [rank, n]: layers that it has in any case
-    left = layers.count - int(first.sum())
-    fixed = np.where(first, more, 0.0).sum(axis=(1, 2)) + ((waited - nearest[:, :, None]) * ranks.must).sum(axis=(1, 2))
-    chosen, slowest = _lowest(np.where(first, np.inf, more), left), _lowest(starts, layers.count)
+        more[:, :, 1:] -= rows[:, :, :-1]
+        more *= ranks.share[:, None]
+    more[~np.isfinite(rows)] = np.inf
+    starts = rows
+    if ranks.ahead.any():
+        starts = rows + ((forward + (backward if ranks.ends else 0.0))[:, None] * ranks.ahead)[:, :, None]
+    left, fixed, free = layers.count, np.zeros(len(stored)), more
+    if any(waits.any() for waits in ranks.waits):
+        waited = np.multiply.outer(forward, ranks.waits[0]) + np.multiply.outer(backward, ranks.waits[1])
+        nearest = waited.min(axis=2)
+        more += nearest[:, :, None]
+        fixed = ((waited - nearest[:, :, None]) * ranks.must).sum(axis=(1, 2))
+    if ranks.must.any():
+        first = np.arange(most) < ranks.must.sum(axis=1)[:, None]  # [rank, n]: layers that it has in any case
+        left -= int(first.sum())
+        fixed, free = np.where(first, more, 0.0).sum(axis=(1, 2)) + fixed, np.where(first, np.inf, more)
+    chosen, slowest = _lowest(free, left), _lowest(starts, layers.count)
     pairs = ((chosen, more), (slowest, starts))
     reached = any(low.size and (low[:, -1, None] > all_[:, :, -1] * _ROUNDED).any() for low, all_ in pairs)
     return fixed + chosen.sum(axis=1), slowest[:, -1], bool(reached)
@@ -253,7 +263,8 @@ def _rows(
     each = _room_of_each(layers, ranks, room, count, host.moments if host is not None else ranks.all_moments)
     extra = np.interp(-each, -layers.saved, layers.extra)
     rows = microbatches * count * _layer_passes(layers, stored, ranks, count, extra)[1]
-    if ranks.count > 1 and not ranks.goes_on:  # the first gather is over when the first forward begins
+    if ranks.count > 1 and not ranks.goes_on and stored[:, 1].any():
+        # The first gather is over when the first forward begins.
         rows -= count * np.maximum(0.0, stored[:, 1] - layers.forward)[:, None, None]
     if host is not None:
         rows = np.maximum(rows, _copied(layers, stored, ranks, microbatches, room, count, host))
@@ -264,15 +275,21 @@ def _rows(
 def _room_of_each(layers: Layers, ranks: Ranks, room: Array, count: Array, moments: Array) -> Array:
     """``[way, rank, n]``: bytes of a microbatch that each of n layers may keep on average; negative where a rank has no
     room at all."""
-    least = np.full(room.shape, np.inf)
+    least: Array | None = None
     for waiting, later in moments:
-        kept, left = waiting[:, None] * count, room - layers.later * later[:, None] * count
-        with np.errstate(divide="ignore", invalid="ignore"):
-            each = np.where(kept > 0, left / kept, np.where(left < 0, -np.inf, np.inf))
-            if ranks.transient:
-                again = (left - layers.saved[0]) / np.maximum(kept - 1, 1e-9)
-                each = np.where((kept > 1) & (each < layers.saved[0]), np.minimum(each, again), each)
-        least = np.minimum(least, each)
+        kept, left = waiting[:, None] * count, room
+        if layers.later and later.any():
+            left = room - layers.later * later[:, None] * count
+        if waiting.min() > 0:
+            each = left / kept
+        else:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                each = np.where(kept > 0, left / kept, np.where(left < 0, -np.inf, np.inf))
+        if ranks.transient:
+            again = (left - layers.saved[0]) / np.maximum(kept - 1, 1e-9)
+            each = np.where((kept > 1) & (each < layers.saved[0]), np.minimum(each, again), each)
+        least = each if least is None else np.minimum(least, each)
+    assert least is not None
     return least
 
 
@@ -281,22 +298,24 @@ def _layer_passes(layers: Layers, stored: Array, ranks: Ranks, count: Array, ext
     seconds in the backward. Passes of one stage last as long as its weights are gathered for them. A scatter runs
     beside the pass that completes gradients but for those of each stage's first layer."""
     gathered, scattered, added, held = (stored[:, i, None, None] for i in (1, 2, 3, 4))
+    gathers, scatters, holds = map(bool, stored[:, [1, 2, 4]].any(axis=0))
     completing = layers.weights + added
     forward = np.full_like(gathered, layers.forward)
     backward = layers.inputs + extra + (0.0 if ranks.puts_off else completing)
-    beside = np.maximum(0.0, 1 - ranks.stages / count) * np.minimum(
-        scattered, completing if ranks.puts_off else backward
-    )
-    forward = forward + _slowed(forward, gathered, held)
-    if ranks.puts_off:
-        completing = completing + _slowed(completing, beside, held)
-        backward = backward + _slowed(backward, gathered, held)
-    else:
-        backward = backward + _slowed(backward, gathered + beside, held)
-    if not ranks.goes_on:
+    if holds:
+        beside = np.maximum(0.0, 1 - ranks.stages / count) * np.minimum(
+            scattered, completing if ranks.puts_off else backward
+        )
+        forward = forward + _slowed(forward, gathered, held)
+        if ranks.puts_off:
+            completing = completing + _slowed(completing, beside, held)
+            backward = backward + _slowed(backward, gathered, held)
+        else:
+            backward = backward + _slowed(backward, gathered + beside, held)
+    if gathers and not ranks.goes_on:
         forward, backward = np.maximum(forward, gathered), np.maximum(backward, gathered)
     both = forward + backward + (completing if ranks.puts_off else 0.0)
-    if not ranks.goes_on:
+    if scatters and not ranks.goes_on:
         both = np.maximum(both, scattered - (completing if ranks.puts_off else backward))
     return forward, both
 
