@@ -80,6 +80,11 @@ def _of_block(block: BlockPlan) -> Iterator[str]:
                 yield f"{where}.choices.{axis}: {choice!r} doesn't read as 'S(1), R -> S(1)'"
         for message in node.messages:
             yield from _unknown(f"{where}.messages", message.axis.split("+"))
+    known = {node.name for node in block.nodes}
+    for number, way in enumerate(block.recompute):
+        for name in itertools.chain.from_iterable(way.regions):
+            if name not in known:
+                yield f"blocks[{block.name}].recompute[{number}].regions: there is no node {name!r}"
 
 
 def _is_choice(text: str) -> bool:
@@ -104,8 +109,8 @@ def _of_recomputation(plan: Plan) -> Iterator[str]:
     offered = {path: len(block.recompute) for block in plan.blocks for path in block.paths}
     for number, stage in enumerate(plan.stage_plans):
         for unit, point in zip(stage.units, stage.recompute, strict=False):
-            if point > offered.get(unit, point):
-                yield f"stage_plans[{number}].recompute: {unit!r} takes choice {point} of {offered[unit]}"
+            if point > offered.get(unit, 0):
+                yield f"stage_plans[{number}].recompute: {unit!r} takes choice {point} of {offered.get(unit, 0)}"
 
 
 def _of_experts(row: ExpertsPlan) -> Iterator[str]:

@@ -88,6 +88,22 @@ def test_recomputation_is_a_choice_that_blocks_offer(plan: Plan) -> None:
         Plan.from_json(changed(plan, "stage_plans.0.recompute", choices))
 
 
+def test_only_units_of_blocks_recompute(plan: Plan) -> None:
+    stage = plan.stage_plans[0].model_dump(mode="json")
+    units = ["nowhere", *stage["units"][1:]]
+    stage |= {"units": units, "recompute": [1] + [0] * (len(units) - 1)}
+    with pytest.raises(PlanError, match=r"stage_plans\[0\].recompute: 'nowhere' takes choice 1 of 0"):
+        Plan.from_json(changed(plan, "stage_plans.0", stage))
+
+
+def test_regions_are_of_nodes(plan: Plan) -> None:
+    name = plan.blocks[0].nodes[0].name
+    way = {"saved": [], "saved_bytes": 0, "seconds": 0.0, "transient_bytes": 0}
+    Plan.from_json(changed(plan, "blocks.0.recompute", [{"regions": [[name, name]], **way}]))
+    with pytest.raises(PlanError, match=r"blocks\[.*\].recompute\[0\].regions: there is no node 'nowhere'"):
+        Plan.from_json(changed(plan, "blocks.0.recompute", [{"regions": [[name, "nowhere"]], **way}]))
+
+
 def test_messages_go_along_axes(plan: Plan) -> None:
     places = ((b, n) for b, block in enumerate(plan.blocks) for n, node in enumerate(block.nodes) if node.messages)
     block, node = next(places)
