@@ -298,7 +298,7 @@ def _layer_passes(layers: Layers, stored: Array, ranks: Ranks, count: Array, ext
     seconds in the backward. Passes of one stage last as long as its weights are gathered for them. A scatter runs
     beside the pass that completes gradients but for those of each stage's first layer."""
     gathered, scattered, added, held = (stored[:, i, None, None] for i in (1, 2, 3, 4))
-    gathers, scatters, holds = map(bool, stored[:, [1, 2, 4]].any(axis=0))
+    gathers, scatters, holds = (bool(stored[:, i].any()) for i in (1, 2, 4))
     completing = layers.weights + added
     forward = np.full_like(gathered, layers.forward)
     backward = layers.inputs + extra + (0.0 if ranks.puts_off else completing)
