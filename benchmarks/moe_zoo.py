@@ -2,8 +2,9 @@
 
 ``megatron_moe_modelzoo.csv`` is the tables of the zoo's readme; the readme's text beside a table is in :data:`TABLES`.
 ``megatron_moe_modelzoo_scripts.csv`` is what its launch scripts say. A row's degrees, schedule, batch and recomputation
-are pinned; the model is ``transformers``' own, of the published config, and goes the whole way from capture to
-timeline. Nothing is fitted.
+are pinned; the model is ``transformers``' own, of the published config, with one op for each of Megatron's kernels
+(:mod:`fused_kernels`), and goes the whole way from capture to timeline. Nothing is fitted. Rows that moved tokens as no
+program of ours does are planned as the nearest that one does; :attr:`Run.differs` says how they differ.
 
 Megatron counts 2 FLOP per multiply-add, three times for forward and backward, attention halved by causality, nothing
 for recomputation (``num_floating_point_operations`` of its ``training.py``): :meth:`Sizes.flops` counts alike, so that
@@ -20,6 +21,7 @@ from functools import partial
 from typing import Final
 
 from audited import largest_difference
+from fused_kernels import fused_kernels
 from models import llama_batch, mixtral_8x22b, qwen3_235b
 from processes import in_fork
 from published_runs import layer_ops, recomputing
@@ -79,6 +81,7 @@ TABLES: Final[Mapping[str, Row]] = {
         "EP": "8",
         "MBS": "1",
         "recompute": "layernorm, moe",
+        "Dispatcher": "DeepEP",
     },
     "GB200": {"Model": QWEN},
     "GB300": {"Model": QWEN},
@@ -122,6 +125,7 @@ class Run:
     fully_sharded: bool
     notes: str
     tflops: float
+    dispatcher: str = "A2A"
 
     def __str__(self) -> str:
         degrees = " ".join(f"{axis}{size}" for axis, size in self.degrees.items() if size > 1)
@@ -155,6 +159,19 @@ class Run:
                 kept = tuple(axis for axis in borrowed if self.degrees[axis] > 1)
                 return Mesh(pp=pp, dp=dp // part, ep=part, cp=cp, tp=tp, borrowed=kept)
         raise ValueError(f"line {self.line}: ep {ep} can't be borrowed from dp {dp}, cp {cp} and tp {tp}")
+
+    @property
+    def differs(self) -> str:
+        """How the run moved tokens otherwise than programs of ours can, where that is between nodes; "" if it didn't.
+
+        Megatron puts experts on neighbouring ranks, whatever axes these are part of.
+        """
+        ep, node = self.degrees["ep"], Cluster.load(self.cluster).devices_per_node
+        if self.dispatcher == "DeepEP" and ep > node:
+            return "a token went once to each node, and on from there (DeepEP); ours goes there once for each rank"
+        if self.mesh.group(0, *self.mesh.expert_axes) != tuple(range(ep)):
+            return f"experts lay on {ep} neighbours, over tp and a part of cp; ours lie further apart, on several nodes"
+        return ""
 
     @property
     def microbatches(self) -> int:
@@ -221,6 +238,7 @@ def _run(row: Row) -> Run:
         fully_sharded=row["FSDP"] == "On",
         notes=row["Notes"],
         tflops=float(row["Per GPU TF"] or row["TFLOPS"].split()[0]),
+        dispatcher=row["Dispatcher"],
     )
 
 
@@ -249,13 +267,9 @@ def predictions(found: Iterable[Run], layers: int | None = None, *, audit: bool 
     than the model's are for tests. ``audit``: costs are read off the programs, too."""
     for (model, batch, sequence, splits), same in itertools.groupby(found, _captured_alike):
         sizes = MODELS[model]
-        captured = prepare(
-            sizes.model(layers or sizes.layers),
-            llama_batch(batch, sequence),
-            device="cuda",
-            precision="bf16",
-            splits_sequences=splits,
-        )[0]
+        with fused_kernels(sizes.model(layers or sizes.layers)) as made:
+            batch_ = llama_batch(batch, sequence)
+            captured = prepare(made, batch_, device="cuda", precision="bf16", splits_sequences=splits)[0]
         yield from (Predicted(run, *in_fork(partial(_plan, captured, run, audit))) for run in same)
 
 

@@ -77,6 +77,10 @@ class Run:
     copies_gathered: bool = False
     """Weights that are gathered for a pass arrive in one buffer, and are copied to where they are used on the stream of
     passes, as by FSDP2 (``foreach_all_gather_copy_out`` of torch.distributed)."""
+    waits_for_gathers: bool = False
+    """No weights are gathered, or gradients scattered, beside passes, as by DeepSpeed's ZeRO-3 until summer 2021: "each
+    all_gather calls torch.cuda.synchronize()" (github.com/deepspeedai/DeepSpeed, pull/1188; issues/1069 has prefetches
+    that were skipped). What is computed again is gathered again (arXiv 2104.07857, section 4.1)."""
     recomputed: Callable[[Block, int], Sequence[Pair]] | None = field(default=None, hash=False)
     """What of a block the run recomputes, where that is no mode of ours: first and last op of each part, of the call
     with that number."""
@@ -212,6 +216,8 @@ def _planned(model: Model, run: Run) -> _Planned:
     more = _late_seconds(built, run.request) if run.late_sums else 0.0
     if run.copies_gathered:
         more += _copied_seconds(built, run.request)
+    if run.waits_for_gathers:
+        more += _waited_seconds(built, run.request)
     return _Planned(built, pipeline, pipeline.timeline.makespan_seconds + more)
 
 
@@ -256,8 +262,7 @@ def _copied_seconds(built: Built, request: Request) -> float:
 
     Raises ValueError where there are several: passes of one may wait for others'.
     """
-    if built.plan.mesh.size("pp") > 1:
-        raise ValueError("copies of gathered weights are reckoned for one stage")
+    _check_one_stage(built)
     device, known = request.cluster.device, {}
     for call in built.model.calls:
         known |= {
@@ -267,6 +272,33 @@ def _copied_seconds(built: Built, request: Request) -> float:
     weights = [meta for meta in known.values() if meta.needs_grad]  # else a buffer
     each = sum(step.copy_seconds(w.numel, w.dtype.itemsize, w.dtype.itemsize, device) for w in weights)
     return 2 * request.microbatches * each
+
+
+def _waited_seconds(built: Built, request: Request) -> float:
+    """What a step takes longer if nothing is gathered or scattered beside a pass, which then nothing slows.
+
+    Raises ValueError where there are several stages.
+    """
+    _check_one_stage(built)
+    pipeline, machine = built.pipeline, Machine.of(request.cluster, request.mesh)
+    moves = MoveCosts(built.model, request.options, machine, pipeline.stages, pipeline.schedule.placement)
+    (stage,), (slowed,), costs = pipeline.stages, pipeline.slowed, pipeline.timeline.costs
+    alone = replace(
+        costs,
+        forward_seconds=(costs.forward_seconds[0] - slowed.forward,),
+        backward_seconds=(costs.backward_seconds[0] - slowed.backward,),
+        gather_seconds=(0.0,),
+        scatter_seconds=(0.0,),
+    )
+    gathers = 3 if request.options.recompute == "full" else 2
+    each = gathers * moves.gather_seconds(stage) + moves.scatter_seconds(stage)
+    passes = simulate_timeline(pipeline.schedule, alone).makespan_seconds
+    return passes + request.microbatches * each - pipeline.timeline.makespan_seconds
+
+
+def _check_one_stage(built: Built) -> None:
+    if len(built.pipeline.stages) > 1:
+        raise ValueError("what gathers add to a step is reckoned for one stage")
 
 
 def _tried(run: Run) -> Iterator[Run]:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from transformers.models.qwen3_moe import modeling_qwen3_moe
+
+from autopar.api import prepare
+from autopar.graph import info, op_name
 
 ROOT = Path(__file__).parents[1]
 ROWS = ROOT / "tests/data/vocab_parallel_artifact_rows.csv"
@@ -150,6 +155,25 @@ def test_copies_of_gathered_weights_take_their_time(fidelity: ModuleType) -> Non
     assert copied.seconds - plain.seconds == pytest.approx(2 * 2 * elements * 2 * 2 / rate, rel=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("recompute", "gathers"), [("none", 2), ("full", 3)])
+def test_passes_that_wait_for_gathers_have_none_beside_them(fidelity: ModuleType, recompute: str, gathers: int) -> None:
+    """A step is its passes, which nothing slows, its gathers and scatters, and the update, one after the other."""
+    runs = importlib.import_module("published_runs")
+    sizes = runs.LlamaSizes(4, 1024, 8, 2, 2048, 8192, 512)
+    options = {"zero": 3, "recompute": recompute}
+    run = runs.Run("small", "a100", sizes, {"dp": 16}, 1, 32, 1.0, options=options, waits_for_gathers=True)
+    found = runs._best(runs.captured(sizes, run.batch), run)
+    pipeline, machine = found.pipeline, runs.Machine.of(run.request.cluster, run.mesh)
+    costs, (slowed,) = pipeline.timeline.costs, pipeline.slowed
+    moves = runs.MoveCosts(found.built.model, run.request.options, machine, pipeline.stages, (0,))
+    assert slowed.forward > 0
+    passes = costs.forward_seconds[0] + costs.backward_seconds[0] - slowed.forward - slowed.backward
+    moved = gathers * moves.gather_seconds(pipeline.stages[0]) + moves.scatter_seconds(pipeline.stages[0])
+    once = costs.begin_seconds[0] + costs.reduce_seconds[0] + costs.step_seconds[0] + costs.end_seconds[0]
+    assert found.seconds == pytest.approx(2 * (passes + moved) + once, rel=1e-6)
+
+
 def test_plain_ops_of_llama_compute_the_same(fidelity: ModuleType) -> None:
     """Norms of one kernel or of several; positions as complex numbers or as halves, whose order differs."""
     llama = importlib.import_module("published_llama")
@@ -225,6 +249,40 @@ def test_a_run_of_the_zoo_is_planned(fidelity: ModuleType) -> None:
     assert found.plan.microbatches == 4
     assert found.plan.mesh.replicas == 128
     assert found.seconds > 0
+
+
+def test_runs_of_the_zoo_that_moved_tokens_otherwise_say_so(fidelity: ModuleType) -> None:
+    """Over several nodes by DeepEP; or on neighbours that no axes of ours are."""
+    rows = fidelity.read(MEASUREMENTS / "megatron_moe_modelzoo_scripts.csv")
+    runs = {run.line: run for run in fidelity.moe_zoo.runs(zoo_rows(fidelity) + rows)}
+    assert [line for line, run in runs.items() if "DeepEP" in run.differs] == [14, 15]
+    assert [line for line, run in runs.items() if "neighbours" in run.differs] == [37, 38]
+    assert not any(run.differs for line, run in runs.items() if line not in {14, 15, 37, 38})
+
+
+def test_kernels_of_megatron_are_one_op_each(fidelity: ModuleType) -> None:
+    """Four norms, two positions and the product of SwiGLU; everything in bf16 but the router. The model's own functions
+    are back afterwards."""
+    fused = importlib.import_module("fused_kernels")
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 16, "vocab_size": 128}
+    counts = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4}
+    config = modeling_qwen3_moe.Qwen3MoeConfig(**sizes, **counts, num_experts_per_tok=2, use_cache=False)
+    with torch.device("meta"):
+        model = modeling_qwen3_moe.Qwen3MoeForCausalLM(config).train()
+    rotary = modeling_qwen3_moe.apply_rotary_pos_emb
+    ids = torch.zeros(2, 8, dtype=torch.int64, device="meta")
+    with fused.fused_kernels(model):
+        assert modeling_qwen3_moe.apply_rotary_pos_emb is fused.rotated
+        made = prepare(model, {"input_ids": ids, "labels": ids}, device="cuda", precision="bf16")[0]
+    assert modeling_qwen3_moe.apply_rotary_pos_emb is rotary
+    layer = next(block for block in made.blocks if any(op_name(node) == "combine" for node in block.ops))
+    ops = Counter(op_name(node) for node in layer.ops)
+    assert (ops["aten.rms_norm.default"], ops["aten.mul.Tensor"], ops["aten.silu.default"]) == (4, 3, 0)
+    assert not ops.keys() & {"aten.pow.Tensor_Scalar", "aten.cat.default", "aten.neg.default"}
+    norms = [node for node in layer.ops if op_name(node) in {"aten.rms_norm.default", "aten.mul.Tensor"}]
+    assert {info(node).meta.dtype for node in norms} == {torch.bfloat16}
+    with pytest.raises(ValueError, match="no RMSNorm"), fused.fused_kernels(torch.nn.Linear(2, 2)):
+        pass
 
 
 def test_rank_correlation(fidelity: ModuleType) -> None:
