@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fake_tensor_cache
 from torch.autograd.graph import saved_tensors_hooks
 
 from autopar.planner.call_keys import key_of
@@ -96,7 +96,8 @@ class SavedByOp:
 
         memories = _Memories(self._mode, bytes_)
         given, named = (replaced(some, Laid, memories.tensor) for some in (args, kwargs))
-        with self._mode, saved_tensors_hooks(keep, _same), torch.set_grad_enabled(trains):
+        uncached = disable_fake_tensor_cache(self._mode)  # which hardly meets a call again: they are kept here
+        with uncached, self._mode, saved_tensors_hooks(keep, _same), torch.set_grad_enabled(trains):
             value = function(*given, **named)
         told = replaced(value, Tensor, memories.laid)
         kept = tuple(map(memories.number, saved))
