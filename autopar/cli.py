@@ -43,6 +43,7 @@ from autopar.schedules import Schedule as Actions
 from autopar.schedules.flow import COMPUTE, EXCHANGES, VOCABULARY_KINDS
 from autopar.schedules.pass_times import PassTimes
 from autopar.schedules.registry import SCHEDULES, placement
+from autopar.write import check_target
 
 _HELP = "Compile PyTorch models into parallel training programs."
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=_HELP)
@@ -93,6 +94,8 @@ def plan_command(
     """Plan a job: what isn't pinned is searched for. The model stays on the meta device unless the job is written;
     --json prints the plan."""
     _check_writable(out, html, svg, trace)
+    if write is not None:
+        check_target(write)
     named = options.resolved(meta=True)
     with live_progress(Console(stderr=True, quiet=json_)) as progress:
         job = options.job(named, gpus, progress, fronts=fronts)

@@ -27,7 +27,9 @@ class JobOptions:
     """What :func:`autopar.compile` is called with, as the command line gives it."""
 
     model: Annotated[str, typer.Argument(help="hf:path/to/config.json or package.module:factory")]
-    mesh: Annotated[str, typer.Option(help="degrees, all (pp=2,dp=2,tp=2) or some (tp=8) (default: searched)")] = ""
+    mesh: Annotated[
+        str | None, typer.Option(help="degrees, all (pp=2,dp=2,tp=2) or some (tp=8) (default: searched)")
+    ] = None
     microbatches: Annotated[int | None, typer.Option(help="microbatches per step (default: searched)")] = None
     microbatch: Annotated[int | None, typer.Option(help="rows of a microbatch on one rank, instead")] = None
     cluster: Annotated[
@@ -55,8 +57,8 @@ class JobOptions:
     recompute: Annotated[str | None, typer.Option(help="auto, none, selective or full (default: auto)")] = None
     budget: Annotated[float | None, typer.Option(help="GiB of a rank (default: the device's memory)")] = None
     offload: Annotated[
-        str, typer.Option(help="optimizer, parameters, activations (by commas), or none (default: searched)")
-    ] = ""
+        str | None, typer.Option(help="optimizer, parameters, activations (by commas), or none (default: searched)")
+    ] = None
     powersgd: Annotated[int | None, typer.Option(help="rank of compressed gradient sums (lossy)")] = None
     activations: Annotated[str | None, typer.Option(help="keep them exact, lossless (bits) or 8bit (lossy)")] = None
     head_chunks: Annotated[
@@ -84,7 +86,7 @@ class JobOptions:
             gpus,
             sample=named.sample,
             loss=named.loss,
-            mesh=_sizes(self.mesh),
+            mesh=None if self.mesh is None else _sizes(self.mesh),
             microbatches=self.microbatches,
             microbatch=self.microbatch,
             cluster=self.cluster,
@@ -102,10 +104,8 @@ class JobOptions:
     def _given(self) -> Given:
         """Of :class:`autopar.Options`, what was asked for; ``compile`` checks it."""
         asked = {name: getattr(self, name, None) for name in Given.__annotations__}
-        given = {
-            name: value for name, value in asked.items() if value is not None and value is not False and value != ""
-        }
-        if self.offload:
+        given = {name: value for name, value in asked.items() if value is not None and value is not False}
+        if self.offload is not None:
             parts = [part.strip() for part in self.offload.split(",")]
             given["offload"] = () if parts == ["none"] else tuple(parts)
         if self.budget is not None:
@@ -117,9 +117,7 @@ class JobOptions:
         return cast(Given, given)
 
 
-def _sizes(text: str) -> dict[str, int] | None:
-    if not text:
-        return None
+def _sizes(text: str) -> dict[str, int]:
     try:
         pairs = [(name.strip(), int(size)) for name, size in (part.split("=") for part in text.split(","))]
     except ValueError as error:

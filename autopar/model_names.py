@@ -34,17 +34,18 @@ def resolve(name: str, *, batch: int, sequence: int, dtype: str, meta: bool, see
     ``hf:config.json`` is a causal language model of ``transformers``, called with ``batch`` x ``sequence`` random
     tokens. ``package.module:factory`` is called without arguments and returns ``(model, sample)`` or
     ``(model, sample, loss)``.
-    Raises ArgumentError where there is no such model.
+    Raises ArgumentError where there is no such model, or a size or dtype is none.
     """
     torch.manual_seed(seed)
     for option, size in (("batch", batch), ("sequence", sequence)):
         if size < 1:
             raise ArgumentError(f"{option}={size}; it must be a whole number of at least 1")
+    wanted = _dtype(dtype)
     kind, _, rest = name.partition(":")
     if not (kind and rest):
         raise ArgumentError(f"{name!r} names no model; write hf:path/to/config.json or package.module:factory")
     if kind == "hf":
-        return _transformers(Path(rest), batch, sequence, _dtype(dtype), meta)
+        return _transformers(Path(rest), batch, sequence, wanted, meta)
     return _factory(kind, rest)
 
 

@@ -51,12 +51,12 @@ def write_directory(directory: Path, plan: Plan, job: Job) -> Path:
 
     Raises ArgumentError where ``directory`` exists and is not a job written before, or can't be written.
     """
+    check_target(directory)
     try:
-        _check_target(directory)
         directory.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
-    except (OSError, ValueError) as error:  # the latter of a path that can't be
-        raise ArgumentError(f"can't write {directory}: {getattr(error, 'strerror', None) or error}") from error
+    except (OSError, ValueError) as error:
+        raise _unwritable(directory, error) from error
     try:
         _write(staging, plan, job)
         staging.chmod(0o755)
@@ -73,11 +73,22 @@ def write_directory(directory: Path, plan: Plan, job: Job) -> Path:
     return directory
 
 
-def _check_target(directory: Path) -> None:
-    if directory.exists() and not directory.is_dir():
+def check_target(directory: Path) -> None:
+    """Raises ArgumentError where ``directory`` is a file, or holds something else than a job."""
+    try:
+        is_file = directory.exists() and not directory.is_dir()
+        is_other = directory.is_dir() and any(directory.iterdir()) and not (directory / "plan.json").exists()
+    except (OSError, ValueError) as error:
+        raise _unwritable(directory, error) from error
+    if is_file:
         raise ArgumentError(f"{directory} is a file; name a directory to write the job to")
-    if directory.is_dir() and any(directory.iterdir()) and not (directory / "plan.json").exists():
+    if is_other:
         raise ArgumentError(f"{directory} holds something else than a job; name an empty or a new directory")
+
+
+def _unwritable(directory: Path, error: Exception) -> ArgumentError:
+    """Of an OSError, or of the ValueError for a path that can't be."""
+    return ArgumentError(f"can't write {directory}: {getattr(error, 'strerror', None) or error}")
 
 
 def _write(directory: Path, plan: Plan, job: Job) -> None:

@@ -97,6 +97,34 @@ def test_from_python_and_from_the_command_line(
     assert printed == f"{error.__name__}: {' '.join(str(found).split())}"
 
 
+@pytest.mark.parametrize(
+    "option",
+    ["mesh", "offload", "schedule", "vocabulary", "cluster", "precision", "recompute", "activations", "attention"],
+)
+def test_an_option_that_says_nothing(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As from a shell's variable that isn't set."""
+    code, printed = refused_by_command(monkeypatch, capsys, "--gpus", "2", f"--{option}", "")
+    assert code == 2
+    assert re.match(r"(Argument|Cluster)Error: ", printed)
+
+
+def test_a_dtype_of_no_tensor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    code, printed = refused_by_command(monkeypatch, capsys, "--gpus", "2", "--dtype", "wide")
+    assert (code, printed.partition(";")[0]) == (2, "ArgumentError: 'wide' is not a floating-point dtype")
+
+
+def test_what_can_t_be_written_is_said_before_planning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes").write_text("something else")
+    for target, problem in ((tmp_path, "holds something else"), (tmp_path / "notes", "is a file")):
+        code, printed = refused_by_command(monkeypatch, capsys, "--gpus", "2", "--write", str(target))
+        assert code == 2
+        assert printed.startswith(f"ArgumentError: {target} {problem}")  # and nothing of a search before it
+
+
 def cli_mesh(text: str) -> dict[str, int]:
     return {axis: int(size) for axis, size in (part.split("=") for part in text.split(","))}
 
