@@ -95,7 +95,7 @@ ARROWS: dict[str, set[str]] = {
     "autopar": BELOW_API | {"api", "preparation", "verification"},  # autopar/__init__.py, the public names
     "calibrate": {"errors", "mesh", "cluster", "cost_models", "runtime"},
     "command_options": {"errors", "options", "cluster", "plan", "api", "model_names", "report"},
-    "cli": BELOW_API | {"api", "autopar", "calibrate", "command_options"},
+    "cli": BELOW_API | {"api", "autopar", "calibrate", "command_options", "write"},
     "__main__": {"cli"},
 }
 
