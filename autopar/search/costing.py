@@ -126,8 +126,15 @@ class Costing:
         """The same, by what has to be recomputed; inf where its layers can't fit."""
         if splits_further(point, profile):
             return 0.0
-        update = self._update_seconds(point, profile) if point.region.mesh.pp == 1 else 0.0
-        return self._memory_seconds(point, profile) + update
+        return self._memory_seconds(point, profile) + self.after_seconds(point, profile)
+
+    def after_seconds(self, point: Point, profile: Profile) -> float:
+        """What comes after all passes at least, however long these are: longer ones hide more of what is summed beside
+        the last. Nothing where those of other ranks may run meanwhile."""
+        if point.region.mesh.pp > 1 or splits_further(point, profile):
+            return 0.0
+        _, scattered, summed, updated = self._moves(point, profile)
+        return (scattered + summed) / len(profile.units) + updated
 
     def _mean_seconds(self, point: Point, profile: Profile) -> float:
         """Of the passes of a pipeline rank, on average."""
@@ -314,9 +321,12 @@ class Costing:
     ) -> list[float]:
         machine = self._machine(point)
         line = machine.lines.get(axes)
-        updated = step.optimizer_seconds(weights.elements // shards, machine.device)
+        away = masters_on_host(point.offload)
+        updated = step.optimizer_seconds(weights.elements // shards, machine.device, on_host=away)
+        rate = machine.device.host_bytes_per_second
+        copied = self.sent_bytes(weights) / shards / rate if away and rate else 0.0  # of summed gradients to the host
         if line is None or line.size == 1:
-            return [0.0, 0.0, 0.0, updated]
+            return [0.0, 0.0, copied, updated]
         sent = self.sent_bytes(summed)
         further = layers - 1 if self._streams(point) and shards > 1 else 0  # messages: each layer has its own
         gather = "all_gather", weights.copies - further, shards, line.shard
@@ -327,8 +337,8 @@ class Costing:
             "all_reduce", sent // shards, line.size // shards, line.replicate if shards > 1 else line.whole
         )
         if point.zero >= 2:
-            return [gathered, scattered, rest, updated]
-        return [gathered, 0.0, rest + (scattered if point.zero else 0.0), updated]
+            return [gathered, scattered, rest + copied, updated]
+        return [gathered, 0.0, rest + copied + (scattered if point.zero else 0.0), updated]
 
     def _machine(self, point: Point) -> Machine:
         return self.machine_of(point.region.mesh, point.zero_ranks)

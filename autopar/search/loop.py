@@ -308,7 +308,8 @@ class Search:
         if self._outlook is None or not points:
             found = [self.costing.bound(point, profile) for point in points]
         else:
-            found = [float(bound) for bound in self._outlook.bounds(points, profile, memory=memory)]
+            pairs = zip(points, self._outlook.bounds(points, profile, memory=memory), strict=True)
+            found = [float(bound) + self.costing.after_seconds(point, profile) for point, bound in pairs]
         if not memory:
             return found
         fits = [self.costing.may_fit(point, profile) for point in points]

@@ -131,3 +131,19 @@ def test_what_just_fits_isnt_said_not_to(region: Region) -> None:
         assert max(*bounds, tight.region_bound(region)) <= seconds * ROUNDED, (point, budget)
         fitting += 1
     assert fitting > 3
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_what_comes_after_passes_is_no_less_after_longer_ones(zero: int) -> None:
+    """Which hide more of what is summed beside them."""
+    search = search_of("gpt2", 8, 2, SLOW, offload=(), zero=zero, head_chunks=1)
+    search._begin()
+    region = Region(Mesh(dp=2), 2, 2)
+    profile = search.place(region)
+    assert profile is not None
+    (point, *_) = search.points_of(region)
+    slower = replace(profile, units=[replace(unit, backward=1e6 * unit.backward) for unit in profile.units])
+    after = search.costing.after_seconds(point, profile)
+    longest, shortest = (search.costing.under(search.pins.options)._update_seconds(point, p) for p in (slower, profile))
+    assert 0 < after <= longest * ROUNDED
+    assert longest < shortest
