@@ -27,8 +27,13 @@ _ALL = 5_000
 """Up to so many cuts are all tried."""
 
 _PAIRED = 200
+"""Of so many cuts, the best without pairs, pairs are looked at."""
+
 _SUMS = 200_000
+"""Up to so many choices of units, the sums that they may have are listed."""
+
 _STEPS = 500
+"""So many times one unit is moved, at most."""
 
 Key = tuple[int, ...]
 
@@ -58,13 +63,13 @@ def paces(seconds: Numbers, placement: Sequence[int], microbatches: int, *, pair
     of another at a time, and all wait for the longest of these pairs (not ``paired``: that is left out); twice as long
     a backward as a forward is taken for that.
     """
-    homes, by_rank = np.array(placement), _ByRank.of(placement)
+    by_rank = _ByRank.of(placement)
     ranks = len(by_rank.firsts)
     slowest: Numbers = by_rank.sums(seconds).max(axis=1)
     if not microbatches or len(placement) == ranks:
         return slowest * max(1, microbatches)
     step = microbatches * slowest
-    if paired and (homes == np.arange(len(homes)) % ranks).all():
+    if paired and by_rank.ranks:
         step = np.maximum(step, microbatches * _paired(seconds, ranks) // ranks)
     longest: Numbers = seconds.max(axis=1)
     return step + (ranks - 1) * longest

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from autopar.planner.chunk_cuts import _ByRank, _Search, paces
+from autopar.planner.chunk_cuts import _best, _bound, _ByRank, _moves, _Search, paces
 from autopar.planner.cuts import CutTable
 from autopar.planner.stages import Unit, partition
 from autopar.schedules import Costs, generate, lower, simulate_timeline
@@ -90,13 +91,15 @@ def test_what_ranks_hold_is_of_their_own_stages() -> None:
         assert by_rank.largest(values).tolist() == [[max(row[places]) for places in mine] for row in values]
 
 
+@pytest.mark.parametrize("values", [3, 9])
 @pytest.mark.parametrize(("by_seconds", "budget"), [(True, 60), (True, 1000), (False, 60)])
-def test_the_best_of_many_cuts_below_another_is_the_best_of_all(by_seconds: bool, budget: int) -> None:
-    """More cuts than pairs are looked at of, so that those above the other one are left out first."""
+def test_the_best_of_many_cuts_below_another_is_the_best_of_all(by_seconds: bool, budget: int, values: int) -> None:
+    """More cuts than pairs are looked at of, so that those above the other one are left out first. Of few different
+    ``values`` many cuts take as long, and differ by what ranks hold."""
     generator = np.random.default_rng(0)
     fewer = 0
     for _ in range(10):
-        times, saved, state, transient = (tuple(generator.integers(1, 9, 14).tolist()) for _ in range(4))
+        times, saved, state, transient = (tuple(generator.integers(1, values, 14).tolist()) for _ in range(4))
         placement = (0, 1, 2, 0, 1, 2)
         table = CutTable(times, (0, *times[1:]), state, saved, transient, 1, (3, 2, 1) * 2, placement, 8)
         search = _Search(table, budget, by_seconds=by_seconds)
@@ -104,9 +107,93 @@ def test_the_best_of_many_cuts_below_another_is_the_best_of_all(by_seconds: bool
         everything = search.least(cuts)
         assert everything is not None
         keys = search.keys(cuts, paired=True)
-        for key in sorted(map(tuple, keys.tolist()))[:20]:
+        for key in sorted({tuple(key) for key in keys.tolist()})[:20]:
             other = tuple(int(k) for k in key)
             found = search.least(cuts, other)
             fewer += found is not None
             assert (found[0] if found is not None else other) == min(everything[0], other)
     assert fewer > 100
+
+
+def random_table(generator: np.random.Generator, units: int, placement: tuple[int, ...], **given: int) -> CutTable:
+    times, sends, state, saved, transient = (tuple(generator.integers(1, 9, units).tolist()) for _ in range(5))
+    inflight = tuple(generator.integers(1, 4, len(placement)).tolist())
+    return CutTable(times, (0, *sends[1:]), state, saved, transient, given.get("shared", 1), inflight, placement, 8)
+
+
+def ranks_of(table: CutTable, starts: tuple[int, ...]) -> dict[int, list[tuple[int, int, int]]]:
+    """By rank, of its stages: seconds with the sends at both ends, KiB, the largest transient."""
+    found: dict[int, list[tuple[int, int, int]]] = {}
+    for stage, (first, end) in enumerate(itertools.pairwise((*starts, table.units))):
+        sent = table.sends[first] + (table.sends[end] if end < table.units else 0)
+        kept = table.inflight[stage] * (sum(table.saved[first:end]) + table.shared)
+        kib, transient = sum(table.state[first:end]) + kept, max(table.transient[first:end])
+        found.setdefault(table.placement[stage], []).append((sum(table.seconds[first:end]) + sent, kib, transient))
+    return found
+
+
+@pytest.mark.parametrize("placement", [(0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0)])
+def test_keys_are_of_what_ranks_take_and_hold(placement: tuple[int, ...]) -> None:
+    generator = np.random.default_rng(0)
+    for budget in (40, 60, 1000):
+        table = random_table(generator, 11, placement, shared=3)
+        cuts = [(0, *inner) for inner in itertools.combinations(range(1, 11), 5)]
+        rows = np.array([(*starts, 11) for starts in cuts])
+        keys, lean = (_Search(table, budget, by_seconds=by).keys(rows, paired=False) for by in (True, False))
+        for starts, key, other in zip(cuts, keys.tolist(), lean.tolist(), strict=True):
+            ranks = ranks_of(table, starts).values()
+            slowest = max(sum(seconds for seconds, _, _ in stages) for stages in ranks)
+            longest = max(seconds for stages in ranks for seconds, _, _ in stages)
+            largest = max(sum(kib for _, kib, _ in stages) + max(t for _, _, t in stages) for stages in ranks)
+            assert key == [max(0, largest - budget), 8 * slowest + 2 * longest, slowest, longest, largest]
+            assert other == [largest, slowest, longest]
+
+
+@pytest.mark.parametrize("lengths", [(1, 2, 3, 4, 5, 6, 7, 8), (1, 1, 1, 1, 30)])
+@pytest.mark.parametrize("placement", [(0, 1, 0, 1), (0, 1, 1, 0)])
+@pytest.mark.parametrize("send", [0, 2, None])
+def test_no_cut_has_a_faster_slowest_rank_than_the_bound(
+    send: int | None, placement: tuple[int, ...], lengths: tuple[int, ...]
+) -> None:
+    """Where all sends take the same time, the bound is mostly reached; ``None``: each takes another."""
+    generator = np.random.default_rng(0)
+    reached = 0
+    for _ in range(40):
+        table = replace(random_table(generator, 9, placement), seconds=tuple(generator.choice(lengths, 9).tolist()))
+        table = table if send is None else replace(table, sends=(0, *[send] * 8))
+        cuts = [(0, *inner) for inner in itertools.combinations(range(1, 9), 3)]
+        slowest = [max(sum(s for s, _, _ in stages) for stages in ranks_of(table, c).values()) for c in cuts]
+        bound = _bound(table)
+        assert bound <= min(slowest)
+        reached += bound == min(slowest)
+    assert reached >= (0 if send is None else 20)
+
+
+def test_some_rank_has_as_many_of_the_longest_units_as_the_mean_rounded_up() -> None:
+    """Two of three units of 20; the mean of both ranks is less."""
+    seconds = (20, 20, 20, 1, 1, 1, 1)
+    table = CutTable(seconds, (0, 1, 2, 3, 1, 2, 3), *[(0,) * 7] * 3, 0, (1,) * 4, (0, 1, 0, 1))
+    assert _bound(table) == 40
+
+
+def test_a_move_takes_a_unit_from_its_source() -> None:
+    cut = np.array([0, 3, 6, 9, 12])
+    moves, sources = _moves(4)
+    found = set()
+    for move, source in zip(moves, sources, strict=True):
+        more = np.diff(cut + move) - np.diff(cut)
+        assert more[source] == -1
+        assert sorted(more.tolist()) == [-1, 0, 0, 1]
+        found.add((int(source), int(more.argmax())))
+    assert len(found) == 4 * 3
+
+
+def test_no_move_makes_the_best_cut_better() -> None:
+    generator = np.random.default_rng(0)
+    for _ in range(6):
+        table = random_table(generator, 24, (0, 1, 2) * 3)
+        for search in (_Search(table, 200, by_seconds=True), _Search(table, 200, by_seconds=False)):
+            key, starts = _best(search)
+            cuts = np.array([*starts, 24]) + _moves(9)[0]
+            cuts = cuts[(np.diff(cuts) > 0).all(axis=1)]
+            assert key == min(map(tuple, [*search.keys(cuts, paired=True).tolist(), list(key)]))
