@@ -91,16 +91,18 @@ def test_what_ranks_hold_is_of_their_own_stages() -> None:
         assert by_rank.largest(values).tolist() == [[max(row[places]) for places in mine] for row in values]
 
 
+@pytest.mark.parametrize("placement", [(0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0)])
 @pytest.mark.parametrize("values", [3, 9])
 @pytest.mark.parametrize(("by_seconds", "budget"), [(True, 60), (True, 1000), (False, 60)])
-def test_the_best_of_many_cuts_below_another_is_the_best_of_all(by_seconds: bool, budget: int, values: int) -> None:
+def test_the_best_of_many_cuts_below_another_is_the_best_of_all(
+    by_seconds: bool, budget: int, values: int, placement: tuple[int, ...]
+) -> None:
     """More cuts than pairs are looked at of, so that those above the other one are left out first. Of few different
     ``values`` many cuts take as long, and differ by what ranks hold."""
     generator = np.random.default_rng(0)
     fewer = 0
     for _ in range(10):
         times, saved, state, transient = (tuple(generator.integers(1, values, 14).tolist()) for _ in range(4))
-        placement = (0, 1, 2, 0, 1, 2)
         table = CutTable(times, (0, *times[1:]), state, saved, transient, 1, (3, 2, 1) * 2, placement, 8)
         search = _Search(table, budget, by_seconds=by_seconds)
         cuts = np.array([(0, *inner, 14) for inner in itertools.combinations(range(1, 14), 5)])
@@ -174,6 +176,13 @@ def test_some_rank_has_as_many_of_the_longest_units_as_the_mean_rounded_up() -> 
     seconds = (20, 20, 20, 1, 1, 1, 1)
     table = CutTable(seconds, (0, 1, 2, 3, 1, 2, 3), *[(0,) * 7] * 3, 0, (1,) * 4, (0, 1, 0, 1))
     assert _bound(table) == 40
+
+
+def test_a_rank_may_have_all_units_but_one_of_each_other_stage() -> None:
+    """Seven of 10 against two of 34; of fewer units, none that isn't below the mean of 69 takes less than 74."""
+    seconds = (10, 10, 10, 10, 34, 10, 10, 10, 34)
+    table = CutTable(seconds, (0,) * 9, *[(0,) * 9] * 3, 0, (1,) * 4, (0, 1, 0, 1))
+    assert _bound(table) == 70 == _best(_Search(table, 0, by_seconds=True))[0][2]
 
 
 def test_a_move_takes_a_unit_from_its_source() -> None:
