@@ -24,7 +24,7 @@ from audited import largest_difference
 from fused_kernels import fused_kernels
 from models import llama_batch, mixtral_8x22b, qwen3_235b
 from processes import in_fork
-from published_runs import layer_ops, recomputing
+from published_runs import CAPTURED_LAYERS, deepened, layer_ops, recomputing
 from torch import nn
 
 from autopar.api import prepare
@@ -263,13 +263,16 @@ class Predicted:
 
 
 def predictions(found: Iterable[Run], layers: int | None = None, *, audit: bool = False) -> Iterator[Predicted]:
-    """The plan of each run's configuration, captured once for runs in a row of one model and batch. ``layers`` other
-    than the model's are for tests. ``audit``: costs are read off the programs, too."""
+    """The plan of each run's configuration, captured once for runs in a row of one model and batch: a few layers, as
+    all are alike, one of which is called again. ``layers`` other than the model's are for tests. ``audit``: costs are
+    read off the programs, too."""
     for (model, batch, sequence, splits), same in itertools.groupby(found, _captured_alike):
         sizes = MODELS[model]
-        with fused_kernels(sizes.model(layers or sizes.layers)) as made:
-            batch_ = llama_batch(batch, sequence)
-            captured = prepare(made, batch_, device="cuda", precision="bf16", splits_sequences=splits)[0]
+        count = layers or sizes.layers
+        options = {"device": "cuda", "precision": "bf16", "splits_sequences": splits}
+        with fused_kernels(sizes.model(min(count, CAPTURED_LAYERS))) as made:
+            few = prepare(made, llama_batch(batch, sequence), **options)[0]
+        captured = deepened(few, count - CAPTURED_LAYERS) if count > CAPTURED_LAYERS else few
         yield from (Predicted(run, *in_fork(partial(_plan, captured, run, audit))) for run in same)
 
 
