@@ -37,7 +37,7 @@ from autopar.graph import (
     op_name,
     operands,
 )
-from autopar.planner.saved_by_op import Laid, SavedByOp, replaced
+from autopar.planner.saved_by_op import Laid, OpCall, SavedByOp, replaced
 from autopar.rules.base import Op
 from autopar.rules.forms import FORMS, ON_CUDA
 from autopar.spmd import Type
@@ -48,8 +48,8 @@ _HELD_ANYWAY = ("parameter", "buffer")
 @dataclass(frozen=True)
 class Saved:
     """What one op keeps: nodes whose memory it needs (operands, itself; each the owner of its storage), and bytes of
-    tensors that were made inside of it and are nobody's value: logsumexp, masks, indices. ``is_something``: whether
-    its backward needs any tensor, if only a parameter; ``inside``: the bytes of each of those tensors."""
+    tensors that were made ``inside`` of it and are nobody's value: logsumexp, masks, indices. ``is_something``: whether
+    its backward needs any tensor, if only a parameter."""
 
     values: tuple[fx.Node, ...] = ()
     inside: tuple[int, ...] = ()
@@ -136,7 +136,7 @@ class _Run:
             return laid.of(numbers.setdefault(laid.memory, len(numbers)), needs_grad=laid.needs_grad)
 
         args, kwargs = replaced(_on_cpu((args, kwargs)), Laid, numbered)
-        found = self.by_op.of(function, args, kwargs, [self.bytes_[memory] for memory in numbers], trains=trains)
+        found = self.by_op.of(OpCall(function, args, kwargs, [self.bytes_[memory] for memory in numbers], trains))
         memories = [*numbers, *map(self._memory, found.made)]
         kept += [memories[number] for number in found.kept]
         return replaced(found.value, Laid, lambda laid: laid.of(memories[laid.memory], needs_grad=laid.needs_grad))

@@ -7,9 +7,9 @@ backward saves. What comes out depends on the function, its arguments, how the t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,10 +43,21 @@ class Laid:
         return Laid(self.shape, self.strides, self.offset, self.dtype, needs_grad, memory)
 
 
+class OpCall(NamedTuple):
+    """A call with :class:`Laid` in place of tensors, whose memories 0, 1, … have so many ``bytes_``; ``trains``:
+    whether it has a backward."""
+
+    function: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    bytes_: Sequence[int]
+    trains: bool
+
+
 @dataclass(frozen=True)
 class Result:
-    """Of a call that was given tensors in memories 0, 1, …: what it returns, :class:`Laid` in place of tensors; bytes
-    of the memories that it made, which are the next numbers; the memories that its backward needs, by tensor."""
+    """Of an :class:`OpCall`: what it returns, :class:`Laid` in place of tensors; bytes of the memories that it made,
+    which are the numbers after those given; the memories that its backward needs, by tensor."""
 
     value: Any
     made: tuple[int, ...]
@@ -60,45 +71,29 @@ class SavedByOp:
     _mode: FakeTensorMode = field(default_factory=FakeTensorMode)
     _results: dict[Hashable, Result] = field(default_factory=dict)
 
-    def of(
-        self,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        bytes_: Sequence[int],
-        *,
-        trains: bool,
-    ) -> Result:
-        """Of a call with :class:`Laid` in place of tensors, whose memories 0, 1, … have so many bytes. ``trains``:
-        whether it has a backward."""
-        key = function, key_of(args), key_of(kwargs), tuple(bytes_), trains
+    def of(self, call: OpCall) -> Result:
+        """What it keeps, found out or known."""
+        key = call._replace(args=key_of(call.args), kwargs=key_of(call.kwargs), bytes_=tuple(call.bytes_))
         try:
             found = self._results.get(key)
         except TypeError:  # an argument that can't be compared by value
-            return self._run(function, args, kwargs, bytes_, trains)
+            return self._run(call)
         if found is None:
-            found = self._results[key] = self._run(function, args, kwargs, bytes_, trains)
+            found = self._results[key] = self._run(call)
         return found
 
-    def _run(
-        self,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        bytes_: Sequence[int],
-        trains: bool,
-    ) -> Result:
+    def _run(self, call: OpCall) -> Result:
         saved: list[Tensor] = []
 
         def keep(tensor: Tensor) -> Tensor:
             saved.append(tensor)
             return tensor
 
-        memories = _Memories(self._mode, bytes_)
-        given, named = (replaced(some, Laid, memories.tensor) for some in (args, kwargs))
+        memories = _Memories(self._mode, call.bytes_)
+        given, named = (replaced(some, Laid, memories.tensor) for some in (call.args, call.kwargs))
         uncached = disable_fake_tensor_cache(self._mode)  # which hardly meets a call again: they are kept here
-        with uncached, self._mode, saved_tensors_hooks(keep, _same), torch.set_grad_enabled(trains):
-            value = function(*given, **named)
+        with uncached, self._mode, saved_tensors_hooks(keep, _same), torch.set_grad_enabled(call.trains):
+            value = call.function(*given, **named)
         told = replaced(value, Tensor, memories.laid)
         kept = tuple(map(memories.number, saved))
         return Result(told, tuple(memories.made), kept)

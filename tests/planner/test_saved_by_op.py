@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.planner.saved_by_op import Laid, Result, SavedByOp
+from autopar.planner.saved_by_op import Laid, OpCall, Result, SavedByOp
 
 aten = torch.ops.aten
 
@@ -17,7 +17,7 @@ def dense(memory: int, *shape: int, needs_grad: bool = True) -> Laid:
 
 
 def result(function: Any, *args: Any, bytes_: tuple[int, ...], trains: bool = True) -> Result:
-    return SavedByOp().of(function, args, {}, bytes_, trains=trains)
+    return SavedByOp().of(OpCall(function, args, {}, bytes_, trains))
 
 
 def test_a_product_keeps_its_factors() -> None:
@@ -42,7 +42,7 @@ def test_how_a_tensor_lies_decides_whether_a_view_copies() -> None:
     plain = dense(0, 2, 3)
     turned = Laid((2, 3), (1, 2), 0, torch.float32, True, 0)
     known = SavedByOp()
-    made = [known.of(aten.reshape.default, (x, [6]), {}, (24,), trains=True).value for x in (plain, turned)]
+    made = [known.of(OpCall(aten.reshape.default, (x, [6]), {}, (24,), True)).value for x in (plain, turned)]
     assert [laid.memory for laid in made] == [0, 1]
 
 
@@ -55,14 +55,14 @@ def test_calls_that_are_alike_run_once() -> None:
 
     known = SavedByOp()
     for shape, factor in [((2, 3), 2.0), ((2, 3), 2.0), ((2, 3), 3.0), ((3, 2), 2.0)]:
-        known.of(counted, (dense(0, *shape), factor), {}, (24,), trains=True)
+        known.of(OpCall(counted, (dense(0, *shape), factor), {}, (24,), True))
     assert runs == [(2, 3), (2, 3), (3, 2)]
 
 
 def test_tensors_in_one_memory_are_another_call_than_tensors_in_two() -> None:
     known = SavedByOp()
-    one = known.of(aten.mul.Tensor, (dense(0, 4), dense(0, 4)), {}, (16,), trains=True)
-    two = known.of(aten.mul.Tensor, (dense(0, 4), dense(1, 4)), {}, (16, 16), trains=True)
+    one = known.of(OpCall(aten.mul.Tensor, (dense(0, 4), dense(0, 4)), {}, (16,), True))
+    two = known.of(OpCall(aten.mul.Tensor, (dense(0, 4), dense(1, 4)), {}, (16, 16), True))
     assert set(one.kept) == {0}
     assert set(two.kept) == {0, 1}
 
