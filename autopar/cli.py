@@ -350,6 +350,7 @@ def timeline_command(
     json_: Json = False,
 ) -> None:
     """Draw a schedule, by name or from a file of action lists, with the pass times given."""
+    _check_writable(html, svg, trace)
     if list_:
         _console().print(_schedules())
         return

@@ -125,6 +125,19 @@ def test_what_can_t_be_written_is_said_before_planning(
         assert printed.startswith(f"ArgumentError: {target} {problem}")  # and nothing of a search before it
 
 
+@pytest.mark.parametrize("option", ["html", "svg", "trace"])
+def test_a_timeline_goes_to_a_file(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for target in ("", str(tmp_path), str(tmp_path / "missing" / "file")):
+        monkeypatch.setattr(sys, "argv", ["autopar", "timeline", "1f1b", f"--{option}", target])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        printed = capsys.readouterr()
+        assert (stopped.value.code, printed.out) == (2, "")
+        assert printed.err.startswith("ArgumentError: can't write")
+
+
 def cli_mesh(text: str) -> dict[str, int]:
     return {axis: int(size) for axis, size in (part.split("=") for part in text.split(","))}
 
