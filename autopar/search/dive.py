@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -126,13 +125,10 @@ class _Dive:
     tried: Counter[object] = field(default_factory=Counter)
     failed: Counter[object] = field(default_factory=Counter)
     placed: Counter[object] = field(default_factory=Counter)
-    rows: defaultdict[Mesh, list[Region]] = field(default_factory=lambda: defaultdict(list))
-    most: dict[Mesh, int] = field(default_factory=dict)
 
     def run(self, regions: list[Region]) -> None:
         search, begun = self.search, self.search.work
         for region in regions:
-            self.rows[region.mesh].append(region)
             self._wait(_first_estimate(search, region), region)
         for _ in range(_LOOKS):
             if not self.waiting or self.waiting[0][0] >= search.best_seconds:
@@ -167,7 +163,7 @@ class _Dive:
         if first > estimate:  # by what was learned meanwhile
             self._wait(first, region)
             return
-        if any(mesh.pp <= pp and region.rows >= rows for pp, rows in full) or region.rows > self._most_rows(mesh):
+        if any(mesh.pp <= pp and region.rows >= rows for pp, rows in full):
             return
         likely, kind = max(first, self._likely(region)), _kind(search, region)
         better = self.learned.unplaced(kind, likely)
@@ -187,14 +183,6 @@ class _Dive:
             self.learned.placed[kind].append(best[0] / likely)
             if not search.outcomes and best[0] < _NEAR * self.waiting[0][0]:
                 self._try(*best)
-
-    def _most_rows(self, mesh: Mesh) -> int:
-        """Of a microbatch, that are likely to fit: with more, more is kept."""
-        if mesh not in self.most:
-            regions = sorted(self.rows[mesh], key=lambda region: region.rows)
-            first = bisect_left(regions, True, key=lambda region: math.isinf(self._likely(region)))
-            self.most[mesh] = regions[first - 1].rows if first else 0
-        return self.most[mesh]
 
     def _likely(self, region: Region) -> float:
         return self.search.likely(region, _AWAY if self.savers else ())
