@@ -21,6 +21,7 @@ import torch
 
 from autopar.errors import AutoparError, BudgetError
 from autopar.mesh import Mesh
+from autopar.options import activations_on_host
 from autopar.planner.modes import MODES
 from autopar.planner.rank_memory import MOMENTS
 from autopar.search.bounds import scaled
@@ -565,7 +566,7 @@ class Search:
             others = [
                 point._replace(offload=offload, head_chunks=chunks)
                 for offload, chunks in ways
-                if ("activations" in offload) == away
+                if activations_on_host(offload) == away
                 for point in new
             ]
             if others:

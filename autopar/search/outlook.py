@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from autopar.mesh import Mesh
-from autopar.options import masters_on_host
+from autopar.options import activations_on_host, masters_on_host, weights_streamed
 from autopar.planner.modes import MODES
 from autopar.planner.rank_memory import Storage, passing_bytes
 from autopar.schedules.registry import SCHEDULES
@@ -80,7 +80,7 @@ class Outlook:
         alone = any(SCHEDULES[family.schedule].asynchronous for family in families)
         added = 1 if alone else region.microbatches
         stored = self._best_ways(region.mesh, ways, added)
-        away = any("activations" in offload for _, _, offload in ways)
+        away = any(activations_on_host(offload) for _, _, offload in ways)
         free, found = without_memory(layers), math.inf
         roomy = _undominated(way._replace(state=0.0) for way in stored)
         for ranks, chunks in _kinds(region, layers, families):
@@ -119,7 +119,7 @@ class Outlook:
         """
         layers = self.scaler.scaled(region.key, times)
         mesh, count, ways = region.mesh, region.microbatches, list(ways)
-        away = any("activations" in offload for _, _, offload in ways)
+        away = any(activations_on_host(offload) for _, _, offload in ways)
         if like is None or not self.scaler.suits(like):
             stored = self._best_ways(mesh, ways, count)
         else:
@@ -213,7 +213,7 @@ class Outlook:
     def _copies(self, point: Point) -> Host | None:
         """What copies to the host and back have to keep up with; None where there are none."""
         rate, region = self.costing.cluster.device.host_bytes_per_second, point.region
-        if not rate or "activations" not in point.offload or region.mesh.pp == 1:
+        if not rate or not activations_on_host(point.offload) or region.mesh.pp == 1:
             return None
         asked = (point.schedule, region.mesh.pp, region.microbatches, point.chunks, MODES[point.vocabulary].head)
         away = self.costing.keeping.away(*asked, rate)
@@ -303,7 +303,7 @@ class Outlook:
         messages = [small, *(size for size in sizes if size >= LARGE_BYTES)] if small else sizes
         sent = self.costing.sent_bytes(weights) / max(1, weights.copies)
         flying = sent * sum(messages[:2]) / split if zero >= 2 else 0.0
-        streams = zero == 3 or "parameters" in offload
+        streams = weights_streamed(zero, offload)
         return {"gathered_bytes": sum(sizes) / split if streams else 0.0, "flying_bytes": flying}
 
     def _weights_of(self, profile: Profile) -> dict[tuple[str, ...], Weights]:
@@ -356,7 +356,7 @@ class Outlook:
         zero, zero_ranks, offload = way
         host = self.costing.cluster.device.host_bytes_per_second
         away = masters_on_host(offload)
-        streams = zero == 3 or "parameters" in offload
+        streams = weights_streamed(zero, offload)
         machine = self.costing.machine_of(mesh, zero_ranks)
         state = gathered = scattered = held = 0.0
         for axes, weights in lines.items():
