@@ -177,7 +177,7 @@ class _Dive:
                 self._wait(*item)
             if not found:
                 full.append((mesh.pp, region.rows))
-                self.placed[_axes(region)] -= 1
+                self.placed[_axes(region), mesh.pp > 1] -= 1
                 return
             best = min(found, key=itemgetter(0))
             self.learned.placed[kind].append(best[0] / likely)
@@ -188,11 +188,13 @@ class _Dive:
         return self.search.likely(region, _AWAY if self.savers else ())
 
     def _is_new(self, region: Region) -> bool:
-        """Whether it is placed, or few of its degrees with other rows were: these don't differ by much."""
+        """Whether it is placed, or few of its degrees with other rows were, with or without a pipeline as it is: these
+        don't differ by much."""
         if self.search.profile(region) is not None:
             return True
-        self.placed[_axes(region)] += 1
-        return self.placed[_axes(region)] <= (1 if self.search.outcomes else _ROWS)
+        alike = _axes(region), region.mesh.pp > 1
+        self.placed[alike] += 1
+        return self.placed[alike] <= (1 if self.search.outcomes else _ROWS)
 
     def _points(self, region: Region, profile: Profile) -> Iterator[tuple[float, Point]]:
         """Its points that may fit, with what they are likely to take."""
