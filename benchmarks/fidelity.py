@@ -27,7 +27,7 @@ Megatron's MoE model zoo (github.com/yanring/Megatron-MoE-ModelZoo), on H100s an
 
 moe      every run of Qwen3-235B-A22B and Mixtral-8x22B whose configuration is known (:mod:`moe_zoo`), planned as it
          ran: step time, the mean absolute error of all runs and of those that moved tokens as programs of ours do, and
-         the rank correlation of TFLOP/s. Takes a minute.
+         the rank correlation of TFLOP/s. Takes minutes.
 """
 
 from __future__ import annotations

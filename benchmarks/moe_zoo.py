@@ -2,12 +2,12 @@
 
 ``megatron_moe_modelzoo.csv`` is the tables of the zoo's readme; the readme's text beside a table is in :data:`TABLES`.
 ``megatron_moe_modelzoo_scripts.csv`` is what its launch scripts say. A row's degrees, schedule, batch and recomputation
-are pinned; the model is ``transformers``' own, of the published config, with one op for each of Megatron's kernels
-(:mod:`fused_kernels`), and goes the whole way from capture to timeline. Nothing is fitted. Rows that moved tokens as no
-program of ours does are planned as the nearest that one does; :attr:`Run.differs` says how they differ.
+are pinned; the model is built from published sizes in plain PyTorch (:mod:`published_moe`), and goes the whole way from
+capture to timeline. Nothing is fitted. Rows that moved tokens as no program of ours does are planned as the nearest
+that one does; :attr:`Run.differs` says how they differ.
 
 Megatron counts 2 FLOP per multiply-add, three times for forward and backward, attention halved by causality, nothing
-for recomputation (``num_floating_point_operations`` of its ``training.py``): :meth:`Sizes.flops` counts alike, so that
+for recomputation (``num_floating_point_operations`` of its ``training.py``): :func:`token_flops` counts alike, so that
 TFLOP/s and seconds are two ways to say the same.
 """
 
@@ -15,17 +15,16 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
 from audited import largest_difference
-from fused_kernels import fused_kernels
-from models import llama_batch, mixtral_8x22b, qwen3_235b
 from processes import in_fork
-from published_runs import CAPTURED_LAYERS, deepened, layer_ops, recomputing
-from torch import nn
+from published_gpt import gpt_tokens
+from published_moe import MIXTRAL_8X22B, QWEN3_235B, MoeSizes, published_moe
+from published_runs import deepened, layer_ops, recomputing
 
 from autopar.api import prepare
 from autopar.cluster import Cluster
@@ -40,32 +39,7 @@ from autopar.rules.experts import COMBINE
 Row = Mapping[str, str]
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Of a model whose layers are alike: ``experts`` of ``width`` each, of which a token takes ``chosen``."""
-
-    model: Callable[[int], nn.Module]
-    layers: int
-    hidden: int
-    heads: int
-    head: int
-    groups: int
-    width: int
-    chosen: int
-    vocabulary: int
-
-    def flops(self, sequence: int) -> float:
-        """Of one token, forward and backward, by Megatron's formula."""
-        queries = self.heads * self.head
-        attention = self.hidden * (2 * queries + 2 * self.groups * self.head) + queries * sequence
-        experts = 3 * self.chosen * self.hidden * self.width
-        return 6.0 * (self.layers * (attention + experts) + self.hidden * self.vocabulary)
-
-
-MODELS: Final[Mapping[str, Sizes]] = {
-    "235B": Sizes(qwen3_235b, 94, 4096, 64, 128, 4, 1536, 8, 151936),
-    "Mixtral-8x22B": Sizes(mixtral_8x22b, 56, 6144, 48, 128, 8, 16384, 2, 32000),
-}
+MODELS: Final[Mapping[str, MoeSizes]] = {"235B": QWEN3_235B, "Mixtral-8x22B": MIXTRAL_8X22B}
 QWEN: Final = "235B"
 
 FILES: Final = ("megatron_moe_modelzoo.csv", "megatron_moe_modelzoo_scripts.csv")
@@ -104,6 +78,9 @@ LAYERS_OF_EXPERTS: Final = "layernorm, moe"
 """Norms and the whole layer of experts, its exchanges included, which is no mode of ours: such a row is planned without
 recomputation, and then again with these regions pinned."""
 
+CAPTURED_LAYERS: Final = 3
+"""The fewest of which one lies between equal ones. Captures of loops over 128 experts take seconds per layer."""
+
 UNBOUNDED_BYTES: Final = 10**12
 """A budget under which nothing is refused or recomputed beyond what the row did: that is to be timed."""
 
@@ -141,7 +118,7 @@ class Run:
     @property
     def flops(self) -> float:
         """Of a step, as Megatron counts them."""
-        return MODELS[self.model].flops(self.sequence) * self.tokens
+        return token_flops(MODELS[self.model], self.sequence) * self.tokens
 
     @property
     def tokens(self) -> int:
@@ -191,6 +168,14 @@ class Run:
         return Request(self.mesh, self.microbatches, Cluster.load(self.cluster), wanted, options)
 
 
+def token_flops(sizes: MoeSizes, sequence: int) -> float:
+    """Of one token, forward and backward, by Megatron's formula."""
+    queries, keys = sizes.heads * sizes.head, sizes.groups * sizes.head
+    attention = sizes.width * 2 * (queries + keys) + queries * sequence
+    experts = 3 * sizes.chosen * sizes.width * sizes.inner
+    return 6.0 * (sizes.layers * (attention + experts) + sizes.width * sizes.vocabulary)
+
+
 def runs(rows: Iterable[Row]) -> Iterator[Run]:
     """The rows that :func:`left_out` has no reason for."""
     for row in map(_complete, rows):
@@ -214,7 +199,7 @@ def _complete(row: Row) -> dict[str, str]:
 
 def _reason(row: Row) -> str:
     if row["Model"] not in MODELS:
-        return f"{row['Model']}: its module for multi-token prediction is not in the transformers model"
+        return f"{row['Model']}: its module for multi-token prediction is in no model here"
     if row["Precision"] != "BF16":
         return f"{row['Precision']}: products of experts in 8 bits are no precision of ours"
     return ""
@@ -270,8 +255,8 @@ def predictions(found: Iterable[Run], layers: int | None = None, *, audit: bool 
         sizes = MODELS[model]
         count = layers or sizes.layers
         options = {"device": "cuda", "precision": "bf16", "splits_sequences": splits}
-        with fused_kernels(sizes.model(min(count, CAPTURED_LAYERS))) as made:
-            few = prepare(made, llama_batch(batch, sequence), **options)[0]
+        made = published_moe(sizes, sequence, layers=min(count, CAPTURED_LAYERS))
+        few = prepare(made, gpt_tokens(batch, sequence), **options)[0]
         captured = deepened(few, count - CAPTURED_LAYERS) if count > CAPTURED_LAYERS else few
         yield from (Predicted(run, *in_fork(partial(_plan, captured, run, audit))) for run in same)
 

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from transformers.models.qwen3_moe import modeling_qwen3_moe
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from autopar.api import prepare
 from autopar.graph import info, op_name
@@ -260,29 +260,97 @@ def test_runs_of_the_zoo_that_moved_tokens_otherwise_say_so(fidelity: ModuleType
     assert not any(run.differs for line, run in runs.items() if line not in {14, 15, 37, 38})
 
 
-def test_kernels_of_megatron_are_one_op_each(fidelity: ModuleType) -> None:
-    """Four norms, two positions and the product of SwiGLU; everything in bf16 but the router. The model's own functions
-    are back afterwards."""
-    fused = importlib.import_module("fused_kernels")
-    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 16, "vocab_size": 128}
-    counts = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4}
-    config = modeling_qwen3_moe.Qwen3MoeConfig(**sizes, **counts, num_experts_per_tok=2, use_cache=False)
-    with torch.device("meta"):
-        model = modeling_qwen3_moe.Qwen3MoeForCausalLM(config).train()
-    rotary = modeling_qwen3_moe.apply_rotary_pos_emb
+@pytest.fixture(scope="module")
+def published_moe(fidelity: ModuleType) -> ModuleType:
+    return importlib.import_module("published_moe")
+
+
+TINY = {"layers": 2, "width": 64, "heads": 4, "groups": 2, "head": 16, "inner": 32, "experts": 4, "vocabulary": 128}
+NAMES = {
+    "model.embed_tokens.": "token.",
+    "model.": "",
+    "lm_head.": "head.",
+    "self_attn.": "attention.",
+    "_proj.": ".",
+    "attention.o.": "attention.out.",
+    "input_layernorm": "norm_1",
+    "post_attention_layernorm": "norm_2",
+    "mlp.gate.weight": "experts.router",
+    "mlp.experts.gate_up_proj": "experts.gate_up",
+    "mlp.experts.down_proj": "experts.down",
+}
+"""Parts of names in ``transformers``, in the order in which they are replaced -> those of the plain model."""
+
+
+def renamed(name: str) -> str:
+    for theirs, ours in NAMES.items():
+        name = name.replace(theirs, ours)
+    return name
+
+
+@pytest.mark.parametrize("name", ["mixtral_8x22b", "qwen3_235b"])
+def test_plain_mixtures_have_the_parameters_of_transformers(published_moe: ModuleType, name: str) -> None:
+    """All of them, at full depth."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        theirs = getattr(importlib.import_module("models"), name)()
+    finally:
+        sys.path.pop(0)
+    ours = published_moe.published_moe(getattr(published_moe, name.upper()), 4096)
+    shapes = {renamed(path): parameter.shape for path, parameter in theirs.named_parameters()}
+    assert {path: parameter.shape for path, parameter in ours.named_parameters()} == shapes
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_plain_mixtures_compute_what_transformers_does(published_moe: ModuleType, name: str) -> None:
+    """Losses and gradients of equal weights, in float32."""
+    torch.manual_seed(0)
+    published = published_moe.QWEN3_235B if name == "qwen3_moe" else published_moe.MIXTRAL_8X22B
+    sizes = replace(published, chosen=2, **TINY)
+    common = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    widths = {"intermediate_size": 32, "moe_intermediate_size": 32, "head_dim": 16, "vocab_size": 128}
+    values = {"rms_norm_eps": sizes.epsilon, "rope_parameters": {"rope_type": "default", "rope_theta": sizes.base}}
+    given = {**common, **experts, **widths, **values, "use_cache": False}
+    known = AutoConfig.for_model(name)
+    config = AutoConfig.for_model(name, **{key: value for key, value in given.items() if hasattr(known, key)})
+    theirs = AutoModelForCausalLM.from_config(config, experts_implementation="eager").train()
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.1)
+    ours = published_moe.PublishedMoe(sizes, 8, torch.float32).train()
+    ours.load_state_dict({renamed(path): value for path, value in theirs.state_dict().items()})
+    ids = torch.randint(128, (2, 8))
+    labels = ids.roll(-1, dims=1)
+    labels[:, -1] = -100
+    losses = ours(ids, labels), theirs(input_ids=ids, labels=ids).loss
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
+    for loss in losses:
+        loss.backward()
+    found = dict(ours.named_parameters())
+    for path, parameter in theirs.named_parameters():
+        torch.testing.assert_close(found[renamed(path)].grad, parameter.grad, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("size", ["MIXTRAL_8X22B", "QWEN3_235B"])
+def test_experts_of_plain_mixtures_are_recognised(published_moe: ModuleType, size: str) -> None:
+    """Once per layer. Norms are one op each, and values bf16 but those of the router."""
+    sizes = replace(getattr(published_moe, size), chosen=2, **TINY)
     ids = torch.zeros(2, 8, dtype=torch.int64, device="meta")
-    with fused.fused_kernels(model):
-        assert modeling_qwen3_moe.apply_rotary_pos_emb is fused.rotated
-        made = prepare(model, {"input_ids": ids, "labels": ids}, device="cuda", precision="bf16")[0]
-    assert modeling_qwen3_moe.apply_rotary_pos_emb is rotary
-    layer = next(block for block in made.blocks if any(op_name(node) == "combine" for node in block.ops))
-    ops = Counter(op_name(node) for node in layer.ops)
-    assert (ops["aten.rms_norm.default"], ops["aten.mul.Tensor"], ops["aten.silu.default"]) == (4, 3, 0)
-    assert not ops.keys() & {"aten.pow.Tensor_Scalar", "aten.cat.default", "aten.neg.default"}
-    norms = [node for node in layer.ops if op_name(node) in {"aten.rms_norm.default", "aten.mul.Tensor"}]
-    assert {info(node).meta.dtype for node in norms} == {torch.bfloat16}
-    with pytest.raises(ValueError, match="no RMSNorm"), fused.fused_kernels(torch.nn.Linear(2, 2)):
-        pass
+    model = published_moe.published_moe(sizes, 8)
+    made = prepare(model, {"ids": ids, "labels": ids}, device="cuda", precision="bf16")[0]
+    layers = [call for call in made.calls if call.path.startswith("layers.")]
+    assert len(layers) == 2
+    assert len({call.block for call in layers}) == 1
+    block = made.blocks[layers[0].block]
+    ops = Counter(op_name(node) for node in block.ops)
+    moves = ("route", "dispatch", "grouped_linear", "combine")
+    assert [ops[name] for name in moves] == [1, 1, 2, 1]
+    assert ops["aten.rms_norm.default"] == (4 if sizes.head_norms else 2)
+    assert (ops["aten.silu.default"], ops["aten.scaled_dot_product_attention.default"]) == (1, 1)
+    names = {"aten.linear.default", "aten.rms_norm.default", "aten.mul.Tensor", "combine"}
+    wide = [node for node in block.ops if op_name(node) in names and info(node).meta.dtype != torch.bfloat16]
+    assert [(op_name(node), info(node).meta.dtype) for node in wide] == [("aten.linear.default", torch.float32)]
+    assert info(wide[0]).meta.shape == (16, 4)
 
 
 def test_rank_correlation(fidelity: ModuleType) -> None:
