@@ -258,3 +258,26 @@ def test_hashes_of_strings_change_nothing() -> None:
         found.add(done.stdout)
     assert len(found) == 1
     assert "1f1b" in found.pop()
+
+
+def test_one_region_with_a_pipeline_and_one_without_are_new() -> None:
+    """Of the same other degrees, once something is laid out; others with other rows aren't."""
+    search = space("gpt2", 8, "h100")
+    found = [region for region in search._begin() if (region.mesh.tp, region.mesh.cp) == (2, 1)]
+    first = next(region for region in search._begin() if region.mesh.dp == 8)
+    search.place(first)
+    search.lay_out(next(search.points_of(first)))
+    dive_ = dive._Dive(search, False, _Learned(), 0.0)
+    piped, alone = ([r for r in found if (r.mesh.pp > 1) == is_piped and r.mesh.dp > 1] for is_piped in (True, False))
+    assert [dive_._is_new(region) for region in (*piped[:2], *alone[:2])] == [True, False, True, False]
+
+
+def test_how_far_estimates_were_off_is_learned_from_what_is_placed() -> None:
+    search = space("gpt2", 8, "h100")
+    region = next(region for region in search._begin() if region.mesh.dp == 8)
+    dive_ = dive._Dive(search, False, _Learned(), 0.0)
+    while not any(dive_.learned.placed.values()):  # references are made first
+        likely = max(dive._first_estimate(search, region), dive_._likely(region))
+        dive_._look_at(math.inf, region)
+    points = [estimate for estimate, _, item in dive_.waiting if isinstance(item, Point)]
+    assert dive_.learned.placed[False, False] == [pytest.approx(min(points) / likely)]
