@@ -275,21 +275,15 @@ def _rows(
 def _room_of_each(layers: Layers, ranks: Ranks, room: Array, count: Array, moments: Array) -> Array:
     """``[way, rank, n]``: bytes of a microbatch that each of n layers may keep on average; negative where a rank has no
     room at all."""
-    least: Array | None = None
+    least = np.full(room.shape, np.inf)
     for waiting, later in moments:
-        kept, left = waiting[:, None] * count, room
-        if layers.later and later.any():
-            left = room - layers.later * later[:, None] * count
-        if waiting.min() > 0:
-            each = left / kept
-        else:
-            with np.errstate(divide="ignore", invalid="ignore"):
-                each = np.where(kept > 0, left / kept, np.where(left < 0, -np.inf, np.inf))
-        if ranks.transient:
-            again = (left - layers.saved[0]) / np.maximum(kept - 1, 1e-9)
-            each = np.where((kept > 1) & (each < layers.saved[0]), np.minimum(each, again), each)
-        least = each if least is None else np.minimum(least, each)
-    assert least is not None
+        kept, left = waiting[:, None] * count, room - layers.later * later[:, None] * count
+        with np.errstate(divide="ignore", invalid="ignore"):
+            each = np.where(kept > 0, left / kept, np.where(left < 0, -np.inf, np.inf))
+            if ranks.transient:
+                again = (left - layers.saved[0]) / np.maximum(kept - 1, 1e-9)
+                each = np.where((kept > 1) & (each < layers.saved[0]), np.minimum(each, again), each)
+        least = np.minimum(least, each)
     return least
 
 
