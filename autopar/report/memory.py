@@ -37,12 +37,13 @@ _STYLE: Final = """
 .memory{background:#fff;color:#1a1a1a;font-family:system-ui,"Segoe UI",Helvetica,Arial,sans-serif;font-size:11px}
 .memory .name{font-weight:600;font-size:12px}
 .memory .scale{fill:none;stroke:#33475b;stroke-width:.8}
+.memory rect{shape-rendering:crispEdges}
 .memory .budget{stroke:#b3261e;stroke-width:1;stroke-dasharray:4 3}
 """.strip()
 _PANEL, _GAP, _LABELS, _HEADING, _LEGEND, _SCALE, _KEY, _MARGIN = 110, 26, 180, 22, 26, 70, 100, 12  # px
 _TITLE: Final = "memory of a rank at the peak of each action, in the order of its list (not to the scale of time)"
 _LONGEST: Final = 18  # characters that there is room for beside a panel
-_WIDEST, _NARROWEST, _DIGIT = 14.0, 1.5, 6.2  # px of an action, and of a letter
+_WIDEST, _NARROWEST, _DIGIT = 40.0, 1.5, 6.2  # px of an action, and of a letter
 
 
 @dataclass(frozen=True)

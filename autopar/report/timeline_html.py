@@ -71,8 +71,10 @@ def _facts(timeline: Timeline) -> Iterator[tuple[str, str]]:
 
 
 def _table(timeline: Timeline) -> str:
-    """Per pipeline rank: busy, idle and peaks."""
-    columns = ("pipeline rank", "stages", "busy", "idle", "idle share", "peak in flight", "peak kept")
+    """Per pipeline rank: busy, idle and peaks; the bytes kept where they are known."""
+    peaks = timeline.peak_activation_bytes
+    kept = ("peak kept",) if any(peaks) else ()
+    columns = ("pipeline rank", "stages", "busy", "idle", "idle share", "peak in flight", *kept)
     rows = []
     for rank in range(timeline.schedule.ranks):
         busy, idle = timeline.busy_seconds[rank], timeline.idle_seconds[rank]
@@ -85,7 +87,7 @@ def _table(timeline: Timeline) -> str:
             duration_text(idle),
             percent_text(share),
             str(timeline.peak_in_flight[rank]),
-            bytes_text(timeline.peak_activation_bytes[rank]),
+            *(bytes_text(peaks[rank]) for _ in kept),
         )
         rows.append(_row("td", cells))
     return f"<table>{_row('th', columns)}{''.join(rows)}</table>"

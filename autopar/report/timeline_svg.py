@@ -303,6 +303,9 @@ class Chart:
         parts.append(('<path class="count" d="M0 9h6v-6h8"/>', 18, "microbatches in flight"))
         if self.peak_bytes:
             parts.append((_swatch("bytes", 0), 18, "bytes kept"))
+        if self.timeline.schedule.microbatches > 1:
+            numbers = "numbers are those of microbatches; " if self.is_detailed else ""
+            parts.append(("", 0, f"{numbers}odd microbatches are lighter"))
         text, x, y = "", 0.0, 0.0
         for shapes, shapes_width, name in parts:
             needed = shapes_width + _DIGIT * len(name) + 14

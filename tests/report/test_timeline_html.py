@@ -5,8 +5,9 @@ from __future__ import annotations
 from html.parser import HTMLParser
 
 from autopar.report import timeline_html
-from autopar.schedules import Timeline
+from autopar.schedules import Timeline, generate
 from autopar.schedules.looks import duration_text
+from tests.report.timelines import timeline_of
 
 _VOID = {"meta"}
 
@@ -49,6 +50,13 @@ def test_facts_and_table(timeline: Timeline) -> None:
         assert row["busy"] == duration_text(timeline.busy_seconds[rank])
         assert row["idle"] == duration_text(timeline.idle_seconds[rank])
         assert row["peak in flight"] == str(timeline.peak_in_flight[rank])
+
+
+def test_bytes_kept_are_a_column_where_they_are_known(one_f_one_b: Timeline) -> None:
+    assert "peak kept" in Page(timeline_html(one_f_one_b)).texts["th"]
+    page = Page(timeline_html(timeline_of(generate("1f1b", 2, 3), activation_bytes=0)))
+    assert "peak kept" not in page.texts["th"]
+    assert len(page.texts["td"]) == 2 * len(page.texts["th"])
 
 
 def test_stages_of_a_rank(v_shaped: Timeline) -> None:

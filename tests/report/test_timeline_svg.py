@@ -93,6 +93,13 @@ def test_kinds_that_do_not_occur_are_not_in_the_legend(one_f_one_b: Timeline) ->
         assert f">{name}<" not in text
 
 
+def test_the_legend_says_what_numbers_and_shades_are(one_f_one_b: Timeline, large: Timeline) -> None:
+    assert "numbers are those of microbatches; odd microbatches are lighter" in timeline_svg(one_f_one_b)
+    assert "numbers are" not in timeline_svg(large)
+    assert "odd microbatches are lighter" in timeline_svg(large)
+    assert "lighter" not in timeline_svg(timeline_of(generate("1f1b", 2, 1)))
+
+
 def test_chunks_have_colours_of_their_own(v_shaped: Timeline) -> None:
     text = timeline_svg(v_shaped)
     assert "forward, chunks 0 to 1" in text
