@@ -165,8 +165,9 @@ def compile(
     captured = _captured(model, sample, loss, (batch_dim, seq_dim), chosen.precision)
     prepared = captured.on(target.device.kind)
     pins = Pins(gpus, degrees, microbatches, microbatch, schedule, chunks, vocabulary, chosen, frozenset(options))
-    _check_plan(prepared[sizes is not None and sizes.cp > 1], pins, plan)
+    _ = captured.flat  # so that the collector leaves the trace alone, too
     with settled():
+        _check_plan(prepared[sizes is not None and sizes.cp > 1], pins, plan)
         given = (_source(captured, seed), maker(optimizer, captured.model), scheduler, clip_norm, seed)
         measured, watch = partial(_measured, given, Known()), progress and partial(tell, progress)
         built = _built(prepared, pins, target, plan, read_load(expert_load or {}), measured, watch, fronts=fronts)

@@ -34,23 +34,27 @@ from autopar.passes.working_copies import working_copies
 _COLLECTED: Final = 20_000
 """So many more objects are made than freed between two collections, of which Python's own settings make one every 700.
 Graphs that planning is through with are cycles of fewer, and together take some megabytes."""
+_AGAIN: Final = 200
+"""So many collections later what was left by them is walked a second time, of Python's own settings ten."""
 
 
 @contextmanager
 def settled() -> Iterator[None]:
     """Within, Python's cyclic collector leaves alone what is there already, and walks what is made within more rarely:
-    most of both lives on, and walking it again and again is a tenth of planning."""
+    most of both lives on, and walking it again and again is a tenth of capture and planning. Afterwards all of it is
+    old, which nothing but a full collection walks."""
     if gc.get_freeze_count():  # somebody else's, who will want it to stay so
         yield
         return
-    young, *older = gc.get_threshold()
+    young, middle, old = gc.get_threshold()
     gc.freeze()
     if young:  # 0: somebody turned it off
-        gc.set_threshold(max(young, _COLLECTED), *older)
+        gc.set_threshold(max(young, _COLLECTED), max(middle, _AGAIN), old)
     try:
         yield
     finally:
-        gc.set_threshold(young, *older)
+        gc.freeze()  # what was made within
+        gc.set_threshold(young, middle, old)
         gc.unfreeze()
 
 
@@ -84,9 +88,10 @@ class Captured:
         """
         dtype = LOWER.get(self.precision)
         rows, positions = self.dims
-        flat = capture(self.model, self.sample, loss=self.loss, batch_dim=rows, seq_dim=positions, autocast=dtype)
-        flat = check_indices(check_products(functionalize(flat)), flatten(self.sample)[0])
-        return normalize_losses(expert_loops(check_loops(flat)))
+        with settled():
+            flat = capture(self.model, self.sample, loss=self.loss, batch_dim=rows, seq_dim=positions, autocast=dtype)
+            flat = check_indices(check_products(functionalize(flat)), flatten(self.sample)[0])
+            return normalize_losses(expert_loops(check_loops(flat)))
 
     @cached_property
     def shifts(self) -> bool:

@@ -102,10 +102,13 @@ def test_what_is_there_is_left_alone_while_planning() -> None:
     with preparation.settled():
         assert gc.get_freeze_count() > 0
         assert gc.get_threshold()[0] > 10 * before[0] > 0
+        made: list[Any] = [[] for _ in range(10)]
     with pytest.raises(RuntimeError), preparation.settled():
         raise RuntimeError
     assert gc.get_freeze_count() == 0
     assert gc.get_threshold() == before
+    old = {id(each) for each in gc.get_objects(generation=2)}
+    assert all(id(each) in old for each in made)
     gc.freeze()
     try:
         with preparation.settled():
@@ -113,6 +116,22 @@ def test_what_is_there_is_left_alone_while_planning() -> None:
         assert gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()
+
+
+@pytest.mark.parametrize("step", ["capture", "fold", "experts"])
+def test_what_is_there_is_left_alone_from_the_trace_on(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    known = getattr(preparation, step)
+
+    def counted(*given: Any, **named: Any) -> Any:
+        counts.append(gc.get_freeze_count())
+        return known(*given, **named)
+
+    monkeypatch.setattr(preparation, step, counted)
+    case = make("mlp", 8)
+    autopar.compile(case.model, 2, sample=case.batch, loss=case.loss, mesh={"dp": 2}, **PINNED, microbatches=1)
+    assert all(counts)
+    assert len(counts) == 1
 
 
 def test_a_collector_that_is_off_stays_off_while_planning() -> None:
