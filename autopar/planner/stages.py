@@ -24,7 +24,6 @@ Where every rank has one stage this is exact (:mod:`autopar.planner.cuts`); wher
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -42,14 +41,14 @@ _KIB = 1024
 class Unit:
     """One call: seconds of forward plus backward per microbatch, bytes of state (parameters, gradients, optimizer),
     bytes saved per microbatch in flight, and seconds to send what crosses a cut before it; ``transient_bytes``: what
-    its passes hold beside. Units of one ``kind`` are calls of one block."""
+    its passes hold beside; ``is_layer``: a call of a module in a list, not of code around those."""
 
     name: str
     seconds: float
     state_bytes: int
     saved_bytes: int
     cut_seconds: float
-    kind: int = 0
+    is_layer: bool = True
     transient_bytes: int = 0
 
 
@@ -136,13 +135,12 @@ class FoundCuts:
 def even_partition(units: Sequence[Unit], stages: int, placement: Sequence[int] | None = None) -> Partition:
     """Equal numbers of layers per stage, the rest to the first ones; what is no layer stays with its neighbour.
 
-    Layers are the units of the kind that there is most of. This is how pipelines are cut by hand, and what others are
-    compared with. Raises StageError where there are fewer layers than stages.
+    Layers may differ (windows in every other one, some with experts). This is how pipelines are cut by hand, and what
+    others are compared with. Where there is no layer, all units count. Raises StageError where there are fewer layers
+    than stages.
     """
     placement = range(stages) if placement is None else placement
-    kinds = Counter(unit.kind for unit in units)
-    most = kinds.most_common(1)[0][0]
-    layers = [i for i, unit in enumerate(units) if unit.kind == most]
+    layers = [i for i, unit in enumerate(units) if unit.is_layer] or range(len(units))
     check_count([units[i] for i in layers], stages, len(set(placement)))
     size, more = divmod(len(layers), stages)
     firsts = list(itertools.accumulate((size + (k < more) for k in range(stages - 1)), initial=0))

@@ -25,8 +25,9 @@ def units_of(model: Model, calls: list[int], costs: list[BlockCost], machine: Ma
         key = call.block, tuple(replace(model.parameters[name], name="", aliases=()) for name in call.parameters)
         if key not in held:
             held[key] = rank_state(model, [index], storage).device_bytes
-        name, seconds = call.path or model.block_of(call).name, sent.get(crossing[index], 0.0)
-        units.append(Unit(name, costs[call.block].seconds, held[key], 0, seconds, call.block))
+        block, seconds = model.block_of(call), sent.get(crossing[index], 0.0)
+        layer = block.kind == "layer"
+        units.append(Unit(call.path or block.name, costs[call.block].seconds, held[key], 0, seconds, layer))
     return units
 
 

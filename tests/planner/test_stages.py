@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from autopar.errors import StageError
 from autopar.planner.stages import FoundCuts, Unit, even_partition, find_partition, leanest_partition, partition
+from tests.pinned import compile_pinned
+from tests.random_models import Recipe, case_of
 
 
-def unit(seconds: float, *, state: int = 0, saved: int = 0, cut: float = 0.0, kind: int = 0) -> Unit:
-    return Unit("layer", seconds, state, saved, cut, kind)
+def unit(seconds: float, *, state: int = 0, saved: int = 0, cut: float = 0.0, layer: bool = True) -> Unit:
+    return Unit("layer", seconds, state, saved, cut, layer)
 
 
 def slowest(units: list[Unit], starts: tuple[int, ...]) -> float:
@@ -83,12 +85,22 @@ def test_too_many_chunks() -> None:
 
 def test_even_cuts_count_layers() -> None:
     """The embedding stays before the first layer, norm and head behind the last, whatever they cost."""
-    units = [unit(9.0, kind=1), *[unit(1.0)] * 7, unit(9.0, kind=2)]
+    units = [unit(9.0, layer=False), *[unit(1.0)] * 7, unit(9.0, layer=False)]
     found = even_partition(units, 3)
     assert found.starts == (0, 4, 6)
     assert found.slowest_seconds == 12.0
     with pytest.raises(StageError, match="the model has 7 units"):
         even_partition(units, 8)
+    assert even_partition([unit(1.0, layer=False)], 1).starts == (0,)
+
+
+def test_even_cuts_count_layers_of_all_kinds() -> None:
+    """Windows in every other layer, or a model whose layers all differ."""
+    case = case_of(Recipe(layers=4, window=3, uneven=True))
+    for vocabulary in ("stage", "redistributed"):
+        job = compile_pinned(case.model, 4, sample=case.batch, mesh={"pp": 4}, vocabulary=vocabulary)
+        layers = [[name for name in stage if name.startswith("layers.")] for stage in job.plan.stages]
+        assert layers == [[f"layers.{k}"] for k in range(4)]
 
 
 def every_cut(units: list[Unit], stages: int) -> list[tuple[int, ...]]:
