@@ -431,13 +431,12 @@ class MoveCosts:
         self, calls: Sequence[int], *, frozen: bool = False, borrowed: bool = False
     ) -> Iterator[tuple[int, str, fx.Node]]:
         """The trained parameters of calls by name, each once; maybe those that aren't, or are :meth:`borrowed`, too."""
-        seen: set[str] = set()
-        others = _NONE if borrowed else self.borrowed(calls)
+        seen: set[str] = set() if borrowed else {*self.borrowed(calls)}
         for index in calls:
             call = self.model.calls[index]
             for name, node in zip(call.parameters, self._parameters[call.block], strict=True):
                 known = self.model.parameters[name]
-                if (known.trainable or frozen) and not known.is_buffer and name not in (*seen, *others):
+                if (known.trainable or frozen) and not known.is_buffer and name not in seen:
                     seen.add(name)
                     yield index, name, node
 
