@@ -16,7 +16,7 @@ from autopar.runtime import batches
 from autopar.runtime.axes import Axes
 from autopar.runtime.clip import clip_
 from autopar.runtime.collectives import broadcast_, lost_peer, reduce_sum_
-from autopar.runtime.grads import Reducer, reduce_groups
+from autopar.runtime.grads import Reducer, launch_shared, reduce_groups
 from autopar.runtime.host import host_memory
 from autopar.runtime.later import Spans
 from autopar.runtime.loads import Load, distinct, to_lists, total_load, update_bias_
@@ -381,6 +381,7 @@ class Executor:
     def _optimize(self, step: Step, action: Action) -> None:
         if self._asynchronous or step.accumulate:
             return
+        launch_shared(self.reducers.values())
         for reducer in self.reducers.values():
             reducer.wait()
         gradients = {n: g for r in self.reducers.values() for n, g in r.gradients().items()}

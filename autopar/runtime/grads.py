@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, product
+from operator import itemgetter
 from weakref import WeakMethod
 
 import torch
@@ -34,6 +35,8 @@ from autopar.schedules.weight_moves import BUCKET_BYTES, BUCKETS, LARGE_BYTES
 _IN_FLIGHT = 2  # reduce-scatters of one pass: their full gradients can't be freed before they end
 
 Groups = Mapping[tuple[int, ...], Axis]
+Place = tuple[tuple[int, ...], str]
+"""The stages that have a bucket, and its first parameter."""
 
 
 def reduce_ranks(parameter: Parameter, axes: Axes, placement: Sequence[int]) -> tuple[int, ...]:
@@ -74,7 +77,8 @@ class Reducer:
     """The gradients of one stage.
 
     Once per step: backward of all microbatches but the last, :meth:`expect` the last, the last one (each bucket
-    starts its sum when its gradients are complete), :meth:`launch`, :meth:`wait`, optimizer, :meth:`zero`.
+    starts its sum when its gradients are complete), :meth:`launch`, :func:`launch_shared` of all the rank's reducers,
+    :meth:`wait`, optimizer, :meth:`zero`.
     With ``scatters``, gradients of weights whose rows are stored on several ranks are reduce-scattered in every
     backward: :meth:`expect` before it, :meth:`scatter` after it.
     A parameter that no microbatch used has no gradient (None), as on one device; a weight of several stages on
@@ -113,11 +117,17 @@ class Reducer:
         made = _Buckets(self, groups, axes, reduce_dtype, scatters, bucket_bytes, powersgd)
         readers = program.readers if isinstance(program, Program) else {}
         self._buckets = list(made.all(units(module, program.parameters, readers=readers)))
+        self._shared = made.shared
         self._place: dict[Tensor, Bucket] = {
             parameter: bucket for bucket in self._buckets for parameter in bucket.parameters
         }
         for parameter in self._place:
             parameter.register_post_accumulate_grad_hook(_weakly(self._accumulated))  # type: ignore[no-untyped-call]
+
+    @property
+    def shared(self) -> Sequence[tuple[Place, Bucket]]:
+        """The buckets that stages on several pipeline ranks have, each with what names it on all of them."""
+        return self._shared
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -134,7 +144,7 @@ class Reducer:
     def expect(self, *, last: bool) -> None:
         """What the next backward completes can be summed: all where it is the ``last`` of the step."""
         for bucket in self._buckets:
-            bucket.armed = last or bucket.per_pass
+            bucket.armed = self._starts_in_pass(bucket, last=last)
             bucket.waiting = len(bucket.parameters)
 
     def expect_products(self, parameters: Iterable[Tensor], *, last: bool) -> None:
@@ -143,7 +153,7 @@ class Reducer:
         Instead of :meth:`expect` where a pass ends with put-off gradients; all else is complete.
         """
         for bucket in self._buckets:
-            bucket.armed = last or bucket.per_pass
+            bucket.armed = self._starts_in_pass(bucket, last=last)
             bucket.waiting = 0
         for parameter in parameters:
             if parameter in self._place:
@@ -175,17 +185,16 @@ class Reducer:
                 bucket.armed = bucket.started = False
 
     def launch(self) -> None:
-        """Start the sums that have not been started by the last backward."""
+        """Start the sums that have not been started by the last backward, but those of :attr:`shared`."""
         self._flying.clear()
-        for bucket in self._buckets:
-            bucket.armed = False
-            if not bucket.started and not bucket.per_pass:
-                bucket.start()
-        for bucket in self._buckets:
+        own = [bucket for bucket in self._buckets if not self._is_shared(bucket)]
+        for bucket in own:
+            _start_rest(bucket)
+        for bucket in own:
             bucket.reduce()
 
     def wait(self) -> None:
-        """Until all gradients are sums. :meth:`launch` comes before."""
+        """Until all gradients are sums. :meth:`launch` and :func:`launch_shared` come before."""
         for bucket in self._buckets:
             bucket.wait()
         if any(p.is_cuda and not self.masters[name].is_cuda for name, p in self.parameters.items()):
@@ -218,12 +227,35 @@ class Reducer:
                 return
             self._start(bucket)
 
+    def _starts_in_pass(self, bucket: Bucket, *, last: bool) -> bool:
+        return bucket.per_pass or (last and not self._is_shared(bucket))
+
+    def _is_shared(self, bucket: Bucket) -> bool:
+        return any(bucket is other for _, other in self._shared)
+
     def _start(self, bucket: Bucket) -> None:
         bucket.start()
         if bucket.per_pass:
             self._flying.append(bucket)
             if len(self._flying) > _IN_FLIGHT:
                 self._flying.popleft().settle()
+
+
+def launch_shared(reducers: Iterable[Reducer]) -> None:
+    """Start the sums over pipeline ranks, once all backwards of the step are over.
+
+    In one order for all ranks: stages complete in another order on each rank (of four in a V, 3 and 0 on the first, 2
+    and 1 on the second), so that sums over the same ranks would meet others.
+    """
+    for _, bucket in sorted((item for reducer in reducers for item in reducer.shared), key=itemgetter(0)):
+        _start_rest(bucket)
+        bucket.reduce()
+
+
+def _start_rest(bucket: Bucket) -> None:
+    bucket.armed = False
+    if not bucket.started and not bucket.per_pass:
+        bucket.start()
 
 
 def _weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
@@ -256,6 +288,7 @@ class _Buckets:
         bucket_bytes: int,
         powersgd: int,
     ) -> None:
+        self.shared: list[tuple[Place, Bucket]] = []
         self._powersgd = powersgd
         self._reducer, self._groups, self._axes = reducer, groups, axes
         self._reduce_dtype, self._scatters, self._limit = reduce_dtype, scatters, bucket_bytes
@@ -299,7 +332,7 @@ class _Buckets:
         master = self._reducer.masters[parameter.name]
         sums = parameter.reduce
         kind = ranks, own, parameter.zero, sums, self._per_pass(parameter), master.dtype, master.device
-        return *kind, self._is_low_rank(parameter), self._is_shared(parameter)
+        return *kind, self._is_low_rank(parameter), parameter.shared_stages
 
     def _is_low_rank(self, parameter: Parameter) -> bool:
         """Whether it is summed in low rank: over ranks that split tokens alone, and fewer numbers so."""
@@ -321,7 +354,14 @@ class _Buckets:
         return large and parameter.zero > 1 and stored == math.prod(parameter.shape)
 
     def _bucket(self, names: Sequence[str]) -> Bucket:
-        reducer, spec = self._reducer, self._reducer.specs[names[0]]
+        spec = self._reducer.specs[names[0]]
+        bucket = self._of_kind(names, spec)
+        if self._is_shared(spec):
+            self.shared.append(((spec.shared_stages, spec.name), bucket))
+        return bucket
+
+    def _of_kind(self, names: Sequence[str], spec: Parameter) -> Bucket:
+        reducer = self._reducer
         parameters, masters = ([by[n] for n in names] for by in (reducer.parameters, reducer.masters))
         rest = self._groups[reduce_ranks(spec, self._axes, reducer.placement)]
         sent = self._reduce_dtype or masters[0].dtype

@@ -162,19 +162,23 @@ class VocabularyPasses:
     def _table_gradient(self, step: Step, action: Action) -> None:
         microbatch = action.microbatch
         self._settle(step, action)
-        term = self._head.backward(self._state.logits.pop(microbatch), with_input=self._algorithm != "vocab-2")
+        with_input = self._program.hidden.needs_grad and self._algorithm != "vocab-2"
+        term = self._head.backward(self._state.logits.pop(microbatch), with_input=with_input)
         if term is not None:
             self._state.gradients[microbatch] = term
 
     def _sum_gradient(self, step: Step, action: Action) -> None:
-        """Sum the terms of the input's gradient, pulled back to how the last stage made it."""
+        """Sum the terms of the input's gradient, pulled back to how the last stage made it, if anything of what makes
+        it is trained."""
         with self._beside():
             if self._algorithm == "vocab-2":
                 self._settle(step, action)
             hidden, entered = self._state.entered.pop(action.microbatch)
-            term = self._state.gradients.pop(action.microbatch)
-            (gradient,) = torch.autograd.grad(entered, hidden, term)
-        message = self._reduce(gradient.contiguous(), self._last)
+            term = self._state.gradients.pop(action.microbatch, None)
+            message = Message(())
+            if self._program.hidden.needs_grad:
+                (gradient,) = torch.autograd.grad(entered, hidden, term)
+                message = self._reduce(gradient.contiguous(), self._last)
         if self._index == self._last:
             step.returning[self._last_stage, action.microbatch] = message
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.models import Attention, Case, Residual, labels_with_gaps, mlp, tokens
+from tests.models import Attention, Case, NanoGPT, Residual, labels_with_gaps, mlp, tokens
 
 
 def t5(batch: int, *, tied: bool = True, layers: int = 3) -> Case:
@@ -111,6 +111,40 @@ class Reused(nn.Module):
 
 def reused(batch: int) -> Case:
     return Case(Reused(), mlp(batch).batch)
+
+
+class Siamese(nn.Module):
+    """Both inputs go through the same layers, one after the other."""
+
+    def __init__(self, *, layers: int = 4, width: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Residual(width) for _ in range(layers)])
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.embedded(x), self.embedded(F.pad(y, (0, 4))) * 0.5)
+
+    def embedded(self, h: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = h + layer(h)
+        return h
+
+
+def siamese(batch: int) -> Case:
+    return Case(Siamese(), mlp(batch).batch)
+
+
+class Probe(NanoGPT):
+    """Only its head is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.lm_head = nn.Linear(self.lm_head.in_features, self.lm_head.out_features)
+
+
+def probe(batch: int) -> Case:
+    ids = tokens(batch)
+    return Case(Probe(), (ids, ids.roll(-1, 1)))
 
 
 class Kind(nn.Module):

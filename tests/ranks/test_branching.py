@@ -15,7 +15,7 @@ from autopar.errors import StageError
 from tests.fast_cluster import FAST
 from tests.models import Case, Float64, prepared
 from tests.pinned import compile_pinned
-from tests.ranks.branching_models import Mixed, reused, t5, two_streams, u_shaped
+from tests.ranks.branching_models import Mixed, probe, reused, siamese, t5, two_streams, u_shaped
 from tests.ranks.test_schedules import check
 
 MODELS: dict[str, Callable[[int], Case]] = {
@@ -24,6 +24,7 @@ MODELS: dict[str, Callable[[int], Case]] = {
     "u_shaped": u_shaped,
     "two_streams": two_streams,
     "reused": reused,
+    "siamese": siamese,
 }
 PIPELINES: dict[str, dict[str, Any]] = {
     "1f1b": {"schedule": "1f1b"},
@@ -57,6 +58,8 @@ SAMPLE = [
     ("u_shaped", {"pp": 2}, PIPELINES["v-half"]),
     ("two_streams", {"pp": 4}, PIPELINES["1f1b"]),
     ("reused", {"pp": 2, "tp": 2}, PIPELINES["interleaved"]),
+    ("siamese", {"pp": 2}, PIPELINES["v-half"]),
+    ("siamese", {"pp": 2, "dp": 2}, {"schedule": "zb-v", "zero": 2}),
 ]
 
 
@@ -65,6 +68,12 @@ def test_a_sample(name: str, mesh: dict[str, int], options: dict[str, Any]) -> N
     """A few of those above, for the fast tier."""
     small = {"t5": lambda batch: t5(batch, layers=2)}
     check(lambda: (MODELS | small)[name](4), mesh, microbatches=2, **options)
+
+
+@pytest.mark.parametrize("vocabulary", ["naive", "vocab-1", "vocab-2", "interlaced", "redistributed"])
+def test_only_the_head_is_trained(vocabulary: str) -> None:
+    """Nobody wants the gradient of what the last layer gives it."""
+    check(lambda: probe(4), {"pp": 2}, microbatches=2, vocabulary=vocabulary)
 
 
 def test_a_split_vocabulary_needs_a_head_of_its_own() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from autopar.mesh import Mesh
 from autopar.runtime import Axes, Axis, Parameter, Program, buckets
 from autopar.runtime.clip import clip_, global_norm
-from autopar.runtime.grads import Reducer, reduce_groups, reduce_ranks
+from autopar.runtime.grads import Reducer, launch_shared, reduce_groups, reduce_ranks
 from autopar.runtime.job import start
 from tests.models import make
 from tests.pinned import compile_pinned
@@ -193,10 +193,38 @@ def test_copies_of_tied_weights_share_buckets_however_large_their_stages_are() -
         reducer.expect(last=True)
         torch.stack([p.sum() * (stage + 1) for p in module.parameters()]).sum().backward()
         reducer.launch()
+        launch_shared([reducer])
         reducer.wait()
         return [reducer.gradients()[name][-1].item() for name in "xy"]
 
     assert on_ranks(Mesh(pp=2), program) == [[3.0, 3.0], [3.0, 3.0]]
+
+
+def test_weights_of_several_stages_are_summed_in_one_order_on_all_ranks() -> None:
+    """In a V of four stages, 0 and 2 have ``x``, 1 and 3 ``y``: the first rank ends with 3 and 0, the other with 2 and
+    1. Both have one shape, so that nothing but the values tells one sum from the other."""
+    placement, shared = (0, 1, 1, 0), {0: ("x", (0, 2)), 1: ("y", (1, 3)), 2: ("x", (0, 2)), 3: ("y", (1, 3))}
+
+    def program(axes: Axes) -> dict[str, float]:
+        modules, programs = {}, {}
+        for stage in (3, 0) if axes["pp"].index == 0 else (2, 1):
+            name, stages = shared[stage]
+            modules[stage] = nn.Module()
+            modules[stage].register_parameter(name, nn.Parameter(torch.ones(4)))
+            specs = (Parameter(name, (4,), (4,), "float32", shared_stages=stages),)
+            programs[stage] = Program(stage, 4, axes.mesh.to_json(), 1, (), (), (), (), specs)
+        groups = reduce_groups(programs.values(), axes, placement)
+        reducers = {s: Reducer(modules[s], programs[s], groups, axes, placement) for s in modules}
+        for stage, reducer in reducers.items():
+            reducer.expect(last=True)
+            (next(modules[stage].parameters()).sum() * 10**stage).backward()
+            reducer.launch()
+        launch_shared(reducers.values())
+        for reducer in reducers.values():
+            reducer.wait()
+        return {name: g[0].item() for reducer in reducers.values() for name, g in reducer.gradients().items()}
+
+    assert on_ranks(Mesh(pp=2), program) == [{"x": 101.0, "y": 1010.0}] * 2
 
 
 def test_nothing_is_summed_where_nothing_is_pending(sums: list[list[str]]) -> None:
