@@ -17,7 +17,9 @@ from autopar.options import Options
 from autopar.runtime import Axes, Parameter
 from autopar.runtime.optimizers import Parameters, Recipe, check_optimizer, make_optimizer, maker, one_device, probe
 from autopar.runtime.optimizers.layout import Layout, add_up, gather
+from autopar.runtime.optimizers.recipe import adamw
 from autopar.runtime.optimizers.several import Several
+from autopar.runtime.stand_in import standing_for
 from tests.runtime.ranks import on_ranks
 
 CPU = torch.device("cpu")
@@ -171,6 +173,15 @@ def test_closures_and_sparse_gradients_are_refused() -> None:
 
 
 # --- what users give --------------------------------------------------------------------------------
+
+
+def test_the_default_is_one_kernel_where_parameters_stand_for_those_of_a_gpu() -> None:
+    parameters = [nn.Parameter(torch.zeros(2))]
+    with standing_for("cuda"):
+        assert adamw(parameters).defaults["fused"]
+    with standing_for("cpu"):
+        assert not adamw(parameters).defaults["fused"]
+    assert not adamw(parameters).defaults["fused"]
 
 
 def test_parameters_have_names_once_and_no_frozen_ones() -> None:

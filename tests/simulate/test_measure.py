@@ -78,6 +78,19 @@ def test_memory_of_an_mlp_by_hand() -> None:
     assert sum(memory.peak.peak.values()) == memory.peak_bytes == max(phase.peak_bytes for phase in memory.phases)
 
 
+def test_the_default_optimizer_works_in_no_memory_on_a_gpu() -> None:
+    """One kernel updates all; on the CPU each parameter's update has temporaries."""
+    job, batch = compiled("mlp", {"dp": 2}, microbatches=2)
+
+    def added(device: str) -> int:
+        (memory, *_) = predicted_memory(job.job, batch, device=device)
+        step = next(phase for phase in memory.phases if phase.label.startswith("STEP"))
+        return step.peak_bytes - sum(step.start.values())
+
+    assert added("cuda") == 0
+    assert added("cpu") > 0
+
+
 def close(predicted: list[RankMemory], measured: list[RankMemory], tolerance: float) -> None:
     for rank, (found, expected) in enumerate(zip(predicted, measured, strict=True)):
         error = found.peak_bytes / expected.peak_bytes - 1

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from autopar.errors import ArgumentError
 from autopar.runtime.optimizers.likeness import Likeness, options
 from autopar.runtime.optimizers.parameters import Parameters
+from autopar.runtime.stand_in import device_type
 
 Maker = Callable[[Parameters], Optimizer | Sequence[Optimizer]]
 """What ranks are given: from the model's parameters, as the rank stores them, to the optimizer over them."""
@@ -36,9 +37,9 @@ def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
 
 
 def _is_of_gpu(parameter: nn.Parameter) -> bool:
-    """Whether it lies on a GPU, or on the host for one."""
-    if parameter.is_cuda or not torch.cuda.is_available():
-        return parameter.is_cuda
+    """Whether it lies on a GPU, or on the host for one, or stands for one that does."""
+    if (is_cuda := device_type(parameter) == "cuda") or not torch.cuda.is_available():
+        return is_cuda
     return type(parameter) is nn.Parameter and parameter.is_pinned()
 
 
