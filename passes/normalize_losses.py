@@ -1,13 +1,15 @@
 """normalize_losses: a mean over tokens becomes a sum divided by a count.
 
 Guarantees: equal value and gradient; every mean-reduced loss is ``sum / count`` where ``count`` depends on the
-batch alone. A sum can be split over microbatches and ranks whatever the number of ignored tokens in each part; the
-mean of parts can't. Example: ``cross_entropy(x, t)`` -> ``cross_entropy(x, t, reduction=sum) / (t != -100).sum()``.
+batch and buffers alone. A sum can be split over microbatches and ranks whatever the number of ignored tokens in each
+part; the mean of parts can't. Example: ``cross_entropy(x, t)`` becomes
+``cross_entropy(x, t, reduction=sum) / (t != -100).sum()``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import fx
@@ -36,35 +38,64 @@ def normalize_losses(flat: Flat) -> Flat:
 
 
 def _class_loss(graph: fx.Graph, node: fx.Node) -> list[fx.Node] | None:
-    """cross_entropy and nll_loss with class indices: the count is of targets that aren't ignored."""
-    given, target_op = arguments(node), node.target
-    assert callable(target_op)
-    target = given["target"]
-    if given["reduction"] != _MEAN or given["weight"] is not None or info(target).meta.dtype.is_floating_point:
+    """cross_entropy and nll_loss with class indices: the count is of targets that aren't ignored, or with class weights
+    the sum of theirs."""
+    given = arguments(node)
+    if given["reduction"] != _MEAN or info(given["target"]).meta.dtype.is_floating_point:
         return None
-    values = [_SUM if name == "reduction" else value for name, value in given.items()]
-    scalar = (Meta((), torch.int64),)
+    count = _valid if given["weight"] is None else _weights
     with graph.inserting_before(node):
-        total = derive(graph.call_function(target_op, tuple(values)), node)
-        valid = graph.call_function(aten.ne.Scalar, (target, given["ignore_index"]))
-        derive(valid, node, outputs=(Meta(info(target).meta.shape, torch.bool),))
-        count = derive(graph.call_function(aten.sum.default, (valid,)), node, outputs=scalar)
-        loss = derive(graph.call_function(aten.div.Tensor, (total, count)), node)
-    return [valid, count, total, loss]
+        counted = count(graph, node)
+        total = _summed(graph, node)
+        loss = derive(graph.call_function(aten.div.Tensor, (total, counted[-1])), node)
+    return [*counted, total, loss]
+
+
+def _valid(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
+    """What leads to the number of targets that count."""
+    given = arguments(node)
+    shape = info(given["target"]).meta.shape
+    valid = graph.call_function(aten.ne.Scalar, (given["target"], given["ignore_index"]))
+    derive(valid, node, outputs=(Meta(shape, torch.bool),))
+    count = graph.call_function(aten.sum.default, (valid,))
+    return [valid, derive(count, node, outputs=(Meta((), torch.int64),))]
+
+
+def _weights(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
+    """What leads to the sum of the weights of the targets that count."""
+    given = arguments(node)
+    target, weight = info(given["target"]).meta, info(given["weight"]).meta
+    ignored = graph.call_function(aten.eq.Scalar, (given["target"], given["ignore_index"]))
+    derive(ignored, node, outputs=(Meta(target.shape, torch.bool),))
+    known = graph.call_function(aten.masked_fill.Scalar, (given["target"], ignored, 0))
+    derive(known, node, outputs=(target,))
+    each = graph.call_function(aten.index.Tensor, (given["weight"], [known]))
+    derive(each, node, outputs=(Meta(target.shape, weight.dtype),))
+    counted = graph.call_function(aten.masked_fill.Scalar, (each, ignored, 0.0))
+    derive(counted, node, outputs=(Meta(target.shape, weight.dtype),))
+    count = graph.call_function(aten.sum.default, (counted,))
+    return [ignored, known, each, counted, derive(count, node, outputs=(Meta((), weight.dtype),))]
 
 
 def _pointwise_loss(graph: fx.Graph, node: fx.Node) -> list[fx.Node] | None:
     """mse_loss and its like: the count is the number of elements."""
-    given, target_op = arguments(node), node.target
-    assert callable(target_op)
-    if given["reduction"] != _MEAN:
+    if arguments(node)["reduction"] != _MEAN:
         return None
-    values = [_SUM if name == "reduction" else value for name, value in given.items()]
     count = info(node.all_input_nodes[0]).meta.numel
     with graph.inserting_before(node):
-        total = derive(graph.call_function(target_op, tuple(values)), node)
+        total = _summed(graph, node)
         loss = derive(graph.call_function(aten.div.Tensor, (total, count)), node)
     return [total, loss]
+
+
+def _summed(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """The loss as a sum."""
+    target: Any = node.target
+    given = arguments(node) | {"reduction": _SUM}
+    schema = target._schema.arguments
+    args = tuple(given[a.name] for a in schema if not a.kwarg_only)
+    named = {a.name: given[a.name] for a in schema if a.kwarg_only}
+    return derive(graph.call_function(target, args, named), node)
 
 
 _Rewrite = Callable[[fx.Graph, fx.Node], list[fx.Node] | None]
@@ -76,5 +107,8 @@ _REWRITES: dict[str, _Rewrite] = {
     "aten.l1_loss.default": _pointwise_loss,
     "aten.smooth_l1_loss.default": _pointwise_loss,
     "aten.huber_loss.default": _pointwise_loss,
+    "aten.kl_div.default": _pointwise_loss,
+    "aten.soft_margin_loss.default": _pointwise_loss,
+    "aten.binary_cross_entropy.default": _pointwise_loss,
     "aten.binary_cross_entropy_with_logits.default": _pointwise_loss,
 }

@@ -58,7 +58,8 @@ def _blocked(search: _Search) -> list[tuple[fx.Node, bool]]:
             given = [_reachable(search, number, operand) for operand in operands(node)]
             search.types[number, node] = made = _made(search, number, node, given)
             if made == set():
-                found.append((node, any(types is not None and P in types for types in given)))
+                # As the operands were made: what any microbatch has whole counts as a sum, too, where that is free.
+                found.append((node, any(search.types[number, operand] == {P} for operand in operands(node))))
                 search.types[number, node] = None
     return found
 
