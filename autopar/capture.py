@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -239,6 +240,8 @@ def _export(
                 scoped.enter_context(mode)
             scoped.callback(_SHAPE_LOG.setLevel, _SHAPE_LOG.level)
             _SHAPE_LOG.setLevel(logging.CRITICAL)  # what fails is raised; a traceback beside it says no more
+            scoped.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", ".*_flat_weights")  # torch's own RNNs list their parameters anew
             return torch.export.export(wrapper, args, strict=False)
     except (CaptureError, BatchError):
         raise
