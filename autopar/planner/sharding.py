@@ -7,7 +7,7 @@ calls is an edge between their blocks, so a repeated layer closes on itself and 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -92,6 +92,16 @@ class _Build:
 
 
 @dataclass(frozen=True)
+class Solved:
+    """A problem with the choices of its vertices, and its solution."""
+
+    problem: AxisProblem
+    vertices: Sequence[Vertex]
+    choices: Mapping[Key, Sequence[Choice]]
+    solution: Solution
+
+
+@dataclass(frozen=True)
 class Chosen:
     """A solved axis: ``rows[b]`` has the choice of every node of block b but its output, in order."""
 
@@ -121,8 +131,8 @@ def choose(spread: Spread, problem: AxisProblem) -> Chosen:
 
     Raises ShardingError naming the ops where the axis can't be executed.
     """
-    build, model = _build(spread, problem), spread.model
-    solution = _solved(build)
+    build, model = _with_vertices(spread, problem), spread.model
+    solution = _known_or_solved(build)
     if solution.seconds >= FORBIDDEN_SECONDS / 2:
         raise ShardingError(refusal(model, build.choices, problem.prices, problem.size))
     rows = []
@@ -130,6 +140,19 @@ def choose(spread: Spread, problem: AxisProblem) -> Chosen:
         keys = [(number, node) for node in block.graph.nodes if node.op != "output"]
         rows.append([build.choices[key][solution.choices[build.index[key]]] for key in keys])
     return Chosen(solution, rows)
+
+
+def _known_or_solved(build: _Build) -> Solution:
+    """``build`` has no edges yet: of one model, they follow from the choices of what they are between, and their costs
+    from prices. So several numbers of microbatches that leave ops the same choices are one problem."""
+    for known in build.spread.solved:
+        alike = replace(known.problem, size=build.problem.size) == build.problem
+        if alike and known.vertices == build.vertices and known.choices == build.choices:
+            return known.solution
+    _add_edges(build)
+    solution = _solved(build)
+    build.spread.solved.append(Solved(build.problem, build.vertices, build.choices, solution))
+    return solution
 
 
 def _solved(build: _Build) -> Solution:
@@ -169,6 +192,12 @@ def apply_choices(model: Model, problem: AxisProblem, pins: Mapping[tuple[str, s
 
 
 def _build(spread: Spread, problem: AxisProblem) -> _Build:
+    build = _with_vertices(spread, problem)
+    _add_edges(build)
+    return build
+
+
+def _with_vertices(spread: Spread, problem: AxisProblem) -> _Build:
     model = spread.model
     last = model.calls[model.loss.call].block
     build = _Build(model, problem, spread, (last, model.blocks[last].outputs[model.loss.output]))
@@ -178,7 +207,6 @@ def _build(spread: Spread, problem: AxisProblem) -> _Build:
     if problem.holds_experts:
         build.experts = expert_types(build.spread, problem.axis, problem.size)
     _add_vertices(build)
-    _add_edges(build)
     return build
 
 

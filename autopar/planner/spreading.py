@@ -11,6 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
 from torch import fx
 
@@ -20,6 +21,9 @@ from autopar.planner.rulings import Frozen, Rulings, frozen, legal
 from autopar.rules import lookup
 from autopar.rules.base import Op, Rule, Splits
 from autopar.spmd import I, R, S, Type
+
+if TYPE_CHECKING:
+    from autopar.planner.sharding import Solved
 
 Key = tuple[int, fx.Node | int]
 """(block, node), or (INPUT_CALL, position) for a tensor of the batch."""
@@ -39,7 +43,8 @@ class Known:
 class Spread:
     """``ops`` by key, in order; ``edges`` between calls, (source, target), with how often; ``splits``: split points of
     every value; ``parameters``: keys of parameters, and of what an axis solved before made of them without
-    communication in the forward; ``followed`` is what :func:`follow` found out."""
+    communication in the forward; ``followed`` is what :func:`follow` found out, ``solved`` are problems of axes of this
+    model, as it is."""
 
     model: Model
     ops: dict[Key, Known]
@@ -48,6 +53,7 @@ class Spread:
     parameters: set[Key]
     rulings: Rulings
     followed: dict[tuple[tuple[tuple[int, int | None], ...], bool], dict[Key, Type]] = field(default_factory=dict)
+    solved: list[Solved] = field(default_factory=list)
 
     @classmethod
     def of(cls, model: Model, rulings: Rulings | None = None) -> Spread:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from autopar.api import prepare
@@ -22,8 +22,9 @@ from autopar.planner.onehot import solve_milp
 from autopar.planner.pipeline import Wanted
 from autopar.planner.placement import Problem, Solution
 from autopar.planner.prices import MicrobatchPrices, RankPrices
-from autopar.planner.sharding import AxisProblem, solve_axis
+from autopar.planner.sharding import AxisProblem, choose, solve_axis
 from autopar.planner.solve_placement import solve
+from autopar.planner.spreading import Spread
 from autopar.rules.base import Op, Rule
 from autopar.spmd import I, P, R, S
 
@@ -41,6 +42,16 @@ def llama(layers: int) -> Model:
         model = LlamaForCausalLM(config).to(torch.bfloat16)
     ids = torch.zeros(1, 4096, dtype=torch.long)
     return prepare(model, {"input_ids": ids, "labels": ids})[0]
+
+
+def batch_of(rows: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """What 2 divides, 4 does too, and 3 nothing but the batch."""
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=128, intermediate_size=64, num_hidden_layers=1, num_attention_heads=8
+    )
+    ids = torch.zeros(rows, 16, dtype=torch.long)
+    with torch.device("meta"):
+        return LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
 
 
 def planned(layers: int, **mesh: int) -> Built:
@@ -68,6 +79,21 @@ def test_llama_becomes_megatron_with_sequence_parallelism() -> None:
     moves = [str(node.target) for node in layer.ops if "src" in node.kwargs and str(node.target) != "convert"]
     assert moves == ["all_gather", "reduce_scatter", "all_gather", "reduce_scatter"]
     assert str(info(layer.inputs[0]).choices["tp"].result) == "S(1)"
+
+
+def test_problems_that_are_equal_but_for_their_size_are_solved_once() -> None:
+    """Of several axes on one model; each as on a model of its own."""
+    model, cluster, prices = prepare(*batch_of(24))[0], Cluster.load("h100"), MicrobatchPrices()
+    known = Spread.of(model)
+    problems = [AxisProblem("mb", size, prices, "batch") for size in (2, 4, 3)]
+    problems += [
+        AxisProblem("dp", size, RankPrices(size, cluster.device, cluster.link(size, 1), 1), "batch") for size in (2, 4)
+    ]
+    for problem in problems:
+        found, alone = choose(known, problem), choose(Spread.of(model), problem)
+        assert found.solution == alone.solution
+        assert found.rows == alone.rows
+    assert [solved.problem.size for solved in known.solved] == [2, 3, 2, 4]
 
 
 def test_the_head_is_split_by_vocabulary_and_logits_stay_split() -> None:
