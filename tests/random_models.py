@@ -43,8 +43,9 @@ class Recipe:
     head_bias: bool = False
     cap: bool = False
     loss: str = "mean"  # ignored, smoothed, z, sum, shifted, two, outside, weighted
-    frozen: str = ""  # embedding, norms
-    twice: bool = False  # the first layer is applied again at the end
+    mixer: str = "attention"  # of every other layer: convolution, mean
+    frozen: str = ""  # embedding, norms, first, body
+    twice: int = 0  # so many of the first layers are applied again at the end
     uneven: bool = False  # layers differ in width
     residual: str = "plain"  # scaled, skip (to the last layer)
     batch: str = "tuple"  # dict, none (a mask of None), mask
@@ -127,6 +128,40 @@ class Attention(nn.Module):
         return added if mask is None else added + (1.0 - mask[:, None, None, :].to(q.dtype)) * -1e9
 
 
+class Convolution(nn.Module):
+    """What a position and the two before it have, channel by channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.taps = nn.Conv1d(WIDTH, WIDTH, 3, groups=WIDTH)
+
+    def forward(self, x: Tensor, *_: Tensor | None) -> Tensor:
+        taken: Tensor = self.taps(F.pad(self.enter(x).transpose(1, 2), (2, 0)))
+        return taken.transpose(1, 2)
+
+
+class Mean(nn.Module):
+    """The mean of all positions so far, gated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, 2 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, *_: Tensor | None) -> Tensor:
+        values, gate = self.enter(x).chunk(2, dim=-1)
+        mean = values.cumsum(1) / torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]
+        out: Tensor = self.out(mean * F.silu(gate))
+        return out
+
+
+def mixer_of(recipe: Recipe, index: int) -> nn.Module:
+    if index % 2 == 0 or recipe.mixer == "attention":
+        return Attention(recipe, recipe.window if index % 2 else 0)
+    return Convolution() if recipe.mixer == "convolution" else Mean()
+
+
 class Gated(nn.Module):
     def __init__(self, recipe: Recipe, hidden: int) -> None:
         super().__init__()
@@ -185,7 +220,7 @@ class Layer(nn.Module):
         super().__init__()
         self.recipe = recipe
         self.norm_1, self.norm_2 = norm_of(recipe), norm_of(recipe)
-        self.attention = Attention(recipe, recipe.window if index % 2 else 0)
+        self.attention = mixer_of(recipe, index)
         self.mlp = mlp_of(recipe, WIDTH * (2 + (index % 2 if recipe.uneven else 0)))
         if recipe.post_norm:
             self.norm_3 = norm_of(recipe)
@@ -228,9 +263,15 @@ class Model(nn.Module):
         angles = torch.arange(SEQUENCE)[:, None] / 100 ** torch.linspace(0, 1, HEAD_WIDTH // 2)[None, :]
         self.register_buffer("cos", angles.cos().repeat(1, 2))
         self.register_buffer("sin", angles.sin().repeat(1, 2), persistent=False)
-        frozen = {"": [], "embedding": [self.embedding], "norms": [layer.norm_1 for layer in self.layers]}
-        for module in frozen[recipe.frozen]:
+        for module in self.frozen():
             module.requires_grad_(False)
+
+    def frozen(self) -> list[nn.Module]:
+        """What isn't trained."""
+        layers, norms = list(self.layers), [layer.norm_1 for layer in self.layers if isinstance(layer, Layer)]
+        first, body = [self.embedding, layers[0]], [self.embedding, self.norm, *layers]
+        kinds: dict[str, list[nn.Module]] = {"": [], "embedding": [self.embedding], "norms": norms}
+        return {**kinds, "first": first, "body": body}[self.recipe.frozen]
 
     def forward(self, ids: Tensor, labels: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         x = self.embedding(ids)
@@ -241,7 +282,7 @@ class Model(nn.Module):
         if self.recipe.stem == "convolution":
             x = x + self.stem(x.transpose(1, 2))[..., : ids.shape[1]].transpose(1, 2)
         first = x
-        for layer in [*self.layers, *([self.layers[0]] if self.recipe.twice else [])]:
+        for layer in [*self.layers, *list(self.layers)[: self.recipe.twice]]:
             x = layer(x, self.cos, self.sin, mask)
         x = self.norm(x + first if self.recipe.residual == "skip" else x)
         logits = self.head(x)
@@ -313,8 +354,9 @@ _CHOICES: Final[dict[str, tuple[Any, ...]]] = {
     "head_bias": (False, True),
     "cap": (False, True),
     "loss": ("mean", "ignored", "smoothed", "z", "sum", "shifted", "two", "outside", "weighted"),
-    "frozen": ("", "", "embedding", "norms"),
-    "twice": (False, False, True),
+    "mixer": ("attention", "convolution", "mean"),
+    "frozen": ("", "", "embedding", "norms", "first", "body"),
+    "twice": (0, 0, 1, 2, 4),
     "uneven": (False, False, True),
     "residual": ("plain", "scaled", "skip"),
     "batch": ("tuple", "dict", "none", "mask"),
@@ -328,58 +370,44 @@ def random_recipe(chance: random.Random) -> Recipe:
 
 
 _MESHES: Final[tuple[dict[str, int], ...]] = (
-    {"tp": 2},
-    {"tp": 4},
-    {"pp": 2},
-    {"pp": 4},
-    {"cp": 2},
-    {"dp": 4},
-    {"dp": 2, "tp": 2},
-    {"dp": 2, "cp": 2},
-    {"pp": 2, "tp": 2},
-    {"pp": 2, "dp": 2},
-    {"pp": 2, "cp": 2},
-    {"cp": 2, "tp": 2},
-    {"pp": 2, "dp": 2, "tp": 2},
-    {"dp": 2, "cp": 2, "tp": 2},
-    {"pp": 2, "cp": 2, "tp": 2},
+    *({"tp": 2}, {"tp": 4}, {"pp": 2}, {"pp": 4}, {"cp": 2}, {"dp": 4}),
+    *({"dp": 2, "tp": 2}, {"dp": 2, "cp": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "dp": 2}, {"pp": 2, "cp": 2}),
+    *({"cp": 2, "tp": 2}, {"pp": 2, "dp": 2, "tp": 2}, {"dp": 2, "cp": 2, "tp": 2}, {"pp": 2, "cp": 2, "tp": 2}),
 )
-_PIPELINES: Final = (
-    ("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("zb-2p", 1), ("interleaved", 2), ("zb-v", 2), ("v-half", 2),
-    ("v-min", 2), ("dualpipe-v", 2), ("naive", 1), ("synthesized", 1),
-)  # fmt: skip
+_CHUNKS: Final = {"zb-v": 2, "v-half": 2, "v-min": 2, "dualpipe-v": 2, "interleaved": 2}
+_SCHEDULES: Final = (*_CHUNKS, "1f1b", "gpipe", "naive", "zb-h1", "zb-2p", "synthesized")
+_VOCABULARIES: Final = ("redistributed", "stage", "naive", "vocab-1", "vocab-2", "interlaced")
+_OFFLOADS: Final = (("optimizer",), ("activations",), ("parameters",), ("parameters", "activations"))
 
 
 def random_plan(chance: random.Random, recipe: Recipe) -> dict[str, Any]:
     """Arguments of :func:`autopar.compile`, all degrees pinned. Some don't fit each other, or the model."""
     mesh = dict(chance.choice(_MESHES))
     plan: dict[str, Any] = {"mesh": mesh, "microbatches": chance.choice((1, 2, 4))}
-    if recipe.mlp in ("experts", "shared") and math.prod(mesh.values()) > mesh.get("pp", 1) and chance.random() < 0.7:
-        lent = mesh.get("dp", 1) * mesh.get("cp", 1)
-        plan["mesh"]["ep"] = lent if lent > 1 else mesh["tp"]
+    lent = mesh.get("dp", 1) * mesh.get("cp", 1)
+    lent = lent if lent > 1 else mesh.get("tp", 1)
+    if recipe.mlp in ("experts", "shared") and lent > 1 and chance.random() < 0.7:
+        mesh["ep"] = lent
     if mesh.get("pp", 1) > 1:
-        name, chunks = chance.choice(_PIPELINES)
-        stages = mesh["pp"] * chunks
-        if stages <= recipe.layers or name == "synthesized":
-            plan["schedule"] = name
-        plan["vocabulary"] = chance.choice(("redistributed", "stage", "naive", "vocab-1", "vocab-2", "interlaced"))
-        if plan["vocabulary"] == "interlaced":
-            plan["schedule"] = "interlaced"
-        plan["microbatches"] = chance.choice((2, 4, 8) if mesh.get("dp", 1) == 1 else (2, 4))
+        plan |= _random_pipeline(chance, recipe, mesh["pp"])
     plan["zero"] = chance.choice((0, 0, 1, 2, 3))
-    if chance.random() < 0.4:
-        plan["recompute"] = chance.choice(("full", "selective"))
-    if chance.random() < 0.4:
-        plan["head_chunks"] = chance.choice((2, 4))
-    if chance.random() < 0.3:
-        plan["offload"] = chance.choice(
-            (("optimizer",), ("activations",), ("parameters",), ("parameters", "activations"))
-        )
-    if chance.random() < 0.3:
-        plan["activations"] = "lossless"
     if mesh.get("cp", 1) > 1:
         plan["attention"] = chance.choice(("auto", "all_gather", "ring", "heads"))
-        plan["cp_order"] = chance.choice(("auto", "paired", "contiguous"))
-    if chance.random() < 0.5:
-        plan["clip_norm"] = 0.5
-    return plan
+        plan["cp_order"] = chance.choice(("auto", "contiguous"))
+    optional = {
+        "recompute": chance.choice(("full", "selective", "none")),
+        "head_chunks": chance.choice((2, 3)),
+        "offload": chance.choice(_OFFLOADS),
+        "activations": "lossless",
+        "clip_norm": 0.5,
+    }
+    return plan | {name: value for name, value in optional.items() if chance.random() < 0.35}
+
+
+def _random_pipeline(chance: random.Random, recipe: Recipe, pp: int) -> dict[str, Any]:
+    schedule, vocabulary = chance.choice(_SCHEDULES), chance.choice(_VOCABULARIES)
+    if pp * _CHUNKS.get(schedule, 1) > recipe.layers + recipe.twice:
+        schedule = "1f1b"
+    if vocabulary == "interlaced":
+        schedule = "interlaced"
+    return {"schedule": schedule, "vocabulary": vocabulary, "microbatches": chance.choice((2, 4))}
