@@ -41,9 +41,9 @@ def routes(block: Block) -> list[fx.Node]:
 def router_calls(model: Model) -> Iterator[RouterCall]:
     """In the model's order. Calls of a module that is called more than once are of one layer."""
     own = own_modules(model)
-    names = _names(model)
+    names, nodes = _names(model), [routes(block) for block in model.blocks]
     for index, call in enumerate(model.calls):
-        for node in routes(model.block_of(call)):
+        for node in nodes[call.block]:
             path = call.path if index in own else ""
             yield RouterCall(index, node, ".".join(filter(None, (path, names[node]))))
 

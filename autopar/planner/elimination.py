@@ -31,7 +31,7 @@ LARGEST = 1 << 23
 
 _TABLES = 16  # as large as the largest that is allowed: all together sum up no more than these
 _SMALL = 1 << 23  # an order that sums up fewer entries than this is good enough
-_CACHED = 1 << 20  # larger ones are made value by value
+_CACHED = 1 << 16  # larger ones, of half a MiB, are made value by value
 
 _EQUAL = 1e-12  # values this close (relative) are equal: the first is taken, whatever the rounding of their sums
 

@@ -109,8 +109,11 @@ def experts_plans(model: Model, mesh: Mesh, reckoning: Reckoning) -> list[Expert
     again, for the ranks that experts really are on."""
     rows: dict[str, ExpertsPlan] = {}
     found: list[tuple[fx.Node, Reckoned]] = []
+    split: dict[fx.Node, list[str]] = {}  # calls of one block have one node for theirs
     for router in router_calls(model):
-        axes = _axes(weights_of(model, router).values())
+        if router.node not in split:
+            split[router.node] = _axes(weights_of(model, router).values())
+        axes = split[router.node]
         ranks = math.prod(mesh.size(axis) for axis in axes)
         index, own = operands(router.node)[0], reckoning.of_layer(router, ranks)
         found.append((router.node, own))
