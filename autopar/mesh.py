@@ -107,10 +107,15 @@ class Mesh:
         """The axes over which experts are split, outermost first."""
         return (*(("ep",) if self.ep > 1 else ()), *self.borrowed)
 
-    @property
+    @cached_property
     def experts(self) -> int:
         """How many ranks share one copy of all experts."""
         return math.prod(self.size(axis) for axis in self.expert_axes)
+
+    @cached_property
+    def _tokens(self) -> int:
+        """How many ranks split tokens."""
+        return math.prod(self.size(axis) for axis in DATA)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -170,7 +175,7 @@ class Mesh:
 
         Raises ArgumentError where ``zero_ranks`` doesn't divide the ranks that split tokens.
         """
-        everyone = math.prod(self.size(axis) for axis in DATA)
+        everyone = self._tokens
         if zero_ranks and everyone % zero_ranks:
             fits = [n for n in range(1, everyone + 1) if everyone % n == 0]
             raise ArgumentError(
