@@ -34,8 +34,14 @@ def pass_seconds(
 
 
 def moves_nothing(node: fx.Node, op: Op) -> bool:
-    """Whether it is a view, which no kernel runs for."""
-    return is_getitem(node) or (is_view(node) and op.result.dtype == op.operands[0].dtype and not copies(node))
+    """Whether it is a view, which no kernel runs for. By its schema a cast may be one as well: it has another dtype and
+    as many elements, where complex numbers and their parts, which lie where they lay, differ in both."""
+    if is_getitem(node):
+        return True
+    if not is_view(node):
+        return False
+    made, given = op.result, op.operands[0]
+    return not copies(node) if made.dtype == given.dtype else made.numel != given.numel
 
 
 def work_seconds(

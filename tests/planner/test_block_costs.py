@@ -16,7 +16,7 @@ from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.planner.block_costs import BlockCost, Machine, block_cost
 from autopar.planner.build import Built, Request, build
-from autopar.planner.op_costs import work_of
+from autopar.planner.op_costs import moves_nothing, work_of
 from autopar.planner.pipeline import Wanted
 from autopar.rules import lookup
 from autopar.rules.base import Op
@@ -116,3 +116,26 @@ def test_an_embedding_reads_rows_and_makes_a_table_of_gradients(captured: Model)
     assert work.moved_bytes == rows + min(rows, table) + op.operands[1].bytes
     read = rows + min(rows, table) + op.operands[1].bytes
     assert work.back_bytes == read + table + 2 * min(rows, table)  # cleared once; a row is read and written
+
+
+def test_complex_numbers_and_their_parts_are_views_and_casts_are_none() -> None:
+    """Rotary positions of torchtitan's Llama; a cast to another dtype of as many elements reads and writes."""
+
+    class Turned(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            pairs = torch.view_as_complex((x * self.weight).double().unflatten(-1, (-1, 2)))
+            return (torch.view_as_real(pairs).flatten(-2) * 2.0).mean()
+
+    with torch.device("meta"):
+        model, sample = Turned(), torch.zeros(8, 1024, 64)
+    captured = prepare(model, sample)[0]
+    built = build(captured, Request(Mesh.of({"dp": 1}, 1), 1, H100, Wanted("1f1b", "stage"), Options()))
+    nodes = [node for block in built.model.blocks for node in block.ops]
+    free = {op_name(node): moves_nothing(node, Op.of(node)) for node in nodes}
+    assert free["aten.view_as_complex.default"]
+    assert free["aten.view_as_real.default"]
+    assert not free["aten.to.dtype"]
