@@ -4,7 +4,7 @@
     python benchmarks/planning.py --depths 4,32,126
 
 The first form compiles each model (:data:`models.TRAININGS`) in a fresh process, whose peak memory is reported: what
-``autopar.compile`` does is timed part by part, parts inside of parts counted once, and nothing is warmed up. With
+``autopar.compile`` does is timed part by part, as it tells its progress, and nothing is warmed up. With
 --audit, costs are then read off the programs (:mod:`autopar.audit`): by how much the planner's differ at most. The
 second has degrees pinned, on one model of several depths: planning takes no longer where layers are alike. There,
 ``torch.export`` alone and capture then take turns. Seconds are of CPU time, which other programs disturb little.
@@ -13,15 +13,12 @@ second has degrees pinned, on one model of several depths: planning takes no lon
 from __future__ import annotations
 
 import json
-import pkgutil
 import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from typing import Annotated, Any, Final
-from unittest import mock
 
 import torch
 import typer
@@ -32,18 +29,12 @@ from rich.table import Table
 from torch import nn
 
 from autopar.plan import bytes_text, percent_text, seconds_text
+from autopar.report.search_progress import SearchProgress
 
-PARTS: Final[Mapping[str, tuple[str, ...]]] = {
-    "capture": ("autopar.preparation.capture",),
-    "passes": ("autopar.preparation.Prepared.__getitem__",),
-    "search": ("autopar.search.choose.searching", "autopar.search.loop.Search.run"),
-    "build": ("autopar.search.choose.build", "autopar.search.choose.finish"),
-    "memory": ("autopar.api.predicted_memory",),
-    "emit": ("autopar.programs.emit", "autopar.programs.emit_vocabulary"),
-}
-"""The functions that each part is the time of; what ``compile`` does outside of them is the rest."""
+PARTS: Final = ("capture", "passes", "place", "lay out", "build")
+"""What is timed: tracing; what comes before the search; its phases, of which the last takes in what the ranks' programs
+hold, and their text."""
 
-REST: Final = "rest"
 MESH: Final = {"pp": 4, "dp": 2, "tp": 8}
 """Of the second form."""
 
@@ -84,45 +75,35 @@ def main(
         console.print(OTHERS, highlight=False)
 
 
-class Stopwatch:
-    """CPU seconds by part; what is inside of another part is taken off that."""
+class Laps:
+    """CPU seconds by part: each takes until the next one begins. Made to be told how a search goes, whose phases are
+    parts."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: str) -> None:
         self.seconds: Counter[str] = Counter()
-        self._inside: list[float] = []
+        self._part, self._start = first, time.process_time()
 
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        start = time.process_time()
-        self._inside.append(0.0)
-        try:
-            yield
-        finally:
-            took = time.process_time() - start
-            self.seconds[name] += took - self._inside.pop()
-            if self._inside:
-                self._inside[-1] += took
+    def begin(self, part: str) -> None:
+        now = time.process_time()
+        self.seconds[self._part] += now - self._start
+        self._part, self._start = part, now
 
-    def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any, **named: Any) -> Any:
-            with self.part(name):
-                return function(*arguments, **named)
-
-        return timed
+    def __call__(self, progress: SearchProgress) -> None:
+        self.begin(progress.phase)
 
 
-def timed_compile(model: nn.Module, gpus: int, **arguments: Any) -> tuple[Any, dict[str, float]]:
+def timed_compile(
+    model: nn.Module, gpus: int, sample: Any, precision: str = "model", **arguments: Any
+) -> tuple[Any, dict[str, float]]:
     """What ``autopar.compile`` returns, and CPU seconds of its parts."""
     import autopar
 
-    watch = Stopwatch()
-    with ExitStack() as stack:
-        for part, paths in PARTS.items():
-            for path in paths:
-                stack.enter_context(mock.patch(path, watch.around(part, pkgutil.resolve_name(path))))
-        with watch.part(REST):
-            compiled = autopar.compile(model, gpus, **arguments)
-    return compiled, {part: watch.seconds[part] for part in (*PARTS, REST)}
+    laps = Laps("capture")
+    captured = autopar.capture(model, sample=sample, precision=precision)
+    laps.begin("passes")
+    compiled = autopar.compile(captured, gpus, progress=laps, **arguments)
+    laps.begin("")
+    return compiled, {part: laps.seconds[part] for part in PARTS}
 
 
 def measure(name: str, audit: bool = False) -> dict[str, Any]:
@@ -170,14 +151,14 @@ def described(plan: Any) -> str:
 
 
 def table(figures: Mapping[str, Mapping[str, Any]]) -> Table:
-    columns = ("model", "GPUs", *PARTS, REST, "after capture", "points", "laid out", "gap", "peak memory", "audit")
+    columns = ("model", "GPUs", *PARTS, "after capture", "points", "laid out", "gap", "peak memory", "audit")
     shown = Table(*columns, title="Planning with nothing pinned (CPU seconds)")
     for name, row in figures.items():
         seconds = row["cpu_seconds"]
         shown.add_row(
             name,
             f"{row['gpus']:,} {row['cluster']}",
-            *(f"{seconds[part]:.2f}" for part in (*PARTS, REST)),
+            *(f"{seconds[part]:.2f}" for part in PARTS),
             f"{row['after_capture_cpu_seconds']:.2f}",
             f"{row['points']:,}",
             f"{row['laid_out']} of {row['placed']}",
@@ -218,7 +199,7 @@ def depth_table(figures: Mapping[str, Mapping[str, Any]]) -> Table:
     mesh = " x ".join(f"{axis} {size}" for axis, size in MESH.items())
     shown = Table("", *(f"{layers} layers" for layers in figures), title=f"Llama, width of 8B, {mesh} (CPU seconds)")
     rows = list(figures.values())
-    for part in (*PARTS, REST):
+    for part in PARTS:
         shown.add_row(part, *(f"{row['cpu_seconds'][part]:.2f}" for row in rows))
     shown.add_section()
     after = [row["after_capture_cpu_seconds"] for row in rows]

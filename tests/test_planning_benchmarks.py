@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import pickle
-import pkgutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +11,12 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from autopar.errors import BudgetError
 from autopar.plan import CostPart
+from autopar.report.search_progress import SearchProgress
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -37,21 +39,33 @@ def benchmark(name: str) -> ModuleType:
         sys.path.pop(0)
 
 
-def test_parts_inside_of_parts_count_once(planning: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock: Iterator[float] = iter([0.0, 1.0, 4.0, 5.0, 7.0, 10.0])
+def test_a_part_takes_until_the_next_begins(planning: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock: Iterator[float] = iter([0.0, 1.0, 4.0, 5.0, 7.0])
     monkeypatch.setattr(planning.time, "process_time", lambda: next(clock))
-    watch = planning.Stopwatch()
-    with watch.part("all"):
-        with watch.part("first"):
-            pass
-        with watch.part("second"):
-            pass
-    assert dict(watch.seconds) == {"first": 3.0, "second": 2.0, "all": 5.0}
+    laps = planning.Laps("capture")
+    laps.begin("passes")
+    laps(SearchProgress("place"))
+    laps(SearchProgress("lay out"))
+    laps(SearchProgress("place"))
+    assert dict(laps.seconds) == {"capture": 1.0, "passes": 3.0, "place": 1.0, "lay out": 2.0}
 
 
-def test_the_parts_are_functions_that_compile_calls(planning: ModuleType) -> None:
-    for path in (path for paths in planning.PARTS.values() for path in paths):
-        assert callable(pkgutil.resolve_name(path)), path
+def test_a_search_tells_all_parts(planning: ModuleType) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Flatten(0))
+    sample = torch.zeros(4, 8, device="meta")
+    seconds = planning.timed_compile(Mean(model), 2, sample)[1]
+    assert tuple(seconds) == planning.PARTS
+    assert all(seconds.values())
+
+
+class Mean(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).mean()
 
 
 def test_refusals_cross_processes() -> None:
