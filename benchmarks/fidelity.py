@@ -1,13 +1,15 @@
 """How far predictions lie from published measurements.
 
-    python benchmarks/fidelity.py [--measurements DIR] [--part tables|layers|profile|better|moe] [--case TEXT] [--rows]
-                                  [--table TEXT] [--audit]
+    python benchmarks/fidelity.py [--measurements DIR] [--part tables|heldout|layers|profile|better|moe] [--case TEXT]
+                                  [--rows] [--table TEXT] [--audit]
 
 tables   every published run whose configuration is known (:mod:`published_tables`), each captured from its sizes and
          planned as it ran: one line per table with the mean absolute errors of step time and peak memory, and the rank
          correlation of step times; rows that are left out, and why. --rows shows each run, --table those whose title
          has this text. Takes minutes. --audit reads costs off the programs, too (:mod:`autopar.audit`), and says by
          how much those of the plans differ at most; also in part moe. Takes as long again, and longer.
+heldout  the same for tables that were taken up after the cost models had been made (:mod:`heldout_tables`), H100, GB200
+         and A100: 178 runs of GPTs, Llamas and Nemotrons by NeMo, llm-foundry and torchtitan. Takes the longest.
 layers   forward and backward of single layers against profiles (:mod:`published_layers`), and what a layer keeps
          against formulas of activation memory.
 
@@ -43,6 +45,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
+import heldout_tables
 import moe_zoo
 import typer
 from gpt_costs import Gpt, Machine, Placed, exchange_seconds, sustained_fraction
@@ -62,7 +65,7 @@ from autopar.schedules import Costs, Timeline, generate, lower, simulate_timelin
 from autopar.schedules.pass_times import PassTimes
 
 MEASUREMENTS = Path(__file__).parent / "measurements"
-PARTS = ("tables", "layers", "profile", "better", "moe")
+PARTS = ("tables", "heldout", "layers", "profile", "better", "moe")
 CLUSTER = "a100"
 CLEAR = 0.03
 """Published differences up to this share say nothing about the order of two methods."""
@@ -102,6 +105,9 @@ def main(
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: parts are {', '.join(PARTS)}")
     if "tables" in wanted:
         found = [one for one in tables(measurements) if not table or any(text in one.title for text in table)]
+        show_tables(console, found, rows=rows, audit=audit)
+    if "heldout" in wanted:
+        found = [one for one in heldout_tables.tables() if not table or any(text in one.title for text in table)]
         show_tables(console, found, rows=rows, audit=audit)
     if "layers" in wanted:
         show_layers(console, measurements)

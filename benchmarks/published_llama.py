@@ -1,4 +1,4 @@
-"""Llama as published runs trained it with FSDP, in plain PyTorch, without weights.
+"""Llama and its like as published runs trained them, in plain PyTorch, without weights.
 
 Values and the weights that are computed with are bf16, masters float32. Unless :class:`LlamaSizes` says that ops are
 plain, norms are one op, rotary positions are applied in bf16, and attention shares keys and values among heads.
@@ -6,6 +6,10 @@ plain, norms are one op, rotary positions are applied in bf16, and attention sha
 Plain ops are those of torchtitan's ``models/llama/model.py`` and ``models/norms.py`` as of April 2024 (commit
 395a52627), which wasn't compiled then: rotary positions are complex products in float32, and keys and values are copied
 for each head. A norm was one kernel (``fused_rmsnorm``) or several in float32 (``rmsnorm``), as a configuration said.
+
+Where a run had one kernel for rotary positions and one for SwiGLU (Megatron-Core's, or torch.compile's), which PyTorch
+has no ops for, a product that takes and gives tensors of the same sizes stands for each (values don't matter here).
+Without a gate, the squared ReLU of Nemotron-4 is a ReLU for the same reason.
 """
 
 from __future__ import annotations
@@ -19,7 +23,8 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class LlamaSizes:
-    """Of a model, and its ops: ``plain`` ones, and norms of one kernel or of several."""
+    """Of a model, and its ops: ``plain`` ones, and norms of one kernel or of several. ``fused``: rotary positions and
+    SwiGLU are one kernel each; ``gated``: there is a gate in the feed-forward network."""
 
     layers: int
     width: int
@@ -30,6 +35,8 @@ class LlamaSizes:
     sequence: int
     plain: bool = False
     fused_norms: bool = True
+    fused: bool = False
+    gated: bool = True
 
 
 class RmsNorm(nn.Module):
@@ -76,7 +83,10 @@ class Layer(nn.Module):
         self.norm_1, self.norm_2 = (RmsNorm(width, fused=sizes.fused_norms) for _ in range(2))
         self.q, self.out = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
         self.k, self.v = (nn.Linear(width, sizes.groups * head, bias=False) for _ in range(2))
-        self.gate, self.up = (nn.Linear(width, sizes.inner, bias=False) for _ in range(2))
+        self.fused, self.gated = sizes.fused, sizes.gated
+        if sizes.gated:
+            self.gate = nn.Linear(width, sizes.inner, bias=False)
+        self.up = nn.Linear(width, sizes.inner, bias=False)
         self.down = nn.Linear(sizes.inner, width, bias=False)
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
@@ -84,12 +94,20 @@ class Layer(nn.Module):
         q, k, v = (project(h).unflatten(-1, (-1, self.head)).transpose(1, 2) for project in (self.q, self.k, self.v))
         if self.plain:
             q, k, v = turned(q, angles), repeated(turned(k, angles), self.shared), repeated(v, self.shared)
+        elif self.fused:
+            q, k = q * angles[0], k * angles[0]
         else:
             q, k = rotated(q, angles), rotated(k, angles)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=not self.plain)
         x = x + self.out(y.transpose(1, 2).flatten(2))
-        h = self.norm_2(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+        return x + self.down(self.inner(self.norm_2(x)))
+
+    def inner(self, h: Tensor) -> Tensor:
+        """What the feed-forward network makes of ``h [batch, sequence, width]`` before its last product."""
+        if not self.gated:
+            return F.relu(self.up(h))
+        gate = self.gate(h)
+        return (gate if self.fused else F.silu(gate)) * self.up(h)
 
 
 class PublishedLlama(nn.Module):

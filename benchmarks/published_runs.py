@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 from audited import largest_difference
 from processes import in_fork
@@ -31,7 +30,6 @@ from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.passes.recompute import groups
 from autopar.plan import Plan
-from autopar.planner import build as planner_build
 from autopar.planner.block_costs import Machine, block_cost, is_parameter
 from autopar.planner.build import Built, Request, build
 from autopar.planner.pipeline import Pipeline, Wanted, lay_out
@@ -56,7 +54,7 @@ class Run:
     """One row: where and how it ran, and what was measured (``peak_bytes`` None: not published, or of other stages)."""
 
     name: str
-    cluster: str
+    cluster: str | Cluster
     sizes: Sizes
     degrees: Mapping[str, int] = field(hash=False)
     microbatch: int
@@ -90,19 +88,25 @@ class Run:
         return Mesh.of(self.degrees, math.prod(self.degrees.values()))
 
     @property
+    def machine(self) -> Cluster:
+        return self.cluster if isinstance(self.cluster, Cluster) else Cluster.load(self.cluster)
+
+    @property
     def request(self) -> Request:
         mesh = self.mesh
         options = {"precision": "bf16", "recompute": "none", "budget_bytes": UNBOUNDED_BYTES, **self.options}
         wanted = Wanted(self.schedule, self.vocabulary, self.chunks)
         count = self.batch // (mesh.replicas * self.microbatch)
-        return Request(mesh, count, Cluster.load(self.cluster), wanted, Options.of(**options))
+        prices = _WholeTokens if self.whole_tokens else RankPrices
+        return Request(mesh, count, self.machine, wanted, Options.of(**options), prices=prices)
 
 
-def captured(sizes: Sizes, batch: int) -> Model:
-    """The model that planning starts from."""
+def captured(sizes: Sizes, batch: int, *, splits_sequences: bool = False) -> Model:
+    """The model that planning starts from; one that cp is to split ``splits_sequences``."""
     few = replace(sizes, layers=CAPTURED_LAYERS)
     model = published_gpt(few) if isinstance(few, GptSizes) else published_llama(few)
-    flat = prepare(model, gpt_tokens(batch, sizes.sequence), device="cuda", precision="bf16")[0]
+    tokens = gpt_tokens(batch, sizes.sequence)
+    flat = prepare(model, tokens, device="cuda", precision="bf16", splits_sequences=splits_sequences)[0]
     return deepened(flat, sizes.layers - CAPTURED_LAYERS)
 
 
@@ -166,11 +170,11 @@ class Predicted:
 def predictions(runs: Iterable[Run], *, audit: bool = False) -> Iterator[Predicted]:
     """One after another; runs of one model and batch are captured once, wherever they stand. ``audit``: costs are read
     off the programs, too, which takes longer than planning."""
-    alike: dict[tuple[Sizes, int], list[Run]] = {}
+    alike: dict[tuple[Sizes, int, bool], list[Run]] = {}
     for run in runs:
-        alike.setdefault((run.sizes, run.batch), []).append(run)
-    for (sizes, batch), same in alike.items():
-        model = captured(sizes, batch)
+        alike.setdefault((run.sizes, run.batch, run.mesh.cp > 1), []).append(run)
+    for (sizes, batch, splits), same in alike.items():
+        model = captured(sizes, batch, splits_sequences=splits)
         for run in same:
             yield Predicted(run, *in_fork(partial(_plan, model, run, audit)))
 
@@ -193,7 +197,7 @@ def _best(model: Model, run: Run) -> _Planned:
     found = [_planned(model.copy(), tried) for tried in _tried(run)]
     if not run.others:
         return found[0]
-    room = Cluster.load(run.cluster).device.memory_bytes
+    room = run.machine.device.memory_bytes
     fitting = [one for one in found if max(one.built.plan.peak_bytes) <= room]
     return min(fitting or _fitted(model, run, room), key=lambda one: one.seconds)
 
@@ -207,9 +211,7 @@ def _fitted(model: Model, run: Run, room: int) -> Iterator[_Planned]:
 
 
 def _planned(model: Model, run: Run) -> _Planned:
-    prices = _WholeTokens if run.whole_tokens else RankPrices
-    with patch.object(planner_build, "RankPrices", prices):
-        built = build(model, run.request)
+    built = build(model, run.request)
     pipeline = built.pipeline
     if run.recomputed is not None:
         pipeline = recomputing(built, run.request, run.recomputed)

@@ -219,7 +219,7 @@ def _other_layers(block: Block, call: int) -> list[Pair]:
     return [(order[0].name, order[-1].name)] if block.kind == "layer" and call % 2 else []
 
 
-def _other_products(block: Block, _: int) -> list[Pair]:
+def other_products(block: Block, _: int) -> list[Pair]:
     """Of a layer, all but attention and every other product, the first of them kept."""
     order = layer_ops(block) if block.kind == "layer" else []
     products = [place for place, node in enumerate(order) if op_name(node) == "aten.linear.default"]
@@ -233,7 +233,7 @@ _CHECKPOINTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "none": {},
     "full": {},
     "selective layer": {"recomputed": _other_layers},
-    "selective op": {"recomputed": _other_products},
+    "selective op": {"recomputed": other_products},
 }
 """github.com/pytorch/torchtitan, torchtitan/parallelisms/parallelize_llama.py."""
 

@@ -356,3 +356,42 @@ def test_experts_of_plain_mixtures_are_recognised(published_moe: ModuleType, siz
 def test_rank_correlation(fidelity: ModuleType) -> None:
     assert fidelity.moe_zoo.correlation([1.0, 2.0, 3.0], [10.0, 20.0, 15.0]) == pytest.approx(0.5)
     assert fidelity.moe_zoo.correlation([1.0, 2.0, 2.0], [1.0, 3.0, 3.0]) == pytest.approx(1.0)
+
+
+def test_held_out_rows_are_as_published(fidelity: ModuleType) -> None:
+    """Sizes have the published numbers of parameters, and all rows that are left out are said."""
+    heldout = importlib.import_module("heldout_tables")
+    found = heldout.tables()
+    runs = [run for table in found for run in table.runs]
+    assert len(runs) + sum(sum(table.left_out.values()) for table in found) == 178
+    assert {run.machine.name for run in runs} == {"h100", "a100", "gb200"}
+    for run in runs:
+        assert run.batch % (run.mesh.replicas * run.microbatch) == 0, run.name
+    for row in fidelity.read(heldout.HELDOUT / "llm_foundry_mpt.csv"):
+        layers, width, _ = heldout._MPT[row["model"]]
+        of_layer = 12 * width**2 + 13 * width  # products and their biases, two norms
+        counted = layers * of_layer + (50368 + int(row["seq"]) + 2) * width
+        assert counted == int(row["parameters"]), row["model"]
+
+
+@pytest.mark.slow
+def test_kernels_that_torch_has_no_op_for_move_what_theirs_do(fidelity: ModuleType) -> None:
+    """Fused rotary positions and SwiGLU read and write each of their operands and results once."""
+    runs = importlib.import_module("published_runs")
+    sizes = runs.LlamaSizes(5, 1024, 8, 2, 2048, 8192, 512)
+    several = runs.Run("small", "h100", sizes, {"dp": 2}, 4, 8, 1.0)
+    one = replace(several, sizes=replace(sizes, fused=True))
+    relu = replace(several, sizes=replace(sizes, fused=True, gated=False))
+    slow, fast, fewest = (found.seconds for found in runs.predictions([several, one, relu]))
+    assert slow > fast > fewest
+
+
+@pytest.mark.slow
+def test_blocks_of_keys_travel_around_cp_as_pinned(fidelity: ModuleType) -> None:
+    runs = importlib.import_module("published_runs")
+    sizes = runs.LlamaSizes(5, 1024, 8, 2, 2048, 8192, 512, fused=True)
+    options = {"attention": "ring", "cp_order": "paired", "zero": 1}
+    run = runs.Run("small", "h100", sizes, {"dp": 2, "cp": 2}, 1, 8, 1.0, options=options)
+    (found,) = runs.predictions([run])
+    assert found.plan.mesh.paired
+    assert "send" in {part.kind for part in found.plan.cost.parts if part.axis == "cp"}

@@ -64,6 +64,7 @@ class Request:
     expert_load: Load = field(default_factory=dict)
     state_bytes: int | None = None  # of one pipeline, for parameters with gradients and optimizer; None: by the budget
     is_streamed: bool = False  # over tp, parameters cost what they slow passes by when they move with each microbatch
+    prices: type[RankPrices] = RankPrices  # of choices and changes of type on an axis of ranks
 
 
 @dataclass
@@ -295,7 +296,7 @@ def _problem(request: Request, axis: str) -> AxisProblem:
     link = request.cluster.link(size, mesh.stride(axis), mesh.world)
     paired = axis == "cp" and mesh.paired
     moved = _moved_seconds(request) if axis == "tp" and request.is_streamed else 0.0
-    prices = RankPrices(size, request.cluster.device, link, request.microbatches, paired, moved)
+    prices = request.prices(size, request.cluster.device, link, request.microbatches, paired, moved)
     kind = {"cp": "sequence", "tp": "model"}.get(axis, "batch")
     budget = _state_budget(request) if axis == "tp" else None
     attention, holds_experts = options.attention, axis in mesh.expert_axes

@@ -1,0 +1,130 @@
+"""Published runs that no part of the cost models was looked at with: tables taken up after these were made.
+
+Each file of ``heldout`` says where its rows are from. As in :mod:`published_tables`, a row's degrees, microbatch,
+schedule, recomputation and ZeRO are pinned, models are built from published sizes, and what a table says nothing of is
+chosen once for all of its rows. No constant of a device is taken from these rows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from published_gpt import GptSizes
+from published_llama import LlamaSizes
+from published_runs import Run, Sizes
+from published_tables import Row, Table, other_products, read
+
+from autopar.cluster import Cluster
+
+HELDOUT: Final = Path(__file__).parent / "heldout"
+
+
+def tables(folder: Path = HELDOUT) -> list[Table]:
+    """All of them, one for each kind of GPU."""
+    return [make(file, read(folder / file), gpu) for file, gpu, make in _TABLES]
+
+
+_MPT: Final = {
+    "125m": (12, 768, 12),
+    "350m": (24, 1024, 16),
+    "760m": (24, 1536, 12),
+    "1b": (24, 2048, 16),
+    "3b": (32, 2560, 20),
+    "7b": (32, 4096, 32),
+    "13b": (40, 5120, 40),
+    "30b": (48, 7168, 56),
+    "70b": (80, 8192, 64),
+}
+"""Layers, width and heads: scripts/train/yamls/pretrain of github.com/mosaicml/llm-foundry; the vocabulary is 50368."""
+
+
+def foundry(file: str, rows: Sequence[Row], gpu: str) -> Table:
+    """MPT with one flat parameter for each layer (FSDP), gathered in 16 bits for both passes of each microbatch;
+    gradients are scattered in float32 (``DEFAULT``) or in 16 bits (``PURE``): ``get_mixed_precision`` of
+    github.com/mosaicml/composer. Norms take and give 16 bits (submit_benchmarks.py), attention is fused."""
+    runs, out = [], Counter[str]()
+    for row in (row for row in rows if row["gpu"] == gpu):
+        gpus, microbatch, batch = (int(row[key]) for key in ("gpus", "microbatch", "global_batch"))
+        if batch % (gpus * microbatch):
+            out["microbatches of several sizes"] += 1
+            continue
+        sizes = GptSizes(*_MPT[row["model"]], vocabulary=50368, sequence=int(row["seq"]))
+        is_full = row["activation_checkpointing"] == "True"
+        options: dict[str, Any] = {"zero": 3, "recompute": "full" if is_full else "none"}
+        if row["mixed_precision"] == "PURE":
+            options["reduce_dtype"] = "bfloat16"
+        seconds = batch * sizes.sequence / float(row["tokens_per_second"])
+        name = f"{row['model']} s{row['seq']} b{microbatch} on {gpus}{' full' if is_full else ''}"
+        runs.append(Run(name, gpu, sizes, {"dp": gpus}, microbatch, batch, seconds, options=options))
+    return Table(f"MPT, FSDP ({gpu.upper()})", file, runs, out, "FSDP was eager; nothing models the host's launches")
+
+
+_MEGATRON: Final[Mapping[str, Any]] = {"fused": True}
+_NEMO: Final[Mapping[str, Callable[[int, int], Sizes]]] = {
+    "llama3.1-8b": lambda n, s: LlamaSizes(n, 4096, 32, 8, 14336, 128256, s, **_MEGATRON),
+    "llama3.1-70b": lambda n, s: LlamaSizes(n, 8192, 64, 8, 28672, 128256, s, **_MEGATRON),
+    "llama3.1-405b": lambda n, s: LlamaSizes(n, 16384, 128, 8, 53248, 128256, s, **_MEGATRON),
+    "nemotron4-15b": lambda n, s: LlamaSizes(n, 6144, 48, 8, 24576, 256000, s, gated=False, **_MEGATRON),
+    "nemotron4-340b": lambda n, s: LlamaSizes(n, 18432, 96, 8, 73728, 256000, s, gated=False, **_MEGATRON),
+    "gpt3-175b": lambda n, s: GptSizes(n, 12288, 96, 51200, s, dropout=0.1),
+}
+"""Models of so many layers and positions, as the notes of each readme have their sizes."""
+
+
+def nemo(file: str, rows: Sequence[Row], gpu: str) -> Table:
+    """Megatron-Core through NeMo: the distributed optimizer, gradients summed in 16 bits, nothing recomputed, blocks of
+    keys and values from rank to rank over cp (Transformer Engine's default), neighbours' parts paired."""
+    runs = []
+    for row in (row for row in rows if row["gpu"] == gpu):
+        layers, sequence, gpus = (int(row[key]) for key in ("layers", "seq", "gpus"))
+        pp, cp, tp, chunks = (int(row[key]) for key in ("pp", "cp", "tp", "vp"))
+        degrees = {"pp": pp, "dp": gpus // (pp * cp * tp), "cp": cp, "tp": tp}
+        options = {"zero": 1, "reduce_dtype": "bfloat16"}
+        if cp > 1:
+            options |= {"attention": "ring", "cp_order": "paired"}
+        more: dict[str, Any] = {"schedule": "interleaved", "chunks": chunks} if chunks > 1 else {}
+        name = f"{row['model']} {layers} layers b{row['global_batch']} on {gpus}"
+        microbatch, batch = int(row["microbatch"]), int(row["global_batch"])
+        sizes = _NEMO[row["model"]](layers, sequence)
+        runs.append(
+            Run(name, gpu, sizes, degrees, microbatch, batch, float(row["step_seconds"]), options=options, **more)
+        )
+    note = "tp's collectives ran beside products (userbuffers), which ours don't"
+    return Table(f"Megatron-Core through NeMo ({gpu.upper()})", file, runs, note=note)
+
+
+@cache
+def grand_teton() -> Cluster:
+    """The preset ``h100`` with the memory that the file's header says."""
+    cluster = Cluster.load("h100")
+    device = replace(cluster.device, memory_bytes=96 * 10**9, memory_bytes_per_second=2.4e12)
+    return replace(cluster, device=device)
+
+
+def titan(file: str, rows: Sequence[Row], gpu: str) -> Table:
+    """Uncompiled, the ops are torchtitan's own; compiled, norms, rotary positions and SwiGLU are one kernel each."""
+    runs = []
+    for row in rows:
+        gpus, microbatch, compiled = int(row["gpus"]), int(row["local_batch"]), row["compiled"] == "yes"
+        ops = {"fused": True} if compiled else {"plain": True, "fused_norms": False}
+        sizes = LlamaSizes(32, 4096, 32, 8, 14336, 128256, int(row["seq"]), **ops)
+        more: dict[str, Any] = {"recomputed": other_products, "copies_gathered": True, "options": {"zero": 3}}
+        seconds, batch = microbatch * sizes.sequence / float(row["tps"]), microbatch * gpus
+        name = f"{row['model']} on {gpus}{' compiled' if compiled else ''}"
+        runs.append(Run(name, grand_teton(), sizes, {"dp": gpus}, microbatch, batch, seconds, **more))
+    note = "limited to 500 of 700 W, which slows products by a share that isn't published"
+    return Table("torchtitan, FSDP (H100 at 500 W)", file, runs, note=note)
+
+
+_TABLES: Final[Sequence[tuple[str, str, Callable[[str, Sequence[Row], str], Table]]]] = (
+    ("dgx_cloud_nemo.csv", "h100", nemo),
+    ("dgx_cloud_nemo.csv", "gb200", nemo),
+    ("llm_foundry_mpt.csv", "h100", foundry),
+    ("llm_foundry_mpt.csv", "a100", foundry),
+    ("torchtitan_h100_2024.csv", "h100", titan),
+)
