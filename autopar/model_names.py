@@ -74,6 +74,8 @@ def _transformers(path: Path, batch: int, sequence: int, dtype: torch.dtype, met
         config = AutoConfig.for_model(kind, **settings)
         with torch.device("meta" if meta else "cpu"):
             model = AutoModelForCausalLM.from_config(config).to(dtype).train()
+        if getattr(model, "loss_type", "") is None:  # takes this one anyway, with a warning that its class names none
+            model.loss_type = "ForCausalLM"
     except Exception as error:  # a config's own classes raise what they like
         problem = str(error).partition("\n")[0]
         why = f"{problem[:_LONGEST]} …" if len(problem) > _LONGEST else problem

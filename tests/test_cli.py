@@ -6,12 +6,14 @@ import json
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from autopar import cli
 from autopar.command_options import _PANELS, JobOptions
+from autopar.model_names import resolve
 from autopar.plan import Plan
 
 CONFIG = {
@@ -23,7 +25,6 @@ CONFIG = {
     "n_head": 2,
     "bos_token_id": 0,
     "eos_token_id": 0,
-    "loss_type": "ForCausalLM",
 }
 
 
@@ -59,6 +60,12 @@ def test_plan_show_and_diff(model: str, tmp_path: Path) -> None:
     assert "tp: 2 -> 1" in run("show", path, "--diff", other)[1].splitlines()
     found = json.loads(run("show", path, "--diff", other, "--json")[1])
     assert {"group": "degrees", "path": "mesh_sizes.tp", "before": 2, "after": 1} in found
+
+
+def test_a_model_of_a_config_names_its_loss(model: str) -> None:
+    """Or transformers warns that the class of a GPT-2 doesn't."""
+    made: Any = resolve(model, batch=2, sequence=8, dtype="float32", meta=True).model
+    assert made.loss_type == "ForCausalLM"
 
 
 def test_formulas(tmp_path: Path) -> None:
