@@ -160,8 +160,7 @@ def compile(
     """
     _check_kinds(model, plan, clip_norm, seed, loss=loss, scheduler=scheduler, progress=progress)
     sizes, target, degrees = _mesh(mesh, plan, gpus), _cluster(cluster, plan), {} if mesh is None else mesh
-    fixed = plan is not None or "precision" in options
-    chosen = _precise(_options(options, plan), model, target.device.kind, fixed=fixed)
+    chosen = _precise(_options(options, plan), model, target.device.kind, fixed=bool(plan) or "precision" in options)
     captured = _captured(model, sample, loss, (batch_dim, seq_dim), chosen.precision)
     prepared = captured.on(target.device.kind)
     pins = Pins(gpus, degrees, microbatches, microbatch, schedule, chunks, vocabulary, chosen, frozenset(options))
