@@ -13,6 +13,7 @@ from autopar.passes.fold import fold
 from autopar.passes.normalize_losses import normalize_losses
 from tests.models import Case, mlp
 from tests.random_models import Recipe, case_of
+from tests.ranks.branching_models import u_shaped
 
 
 def folded(case: Case) -> Model:
@@ -66,6 +67,20 @@ def test_code_between_layers_belongs_to_the_one_before() -> None:
     layer, tail = model.block_of(model.calls[1]), model.block_of(model.calls[-1])
     assert ops(layer)[-1] == "aten.add.Tensor"
     assert ops(tail)[0] == "aten.linear.default"
+
+
+def test_code_between_two_lists_belongs_to_neither() -> None:
+    """Of a U: what goes into the first layer up is no part of the last one down, which is like those before it."""
+    model = folded(u_shaped(4))
+    down = [(path, block) for path, _, block in units(model) if path.startswith("down.")]
+    assert [path for path, _ in down] == [f"down.{k}" for k in range(4)]
+    assert len({block for _, block in down}) == 1
+    names = {block.name for block in model.blocks if block.kind == "layer"}
+    assert names == {
+        "Residual",
+        "Residual2",
+        "Residual3",
+    }  # down, up, and the last one up, behind which nothing is added
 
 
 def test_tables_are_what_the_batch_alone_determines() -> None:
