@@ -237,8 +237,10 @@ class SeenCosts:
         return any(a.kind in ("GATHER_F", "GATHER_B") for row in self.schedule.lists for a in row)
 
     def step_seconds(self, rank: int) -> float:
+        """Of the update, and before it of the sums that begin when all backwards are over."""
         mine = self.seen[rank]
-        return step.optimizer_seconds(mine.updated, self.prices.cluster.device, on_host=mine.on_host)
+        shared = self.prices.together(_started(mine.phases.get("STEP", _EMPTY)))
+        return shared + step.optimizer_seconds(mine.updated, self.prices.cluster.device, on_host=mine.on_host)
 
     def back_flops(self, stage: int) -> tuple[int, int]:
         """Of products whose kernels ran in the backward; and one more for each factor with a gradient.
@@ -310,7 +312,9 @@ class SeenCosts:
     def stray_seconds(self, rank: int) -> float:
         """Messages of a step that the plan doesn't know: of clipping, which is asked of a job."""
         phases = self.seen[rank].phases
-        return self.prices.messages([*phases[""].messages, *phases.get("STEP", _EMPTY).messages])
+        asked = phases.get("STEP", _EMPTY)
+        sums = set(map(id, _started(asked)))
+        return self.prices.messages([*phases[""].messages, *(m for m in asked.messages if id(m) not in sums)])
 
     def seconds(self, rank: int, action: Action) -> float:
         """How long ``action`` takes on ``rank``; a receive takes none of its own."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 from autopar.cost_models import step
@@ -95,7 +96,7 @@ def priced(work: Work, draft: Schedule, stages: Sequence[Sequence[int]], chosen:
         gather_vocabulary_seconds=moves.gather_seconds(tables, machine.sizes["pp"]),
         reduce_vocabulary_seconds=moves.reduce_seconds(tables, machine.sizes["pp"]),
         activation_bytes=tuple(work.activations.stage_bytes(stage, chosen) for stage in stages),
-        step_seconds=_step_seconds(work, tables, stages, placement),
+        step_seconds=_step_seconds(work, tables, moves),
         weight_seconds=tuple(w + s.weights for w, s in zip(weights, slowed, strict=True)),
         later_bytes=tuple(sum(c.later_bytes for c in s) for s in per_stage),
         vocabulary_seconds=with_gradients(vocabulary, moves, work.microbatches, work.head_chunks),
@@ -118,18 +119,18 @@ def _casts(moves: MoveCosts, tables: Sequence[int], ranks: int) -> Casts:
     return Casts(tuple(once), (0.0,) * len(each))
 
 
-def _step_seconds(
-    work: Work, tables: Sequence[int], stages: Sequence[Sequence[int]], placement: Sequence[int]
-) -> tuple[float, ...]:
-    """Of each pipeline rank's update: of its stages, and of its rows of ``tables``."""
+def _step_seconds(work: Work, tables: Sequence[int], moves: MoveCosts) -> tuple[float, ...]:
+    """Of each pipeline rank's update: of its stages, and of its rows of ``tables``; after the sums of weights that
+    several of them hold."""
     ranks, storage = work.machine.sizes["pp"], Storage(work.options, work.machine.mesh)
     split = storage.elements(work.model, tables, ranks) if work.vocabulary else 0
-    calls: list[list[int]] = [[] for _ in range(ranks)]
-    for home, stage in zip(placement, stages, strict=True):
-        calls[home] += stage
-    elements = [split + storage.elements(work.model, mine) for mine in calls]
-    away = masters_on_host(work.options.offload)
-    return tuple(step.optimizer_seconds(count, work.machine.device, on_host=away) for count in elements)
+    held: list[list[Sequence[int]]] = [[] for _ in range(ranks)]
+    for home, stage in zip(moves.placement, moves.stages, strict=True):
+        held[home].append(stage)
+    elements = [split + storage.elements(work.model, list(chain.from_iterable(mine))) for mine in held]
+    device, away = work.machine.device, masters_on_host(work.options.offload)
+    updates = [step.optimizer_seconds(count, device, on_host=away) for count in elements]
+    return tuple(moves.shared_seconds(mine) + update for mine, update in zip(held, updates, strict=True))
 
 
 def _offload_costs(work: Work, stages: Sequence[Sequence[int]], chosen: Mapping[int, Alternative]) -> dict[str, Any]:
