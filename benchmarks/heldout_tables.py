@@ -43,10 +43,22 @@ _MPT: Final = {
 """Layers, width and heads: scripts/train/yamls/pretrain of github.com/mosaicml/llm-foundry; the vocabulary is 50368."""
 
 
+_AMPERE_ON_HOPPER: Final = (335 / 989) / (230 / 312)
+"""What kernels without Hopper's instructions keep of the share that they reach on an A100: FlashAttention-2 gets to 230
+of 312 TFLOP/s there, and to 335 of 989 on an H100 (arXiv 2307.08691, section 4.1)."""
+
+_FLASH_1: Final = {"a100": (0.5, 0.35), "h100": (0.5 * _AMPERE_ON_HOPPER, 0.35 * _AMPERE_ON_HOPPER)}
+"""FlashAttention, the first: at most 50 % of an A100's peak forward and 35 % backward (arXiv 2307.08691, section 1)."""
+
+_FLASH_2: Final = (0.35, 0.35)
+"""FlashAttention-2 on an H100 (arXiv 2407.08608, abstract): it has no Hopper instructions either."""
+
+
 def foundry(file: str, rows: Sequence[Row], gpu: str) -> Table:
     """MPT with one flat parameter for each layer (FSDP), gathered in 16 bits for both passes of each microbatch;
     gradients are scattered in float32 (``DEFAULT``) or in 16 bits (``PURE``): ``get_mixed_precision`` of
-    github.com/mosaicml/composer. Norms take and give 16 bits (submit_benchmarks.py), attention is fused."""
+    github.com/mosaicml/composer. Norms take and give 16 bits; attention is a kernel in Triton made after the first
+    FlashAttention (``norm_type`` and ``--attn_impl`` of submit_benchmarks.py, up to the tables' commits)."""
     runs, out = [], Counter[str]()
     for row in (row for row in rows if row["gpu"] == gpu):
         gpus, microbatch, batch = (int(row[key]) for key in ("gpus", "microbatch", "global_batch"))
@@ -60,8 +72,9 @@ def foundry(file: str, rows: Sequence[Row], gpu: str) -> Table:
             options["reduce_dtype"] = "bfloat16"
         seconds = batch * sizes.sequence / float(row["tokens_per_second"])
         name = f"{row['model']} s{row['seq']} b{microbatch} on {gpus}{' full' if is_full else ''}"
-        runs.append(Run(name, gpu, sizes, {"dp": gpus}, microbatch, batch, seconds, options=options))
-    return Table(f"MPT, FSDP ({gpu.upper()})", file, runs, out, "FSDP was eager; nothing models the host's launches")
+        more: dict[str, Any] = {"options": options, "attention": _FLASH_1[gpu]}
+        runs.append(Run(name, gpu, sizes, {"dp": gpus}, microbatch, batch, seconds, **more))
+    return Table(f"MPT, FSDP ({gpu.upper()})", file, runs, out)
 
 
 _MEGATRON: Final[Mapping[str, Any]] = {"fused": True}
@@ -107,13 +120,15 @@ def grand_teton() -> Cluster:
 
 
 def titan(file: str, rows: Sequence[Row], gpu: str) -> Table:
-    """Uncompiled, the ops are torchtitan's own; compiled, norms, rotary positions and SwiGLU are one kernel each."""
+    """Uncompiled, the ops are torchtitan's own; compiled, norms, rotary positions and SwiGLU are one kernel each.
+    Attention is that of ``scaled_dot_product_attention``, which was FlashAttention-2 in torch 2.6."""
     runs = []
     for row in rows:
         gpus, microbatch, compiled = int(row["gpus"]), int(row["local_batch"]), row["compiled"] == "yes"
         ops = {"fused": True} if compiled else {"plain": True, "fused_norms": False}
         sizes = LlamaSizes(32, 4096, 32, 8, 14336, 128256, int(row["seq"]), **ops)
         more: dict[str, Any] = {"recomputed": other_products, "copies_gathered": True, "options": {"zero": 3}}
+        more["attention"] = _FLASH_2
         seconds, batch = microbatch * sizes.sequence / float(row["tps"]), microbatch * gpus
         name = f"{row['model']} on {gpus}{' compiled' if compiled else ''}"
         runs.append(Run(name, grand_teton(), sizes, {"dp": gpus}, microbatch, batch, seconds, **more))

@@ -24,20 +24,24 @@ from torch import fx
 from autopar.api import prepare
 from autopar.cluster import Cluster
 from autopar.cost_models import step
+from autopar.cost_models.compute import ATTENTION
 from autopar.errors import BudgetError
-from autopar.graph import Block, Call, Meta, Model, ParameterInfo, Value, info, op_name, operands
+from autopar.graph import Block, Call, Choice, Meta, Model, ParameterInfo, Value, info, op_name, operands
 from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.passes.recompute import groups
 from autopar.plan import Plan
 from autopar.planner.block_costs import Machine, block_cost, is_parameter
 from autopar.planner.build import Built, Request, build
+from autopar.planner.op_costs import pass_seconds
 from autopar.planner.pipeline import Pipeline, Wanted, lay_out
 from autopar.planner.plan_recompute import pins_of
 from autopar.planner.prices import FORBIDDEN_SECONDS, RankPrices
 from autopar.planner.zero import MoveCosts
+from autopar.rules import lookup
+from autopar.rules.base import Op
 from autopar.schedules import simulate_timeline
-from autopar.spmd import Type
+from autopar.spmd import R, Type
 
 Sizes = GptSizes | LlamaSizes
 
@@ -79,6 +83,9 @@ class Run:
     """No weights are gathered, or gradients scattered, beside passes, as by DeepSpeed's ZeRO-3 until summer 2021: "each
     all_gather calls torch.cuda.synchronize()" (github.com/deepspeedai/DeepSpeed, pull/1188; issues/1069 has prefetches
     that were skipped). What is computed again is gathered again (arXiv 2104.07857, section 4.1)."""
+    attention: tuple[float, float] | None = None
+    """Shares of the peak rate that its kernels of fused attention reach on long sequences, forward and backward; None:
+    those of the cost models, of today's kernels."""
     recomputed: Callable[[Block, int], Sequence[Pair]] | None = field(default=None, hash=False)
     """What of a block the run recomputes, where that is no mode of ours: first and last op of each part, of the call
     with that number."""
@@ -220,6 +227,8 @@ def _planned(model: Model, run: Run) -> _Planned:
         more += _copied_seconds(built, run.request)
     if run.waits_for_gathers:
         more += _waited_seconds(built, run.request)
+    if run.attention is not None:
+        more += _attention_seconds(built, run.request, run.attention)
     return _Planned(built, pipeline, pipeline.timeline.makespan_seconds + more)
 
 
@@ -298,9 +307,29 @@ def _waited_seconds(built: Built, request: Request) -> float:
     return passes + request.microbatches * each - pipeline.timeline.makespan_seconds
 
 
+def _attention_seconds(built: Built, request: Request, shares: tuple[float, float]) -> float:
+    """What a step takes longer if fused attention reaches these shares; whole layers that are recomputed compute it
+    again, others keep its result.
+
+    Raises ValueError where there are several stages.
+    """
+    _check_one_stage(built)
+    slower = [known / share - 1 for known, share in zip(ATTENTION, shares, strict=True)]
+    forwards = 2 if request.options.recompute == "full" else 1
+    seconds = 0.0
+    for call in built.model.calls:
+        for node in built.model.block_of(call).ops:
+            op, rule = Op.of(node), lookup(op_name(node))
+            if rule.is_fused(op):
+                whole = Choice((R,) * len(op.operands), R)
+                forward, backward = pass_seconds(node, op, rule, whole, 1, request.cluster.device)
+                seconds += forwards * slower[0] * forward + slower[1] * backward
+    return request.microbatches * seconds
+
+
 def _check_one_stage(built: Built) -> None:
     if len(built.pipeline.stages) > 1:
-        raise ValueError("what gathers add to a step is reckoned for one stage")
+        raise ValueError("what a run's system takes beside its plan is reckoned for one stage")
 
 
 def _tried(run: Run) -> Iterator[Run]:
