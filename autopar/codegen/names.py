@@ -40,7 +40,7 @@ _SHORT: Final = {
     "matmul": "y",
     "mm": "y",
     "bmm": "y",
-    "pow": "square",
+    "pow": "power",
     "sum": "total",
     "max": "top",
     "min": "low",
@@ -65,6 +65,9 @@ _SHORT: Final = {
     "combine": "y",
 }
 """Names for results of ops that are long, or taken by Python."""
+
+_POWERS: Final = {2: "square", 3: "cube"}
+"""Names for results of ``pow``, by a constant exponent."""
 
 _NEW_VALUES: Final = {
     "relu_kept_as_bits": "relu",
@@ -146,6 +149,8 @@ def _forward(node: fx.Node, found: Mapping[fx.Node, str]) -> str:
             return STREAM
     if packet(node) == "sum" and info(operands(node)[0]).meta.dtype == torch.bool:
         return "count"
+    if packet(node) == "pow" and node.args[1] in _POWERS:
+        return _POWERS[node.args[1]]  # type: ignore[index]
     return (_SHORT | _NEW_VALUES).get(packet(node)) or identifier(packet(node))
 
 
