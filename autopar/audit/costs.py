@@ -104,6 +104,9 @@ class SeenCosts:
 
     def _forward(self, stage: int) -> float:
         """Of a pass alone, as of the next two."""
+        return self._of_stage("_forward_of", stage)
+
+    def _forward_of(self, stage: int) -> float:
         return self.prices.forward(self._phase("F", stage)) + self._cast(stage)
 
     def _cast(self, stage: int) -> float:
@@ -113,11 +116,17 @@ class SeenCosts:
 
     def _backward(self, stage: int) -> float:
         """With what it computes again."""
+        return self._of_stage("_backward_of", stage)
+
+    def _backward_of(self, stage: int) -> float:
         back = self._phase("I" if self.is_split(stage) else "B", stage)
         ops = self.prices.backward(self._phase("F", stage)) + self.prices.again(back)
         return ops + self.accumulation_seconds(stage) + self._cast(stage)
 
     def _weights(self, stage: int) -> float:
+        return self._of_stage("_weights_of", stage)
+
+    def _weights_of(self, stage: int) -> float:
         return self.prices.weights(self._phase("F", stage)) + self.accumulation_seconds(stage, put_off=True)
 
     def accumulation_seconds(self, stage: int, *, put_off: bool = False) -> float:
