@@ -128,8 +128,10 @@ class _Dive:
 
     def run(self, regions: list[Region]) -> None:
         search, begun = self.search, self.search.work
-        for region in regions:
-            self._wait(_first_estimate(search, region), region)
+        first = {region: _first_estimate(search, region) for region in regions}
+        left = [region for region, estimate in first.items() if estimate < search.best_seconds]
+        for region, likely in zip(left, search.all_likely(left, self._offload), strict=True):
+            self._wait(max(first[region], likely), region)
         for _ in range(_LOOKS):
             if not self.waiting or self.waiting[0][0] >= search.best_seconds:
                 return
@@ -165,7 +167,7 @@ class _Dive:
             return
         if any(mesh.pp <= pp and region.rows >= rows for pp, rows in full):
             return
-        likely, kind = max(first, self._likely(region)), _kind(search, region)
+        likely, kind = max(first, search.likely(region, self._offload)), _kind(search, region)
         better = self.learned.unplaced(kind, likely)
         if better > estimate:
             self._wait(better, region)
@@ -184,8 +186,9 @@ class _Dive:
             if not search.outcomes and best[0] < _NEAR * self.waiting[0][0]:
                 self._try(*best)
 
-    def _likely(self, region: Region) -> float:
-        return self.search.likely(region, _AWAY if self.savers else ())
+    @property
+    def _offload(self) -> tuple[str, ...]:
+        return _AWAY if self.savers else ()
 
     def _is_new(self, region: Region) -> bool:
         """Whether it is placed, or few of its degrees with other rows were, with or without a pipeline as it is: these

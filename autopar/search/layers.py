@@ -137,12 +137,13 @@ class Scaler:
         first = next(i for i, call in enumerate(profile.model.calls) if call.block == self.block)
         saved, extra = profile.hull(self.block, first, self.recompute)
         layers = self.with_units(profile.key, profile.units)
-        return replace(layers, saved=saved, extra=extra, working=float(profile.activations.working_bytes[self.block]))
+        return replace(
+            layers, saved=saved, extra=extra, share=1.0, working=float(profile.activations.working_bytes[self.block])
+        )
 
     def _kept(self, key: Key) -> Layers:
         share = scaled(self.root.key, key) or 0.0
-        layers = self.layers
-        return replace(layers, saved=share * layers.saved, extra=share * layers.extra, working=share * layers.working)
+        return replace(self.layers, share=share, working=share * self.layers.working)
 
 
 def _timed(layers: Layers, times: Array) -> Layers:

@@ -27,6 +27,7 @@ from autopar.planner.rank_memory import MOMENTS
 from autopar.search.bounds import scaled
 from autopar.search.costing import Costing, Outcome, splits_further
 from autopar.search.dive import dive
+from autopar.search.hulls import Array
 from autopar.search.outlook import Outlook, Way
 from autopar.search.pins import Pins
 from autopar.search.profiles import Key, Profile, Profiler
@@ -41,6 +42,7 @@ from autopar.search.space import (
     savers,
     schedules,
     storages,
+    together,
     work_of,
 )
 from autopar.search.watching import Watcher
@@ -183,7 +185,7 @@ class Search:
         self._limit = max(self.most_work, self._work + _PROOF * self.most_work)
         self.points = sum(map(self.count, found))
         for bound, region in zip(self._all_at_first(found), found, strict=True):
-            self._push(bound, region)
+            self._push(float(bound), region)
         while self._waiting and self._goes_on():
             item = heapq.heappop(self._waiting)
             if self._is_beaten(item.bound):
@@ -321,18 +323,29 @@ class Search:
         found = self.at_first(region)
         if self._outlook is None or self._is_beaten(found):
             return found
-        times = self.scaling.layers(region.key)
-        return self._outlook.region_bound(region, *self._choices(region), times, found, self._good)
+        ways, families = self._ways(region, saving=True), list(self.families_of(region))
+        return self._outlook.region_bound(region, families, ways, self.scaling.layers(region.key), found, self._good)
 
     def likely(self, region: Region, offload: tuple[str, ...] = ()) -> float:
         """Seconds of a likely step of ``region``, with this on the host; inf where none leaves room for activations."""
         if self._outlook is None:
             return 0.0
-        ways = self._ways(region, saving=False)
-        if offload:
-            ways = [(zero, zero_ranks, offload) for zero, zero_ranks, _ in ways]
         times = self.scaling.layers(region.key, likely=True)
-        return self._outlook.likely(region, ways, times, self._like(region.key))
+        return self._outlook.likely(region, self._likely_ways(region, offload), times, self._like(region.key))
+
+    def all_likely(self, regions: Sequence[Region], offload: tuple[str, ...] = ()) -> list[float]:
+        """The same of ``regions``, as if none like them was placed."""
+        found = dict.fromkeys(regions, 0.0)
+        for some in together(regions) if self._outlook is not None else ():
+            assert self._outlook is not None
+            times = [self.scaling.layers(region.key, likely=True) for region in some]
+            ways = [self._likely_ways(region, offload) for region in some]
+            found |= zip(some, map(float, self._outlook.all_likely(some, ways, times)), strict=True)
+        return list(found.values())
+
+    def _likely_ways(self, region: Region, offload: tuple[str, ...]) -> list[Way]:
+        ways = self._ways(region, saving=False)
+        return [(zero, zero_ranks, offload) for zero, zero_ranks, _ in ways] if offload else ways
 
     def is_like_others(self, region: Region) -> bool:
         """Whether others with its axes are placed."""
@@ -355,9 +368,6 @@ class Search:
             float(passes) + costing.beside_seconds(point, profile) if costing.may_fit(point, profile) else math.inf
             for point, passes in zip(points, found, strict=True)
         ]
-
-    def _choices(self, region: Region) -> tuple[list[Family], list[Way]]:
-        return list(self.families_of(region)), self._ways(region, saving=True)
 
     def _ways(self, region: Region, *, saving: bool) -> list[Way]:
         """To store weights, those that only save memory too if it is about ``saving``."""
@@ -432,14 +442,15 @@ class Search:
         forward, inputs, *_ = self.scaling.layers(region.key)
         return max(found, float(self._outlook.scaler.layers.count * (forward + inputs)))
 
-    def _all_at_first(self, found: Sequence[Region]) -> list[float]:
+    def _all_at_first(self, regions_: Sequence[Region]) -> Array:
         """:meth:`at_first` of all regions."""
-        figures = self.scaling.all([region.key for region in found])
-        cut = np.array([(region.microbatches, region.mesh.pp) for region in found], dtype=np.float64).reshape(-1, 2)
+        figures = self.scaling.all([region.key for region in regions_])
+        cut = np.array([(region.microbatches, region.mesh.pp) for region in regions_], dtype=np.float64).reshape(-1, 2)
         seconds = figures[:, -1] * cut[:, 0] / cut[:, 1]
         if self._outlook is not None:
             seconds = np.maximum(seconds, self._outlook.scaler.layers.count * (figures[:, 0] + figures[:, 1]))
-        return [float(each) for each in seconds]
+        found: Array = seconds
+        return found
 
     @property
     def scaling(self) -> Scaling:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,6 +32,7 @@ from autopar.search.wholesale import (
     folded,
     least_seconds,
     looped,
+    side_by_side,
     straight,
     without_memory,
 )
@@ -41,6 +43,7 @@ Way = tuple[int, int, tuple[str, ...]]
 _STAGES: Final = 8  # of a rank at most, where several are likely
 _STEADY: Final = 2  # times the ranks: of fewer microbatches, none are taken to wait as those of a steady state do
 _BOUNDLESS: Final = 1e30
+_FROM_AFAR: Final = 4  # values of what layers keep that are told apart before they are placed
 _UNEVEN: Final = 0.2  # of what the longest stage takes more than the mean, ranks wait for it
 
 
@@ -79,9 +82,9 @@ class Outlook:
         layers = self.scaler.scaled(region.key, times)
         alone = any(SCHEDULES[family.schedule].asynchronous for family in families)
         added = 1 if alone else region.microbatches
-        stored = self._best_ways(region.mesh, ways, added)
-        away = any(activations_on_host(offload) for _, _, offload in ways)
-        free, found = without_memory(layers), math.inf
+        stored, found = self._best_ways(region.mesh, ways, added), math.inf
+        away = _any_away(ways)
+        free = without_memory(layers)
         roomy = _undominated(way._replace(state=0.0) for way in stored)
         for ranks, chunks in _kinds(region, layers, families):
             seconds = least_seconds(free, roomy, ranks, region.microbatches, _BOUNDLESS)
@@ -99,8 +102,8 @@ class Outlook:
     ) -> float:
         """The passes of the fastest of interleaved schedules with these ``chunks``; 0 without any."""
         added = min(way.added for way in ways)
-        each = layers.forward, layers.inputs + layers.weights + added
-        beside = region.microbatches * sum(layers.beside) / ranks.count if ranks.spreads_head else 0.0
+        each = float(layers.forward), float(layers.inputs + layers.weights) + added
+        beside = region.microbatches * float(sum(layers.beside)) / ranks.count if ranks.spreads_head else 0.0
         found = []
         for number in chunks:
             sizes = ranks.count, number, region.microbatches, layers.count
@@ -117,33 +120,46 @@ class Outlook:
 
         ``like`` is a profile with as many ranks on each axis: other rows take as long, and weights are split as there.
         """
-        layers = self.scaler.scaled(region.key, times)
-        mesh, count, ways = region.mesh, region.microbatches, list(ways)
-        away = any(activations_on_host(offload) for _, _, offload in ways)
         if like is None or not self.scaler.suits(like):
-            stored = self._best_ways(mesh, ways, count)
-        else:
-            layers = layers.slower(self.scaler.with_units(like.key, like.units), region.rows / like.key.rows)
-            stored = _undominated(self._of_profile(mesh, like, way, count, split=False) for way in ways)
-        pp = mesh.pp
+            return float(self.all_likely([region], [list(ways)], [times])[0])
+        layers, ways = self.scaler.scaled(region.key, times), list(ways)
+        layers = layers.slower(self.scaler.with_units(like.key, like.units), region.rows / like.key.rows)
+        count = region.microbatches
+        stored = _undominated(self._of_profile(region.mesh, like, way, count, split=False) for way in ways)
+        last = np.array(self.scaler.last_bytes(region.key))
+        return float(self._likely_seconds(region, layers, stored, last, away=_any_away(ways)).min())
+
+    def all_likely(self, regions: Sequence[Region], ways: Sequence[Sequence[Way]], times: Sequence[Array]) -> Array:
+        """The same of ``regions`` with as many pipeline ranks and microbatches, like which nothing is known."""
+        count = regions[0].microbatches
+        stored = [self._best_ways(region.mesh, some, count) for region, some in zip(regions, ways, strict=True)]
+        each = [self.scaler.scaled(region.key, its) for region, its in zip(regions, times, strict=True)]
+        numbers = [len(some) for some in stored]
+        layers = side_by_side(list(zip(each, numbers, strict=True)))
+        last = np.repeat([self.scaler.last_bytes(region.key) for region in regions], numbers)
+        every = list(itertools.chain.from_iterable(stored))
+        away = _any_away(itertools.chain.from_iterable(ways))
+        found = self._likely_seconds(regions[0], layers, every, last, away=away)
+        return np.array([some.min() for some in np.split(found, np.cumsum(numbers)[:-1])])
+
+    def _likely_seconds(
+        self, region: Region, layers: Layers, stored: Sequence[Stored], last: Array, *, away: bool
+    ) -> Array:
+        """By way, for the best of what stages are likely; the last call works in ``last`` bytes."""
+        pp, count = region.mesh.pp, region.microbatches
         chunks = max(1, min(_STAGES, layers.count // pp))
         kinds = [_even(layers, straight_kept(pp, count), pp - 1, 1)]
         if chunks > 1 < pp:
             kinds.append(_even(layers, looped_kept(pp, count, chunks), (pp - 1) / chunks, chunks))
             kinds.append(_even(layers, 1.5 * folded_kept(pp, count), (pp - 1) / 2, 2))
-        kinds = [self._with_last(ranks, region.key, "straight") for ranks in kinds]
+        kinds = [_with_last(ranks, last, "straight") for ranks in kinds]
         hosts = [self._host(ranks, region, away=away) for ranks in kinds]
         budget = self.costing.budget_bytes
         every = [
             least_seconds(layers, stored, ranks, count, budget, host) for ranks, host in zip(kinds, hosts, strict=True)
         ]
-        return float(np.min(every))
-
-    def _with_last(self, ranks: Ranks, key: Key, placement: str) -> Ranks:
-        """With room for what the last call works in, on the rank that has it."""
-        working = np.zeros(ranks.count)
-        working[0 if placement == "v" else -1] = self.scaler.last_bytes(key)
-        return replace(ranks, working=working)
+        best: Array = np.min(every, axis=0)
+        return best
 
     def estimates(self, points: Sequence[Point], profile: Profile, *, kept: bool = False) -> Array:
         """Seconds of likely steps of ``points`` of one family, as if all ranks had as many layers; with what these
@@ -158,7 +174,8 @@ class Outlook:
         likely = self.costing.keeping.likely(*asked)
         ranks = _even(layers, likely.kept, likely.waits, stages_of(points[0]) // region.mesh.pp)
         if not MODES[family.vocabulary].head and points[0].head_chunks == 1:
-            ranks = self._with_last(ranks, region.key, SCHEDULES[family.schedule].placement)
+            last = np.array(self.scaler.last_bytes(region.key))
+            ranks = _with_last(ranks, last, SCHEDULES[family.schedule].placement)
         host = self._copies(points[0])
         later = likely.later * profile.costs[self.scaler.block].later_bytes
         room = self.costing.budget_bytes - later * math.ceil(layers.count / region.mesh.pp)
@@ -188,12 +205,13 @@ class Outlook:
         host, budget = self._copies(points[0]), self.costing.budget_bytes
         if host is not None:
             kinds = [_ranks(family, layers, kinds[0].kept)]  # copies take time where paths are elsewhere
+        last = np.array(self.scaler.last_bytes(region.key))
         whole = np.array([point.head_chunks == 1 and not splits_head(family) for point in points])
         for is_whole in set(whole.tolist()):
             those = [way for way, same in zip(stored, whole == is_whole, strict=True) if same]
             for ranks in kinds:
                 ranks = replace(ranks, passing=(int(layers.behind <= 1), 0))
-                ranks = self._with_last(ranks, region.key, row.placement) if is_whole else ranks
+                ranks = _with_last(ranks, last, row.placement) if is_whole else ranks
                 found = least_seconds(layers, those, ranks, count, budget, host)
                 passes[whole == is_whole] = np.maximum(passes[whole == is_whole], found)
         return passes
@@ -234,7 +252,9 @@ class Outlook:
         half = none + count / 2  # where a rank may keep the most at any time
         ahead = (half, half) if ranks.goes_on else (ranks.kept, none)
         times = steady / np.maximum(1.0, ranks.kept)
-        return Host(rate, ranks.kept[None], times[None], (ahead[0][None], ahead[1][None]), np.array([[none, none]]))
+        return Host(
+            rate, ranks.kept[None], times[None], (ahead[0][None], ahead[1][None]), np.array([[none, none]]), _FROM_AFAR
+        )
 
     def _best_ways(self, mesh: Mesh, ways: Sequence[Way], microbatches: int) -> list[Stored]:
         """Of regions with this mesh: those that no other one is as good as in everything."""
@@ -380,6 +400,17 @@ class Outlook:
                 scattered += seconds
                 held += seconds * machine.device.held_share(link)
         return Stored(state, gathered, scattered, held=held / (gathered + scattered) if held else 0.0)
+
+
+def _any_away(ways: Iterable[Way]) -> bool:
+    return any(activations_on_host(offload) for _, _, offload in ways)
+
+
+def _with_last(ranks: Ranks, bytes_: Array, placement: str) -> Ranks:
+    """With room for the ``bytes_`` (of each way, or of all) that the last call works in, on the rank that has it."""
+    working = np.zeros((*bytes_.shape, ranks.count))
+    working[..., 0 if placement == "v" else -1] = bytes_
+    return replace(ranks, working=working)
 
 
 def _by_split(kinds: Mapping[Kind, int]) -> dict[tuple[str, ...], Weights]:

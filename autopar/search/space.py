@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
@@ -51,6 +51,7 @@ _HEAD_CHUNKS: Final = (1, 8)
 _LAYING, _ACTION = 4000, 4  # units of work of a point, and of each of its passes
 _AWAY = 5  # times that: several ways to put activations on the host are tried
 _MOST_CHUNKS: Final = 8
+_TOGETHER: Final = 16  # regions: of more at once, arrays are large
 """Stages per rank that are tried: each halves the bubble that is left, and doubles the messages."""
 
 
@@ -334,6 +335,15 @@ def savers(region: Region, cluster: Cluster, pins: Pins) -> Iterator[tuple[tuple
         kinds += _OFFLOADS if region.mesh.pp > 1 else [each for each in _OFFLOADS if not activations_on_host(each)]
     chunks = [options.head_chunks] if pins.fixes("head_chunks") else list(_HEAD_CHUNKS)
     yield from itertools.product(kinds, chunks)
+
+
+def together(regions_: Iterable[Region]) -> Iterator[list[Region]]:
+    """Some at a time that have as many pipeline ranks and microbatches, and so the same schedules."""
+    alike: dict[tuple[int, int], list[Region]] = {}
+    for region in regions_:
+        alike.setdefault((region.mesh.pp, region.microbatches), []).append(region)
+    for some in alike.values():
+        yield from (some[first : first + _TOGETHER] for first in range(0, len(some), _TOGETHER))
 
 
 def stages_of(point: Point) -> int:

@@ -9,7 +9,7 @@ more, and by how much others wait for it. So no cut is below the sum of the leas
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
@@ -19,9 +19,10 @@ from autopar.search.hulls import Array
 from autopar.search.interleaving import Counts
 
 Flags = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
+Figure = float | Array
 
-_VALUES: Final = 16  # of what layers keep that are told apart where the rest is copied
 _ROUNDED: Final = 1 + 1e-9
+_TINY: Final = 1e-30  # of a share: there may be none
 _WIDE: Final = 3  # times its even share of the layers that a rank is looked at with first
 
 
@@ -31,29 +32,33 @@ class Layers:
     all count as if they were at both ends. Of a microbatch: seconds of a layer's ``forward``, of the part of its
     backward that the next one waits for (``inputs``), and of its ``weights``' gradients; seconds of all other calls
     (``beside``: forward, backward). A layer may keep ``saved`` bytes (falling) for ``extra`` seconds more (rising,
-    convex), works in ``working`` bytes, and keeps ``later`` bytes from a backward without its weights' gradients until
-    these."""
+    convex), a ``share`` of both, works in ``working`` bytes, and keeps ``later`` bytes from a backward without its
+    weights' gradients until these. What isn't counted may differ by way to store them: then it is an array."""
 
     count: int
     ahead: int
     behind: int
-    forward: float
-    inputs: float
-    weights: float
-    beside: tuple[float, float]
+    forward: Figure
+    inputs: Figure
+    weights: Figure
+    beside: tuple[Figure, Figure]
     saved: Array
     extra: Array
-    working: float
+    working: Figure
+    share: Figure = 1.0
     later: float = 0.0
 
     def slower(self, other: Layers, share: float) -> Layers:
         """With passes that take as long as that part of those of ``other``, if they don't already."""
         return replace(
             self,
-            forward=max(self.forward, share * other.forward),
-            inputs=max(self.inputs, share * other.inputs),
-            weights=max(self.weights, share * other.weights),
-            beside=(max(self.beside[0], share * other.beside[0]), max(self.beside[1], share * other.beside[1])),
+            forward=np.maximum(self.forward, share * other.forward),
+            inputs=np.maximum(self.inputs, share * other.inputs),
+            weights=np.maximum(self.weights, share * other.weights),
+            beside=(
+                np.maximum(self.beside[0], share * other.beside[0]),
+                np.maximum(self.beside[1], share * other.beside[1]),
+            ),
         )
 
 
@@ -116,13 +121,14 @@ class Host(NamedTuple):
     """Where activations may go, at ``rate`` bytes per second. For some numbers of microbatches that a rank would keep
     (``kept``, ``[level, rank]``): how often in a step what it has no room for of these is copied (``times``), beside
     how many forwards and backwards (``ahead``) that is for the first time. It keeps all of some microbatches, at
-    ``moments`` (as of :class:`Ranks`)."""
+    ``moments`` (as of :class:`Ranks`). So many ``values`` of what layers keep are told apart."""
 
     rate: float
     kept: Array
     times: Array
     ahead: tuple[Array, Array]
     moments: Array
+    values: int = 16
 
 
 def straight(layers: Layers, ranks: int, microbatches: int, kept: Array, *, ends: bool) -> Ranks:
@@ -139,6 +145,25 @@ def straight(layers: Layers, ranks: int, microbatches: int, kept: Array, *, ends
     none = np.zeros((ranks, 1))
     waits = later, later if ends else none
     return Ranks(share, waits, none > 0, (0.0, 0.0), _ahead(layers, ranks), ends, False, kept)
+
+
+def side_by_side(rows: Sequence[tuple[Layers, int]]) -> Layers:
+    """Of as many ways as each has, one after the other; what they may keep are shares of the same."""
+    times = [count for _, count in rows]
+
+    def column(figures: Iterable[Figure]) -> Array:
+        found: Array = np.repeat(np.array(list(figures), dtype=np.float64), times)
+        return found
+
+    return replace(
+        rows[0][0],
+        forward=column(layers.forward for layers, _ in rows),
+        inputs=column(layers.inputs for layers, _ in rows),
+        weights=column(layers.weights for layers, _ in rows),
+        beside=(column(layers.beside[0] for layers, _ in rows), column(layers.beside[1] for layers, _ in rows)),
+        working=column(layers.working for layers, _ in rows),
+        share=column(layers.share for layers, _ in rows),
+    )
 
 
 def folded(layers: Layers, ranks: int, kept: Array, *, ends: bool, stages: int) -> Ranks:
@@ -193,7 +218,7 @@ def least_seconds(
 
 def _passes(layers: Layers, stored: Array) -> tuple[Array, Array]:
     """By way, seconds of a layer's forward and backward, which wait for no gather: what others wait for."""
-    forward, backward = np.full(len(stored), layers.forward), layers.inputs + layers.weights + stored[:, 3]
+    forward, backward = layers.forward + np.zeros(len(stored)), layers.inputs + layers.weights + stored[:, 3]
     held = stored[:, 4]
     return forward + _slowed(forward, stored[:, 1], held) if held.any() else forward, backward
 
@@ -206,14 +231,15 @@ def _moved(layers: Layers, stored: Array, ranks: Ranks, microbatches: int) -> Ar
     return result
 
 
-def _beside(layers: Layers, ranks: Ranks, microbatches: int) -> float:
+def _beside(layers: Layers, ranks: Ranks, microbatches: int) -> Figure:
     """What calls that are no layers add, wherever they are; nothing where they may fill the time that ranks wait."""
     if ranks.skips_head:
         return 0.0
+    forward, backward = layers.beside
     if ranks.spreads_head:
-        return microbatches * sum(layers.beside) / ranks.count
-    counts = (microbatches * ranks.share[:, None] + waits for waits in ranks.waits)
-    return math.fsum(float(count.min()) * seconds for count, seconds in zip(counts, layers.beside, strict=True))
+        return microbatches * (forward + backward) / ranks.count
+    counts = [float((microbatches * ranks.share[:, None] + waits).min()) for waits in ranks.waits]
+    return counts[0] * forward + counts[1] * backward
 
 
 def _least(
@@ -222,9 +248,9 @@ def _least(
     """Of ranks with up to ``most`` layers: in the mean, and of the slowest; and whether any has as many."""
     forward, backward = _passes(layers, stored)
     count = np.arange(1.0, most + 1)
-    working = np.maximum(layers.working, ranks.working + np.zeros(ranks.count))
+    working = np.maximum(np.asarray(layers.working)[..., None], ranks.working + np.zeros(ranks.count))  # [way, rank]
     passing = stored[:, 5] * ranks.passing[0] + stored[:, 6] * ranks.passing[1]
-    room = budget - working[:, None] - (stored[:, :1] * count + passing[:, None])[:, None, :]  # [way, rank, n]
+    room = budget - working[..., None] - (stored[:, :1] * count + passing[:, None])[:, None, :]  # [way, rank, n]
     rows = _rows(layers, stored, ranks, microbatches, room, count, host)
     more = rows.copy()
     with np.errstate(invalid="ignore"):
@@ -261,28 +287,29 @@ def _rows(
 ) -> Array:
     """``[way, rank, n]``: seconds of the passes of a rank with n layers, for which it has ``room``."""
     each = _room_of_each(layers, ranks, room, count, host.moments if host is not None else ranks.all_moments)
-    extra = np.interp(-each, -layers.saved, layers.extra)
+    share = _by_way(layers.share)
+    extra = share * np.interp(-each / np.maximum(share, _TINY), -layers.saved, layers.extra)
     rows = microbatches * count * _layer_passes(layers, stored, ranks, count, extra)[1]
     if ranks.count > 1 and not ranks.goes_on and stored[:, 1].any():
         # The first gather is over when the first forward begins.
-        rows -= count * np.maximum(0.0, stored[:, 1] - layers.forward)[:, None, None]
+        rows = rows - count * np.maximum(0.0, stored[:, 1] - layers.forward)[:, None, None]
     if host is not None:
         rows = np.maximum(rows, _copied(layers, stored, ranks, microbatches, room, count, host))
-    result: Array = np.where(each < layers.saved[-1] * (1 - 1e-9), np.inf, rows)
+    result: Array = np.where(each < share * layers.saved[-1] * (1 - 1e-9), np.inf, rows)
     return result
 
 
 def _room_of_each(layers: Layers, ranks: Ranks, room: Array, count: Array, moments: Array) -> Array:
     """``[way, rank, n]``: bytes of a microbatch that each of n layers may keep on average; negative where a rank has no
     room at all."""
-    least = np.full(room.shape, np.inf)
+    least, most = np.full(room.shape, np.inf), _by_way(layers.share) * layers.saved[0]
     for waiting, later in moments:
         kept, left = waiting[:, None] * count, room - layers.later * later[:, None] * count
         with np.errstate(divide="ignore", invalid="ignore"):
             each = np.where(kept > 0, left / kept, np.where(left < 0, -np.inf, np.inf))
             if ranks.transient:
-                again = (left - layers.saved[0]) / np.maximum(kept - 1, 1e-9)
-                each = np.where((kept > 1) & (each < layers.saved[0]), np.minimum(each, again), each)
+                again = (left - most) / np.maximum(kept - 1, 1e-9)
+                each = np.where((kept > 1) & (each < most), np.minimum(each, again), each)
         least = np.minimum(least, each)
     return least
 
@@ -293,9 +320,9 @@ def _layer_passes(layers: Layers, stored: Array, ranks: Ranks, count: Array, ext
     beside the pass that completes gradients but for those of each stage's first layer."""
     gathered, scattered, added, held = (stored[:, i, None, None] for i in (1, 2, 3, 4))
     gathers, scatters, holds = (bool(stored[:, i].any()) for i in (1, 2, 4))
-    completing = layers.weights + added
-    forward = np.full_like(gathered, layers.forward)
-    backward = layers.inputs + extra + (0.0 if ranks.puts_off else completing)
+    completing = _by_way(layers.weights) + added
+    forward = _by_way(layers.forward) + np.zeros_like(gathered)
+    backward = _by_way(layers.inputs) + extra + (0.0 if ranks.puts_off else completing)
     if holds:
         beside = np.maximum(0.0, 1 - ranks.stages / count) * np.minimum(
             scattered, completing if ranks.puts_off else backward
@@ -326,12 +353,13 @@ def _copied(
     """The passes and the copies beside them, for the best of what layers may keep: between two values of that, no less
     is recomputed than with the larger one, and no less copied than with the smaller one. What is copied ahead of the
     first time that a rank keeps the most is copied back after it."""
-    saved = np.linspace(layers.saved[-1], layers.saved[0], _VALUES + 1)
-    extra = np.interp(-saved, -layers.saved, layers.extra)[1:, None, None, None]  # [value, way, rank, n]
+    values = np.linspace(layers.saved[-1], layers.saved[0], host.values + 1)
+    each, share = np.interp(-values, -layers.saved, layers.extra), _by_way(layers.share)
+    saved, extra = (share * some[:, None, None, None] for some in (values[:-1], each[1:]))  # [value, way, rank, n]
     forward, passes = (microbatches * count * each for each in _layer_passes(layers, stored, ranks, count, extra))
     best: Array = passes
     for kept, times, forwards, backwards in zip(host.kept, host.times, *host.ahead, strict=True):
-        copy = np.maximum(0.0, (kept[:, None] * count) * saved[:-1, None, None, None] - room) / host.rate
+        copy = np.maximum(0.0, (kept[:, None] * count) * saved - room) / host.rate
         ahead = ((forwards[:, None] * forward) + backwards[:, None] * (passes - forward)) / microbatches
         taken = np.maximum(ahead, copy) + np.maximum(passes - ahead, copy)
         best = np.maximum(best, np.maximum(taken, times[:, None] * copy))
@@ -342,3 +370,9 @@ def _copied(
 def without_memory(layers: Layers) -> Layers:
     """As if they kept nothing: what their passes alone take."""
     return replace(layers, saved=np.zeros(1), extra=np.zeros(1), working=0.0)
+
+
+def _by_way(figure: Figure) -> Array:
+    """``[way, rank, n]``"""
+    found: Array = np.asarray(figure, dtype=np.float64)[..., None, None]
+    return found

@@ -272,12 +272,22 @@ def test_one_region_with_a_pipeline_and_one_without_are_new() -> None:
     assert [dive_._is_new(region) for region in (*piped[:2], *alone[:2])] == [True, False, True, False]
 
 
+@pytest.mark.parametrize("offload", [(), ("optimizer",)])
+def test_estimates_of_many_are_those_of_each(offload: tuple[str, ...]) -> None:
+    """In memory that is tight, and where some is not enough."""
+    search = space("gpt2", 8, "h100", budget_bytes=2**19)
+    found = search._begin()
+    each = [search.likely(region, offload) for region in found]
+    assert search.all_likely(found, offload) == pytest.approx(each)
+    assert len({*map(math.isinf, each)}) == 2
+
+
 def test_how_far_estimates_were_off_is_learned_from_what_is_placed() -> None:
     search = space("gpt2", 8, "h100")
     region = next(region for region in search._begin() if region.mesh.dp == 8)
     dive_ = dive._Dive(search, False, _Learned(), 0.0)
     while not any(dive_.learned.placed.values()):  # references are made first
-        likely = max(dive._first_estimate(search, region), dive_._likely(region))
+        likely = max(dive._first_estimate(search, region), search.likely(region))
         dive_._look_at(math.inf, region)
     points = [estimate for estimate, _, item in dive_.waiting if isinstance(item, Point)]
     assert dive_.learned.placed[False, False] == [pytest.approx(min(points) / likely)]
