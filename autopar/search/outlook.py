@@ -424,11 +424,11 @@ def _by_split(kinds: Mapping[Kind, int]) -> dict[tuple[str, ...], Weights]:
 
 def _undominated(ways: Iterable[Stored]) -> list[Stored]:
     """Those that no other one is as good as in everything."""
-    found: list[Stored] = []
-    for way in sorted(set(ways)):
-        if not any(all(a <= b for a, b in zip(known, way, strict=True)) for known in found):
-            found.append(way)
-    return found
+    found = sorted(ways)
+    figures = np.array(found)
+    is_least = (figures[:, None] <= figures).all(axis=2)  # [one, other]: the first is as good as the other
+    beaten = np.triu(is_least, 1).any(axis=0)  # only by what is sorted before it
+    return [way for way, is_beaten in zip(found, beaten.tolist(), strict=True) if not is_beaten]
 
 
 def _kinds(region: Region, layers: Layers, families: Sequence[Family]) -> list[tuple[Ranks, list[int]]]:
