@@ -25,7 +25,6 @@ from autopar.search.layers import Scaler, layer_sizes, layer_weights
 from autopar.search.profiles import Key, Profile, Weights
 from autopar.search.space import Family, Point, Region, expert_share, stages_of
 from autopar.search.wholesale import (
-    Flags,
     Host,
     Layers,
     Ranks,
@@ -428,8 +427,8 @@ def _undominated(ways: Iterable[Stored]) -> list[Stored]:
     found = sorted(ways)
     figures = np.array(found)
     is_least = (figures[:, None] <= figures).all(axis=2)  # [one, other]: the first is as good as the other
-    beaten: Flags = np.triu(is_least, 1).any(axis=0)  # only by what is sorted before it
-    return [way for way, is_beaten in zip(found, beaten, strict=True) if not is_beaten]
+    beaten = np.triu(is_least, 1).T  # [other, one]: only by what is sorted before it
+    return [way for way, by in zip(found, beaten, strict=True) if not by.any()]
 
 
 def _kinds(region: Region, layers: Layers, families: Sequence[Family]) -> list[tuple[Ranks, list[int]]]:
