@@ -43,7 +43,6 @@ Way = tuple[int, int, tuple[str, ...]]
 _STAGES: Final = 8  # of a rank at most, where several are likely
 _STEADY: Final = 2  # times the ranks: of fewer microbatches, none are taken to wait as those of a steady state do
 _BOUNDLESS: Final = 1e30
-_FROM_AFAR: Final = 4  # values of what layers keep that are told apart before they are placed
 _UNEVEN: Final = 0.2  # of what the longest stage takes more than the mean, ranks wait for it
 
 
@@ -252,9 +251,7 @@ class Outlook:
         half = none + count / 2  # where a rank may keep the most at any time
         ahead = (half, half) if ranks.goes_on else (ranks.kept, none)
         times = steady / np.maximum(1.0, ranks.kept)
-        return Host(
-            rate, ranks.kept[None], times[None], (ahead[0][None], ahead[1][None]), np.array([[none, none]]), _FROM_AFAR
-        )
+        return Host(rate, ranks.kept[None], times[None], (ahead[0][None], ahead[1][None]), np.array([[none, none]]))
 
     def _best_ways(self, mesh: Mesh, ways: Sequence[Way], microbatches: int) -> list[Stored]:
         """Of regions with this mesh: those that no other one is as good as in everything."""
