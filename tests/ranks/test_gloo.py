@@ -64,7 +64,9 @@ def test_real_ranks_equal_one_device(name: str, mesh: dict[str, int], options: d
 
 
 def test_a_process_that_dies_ends_the_job(tmp_path: Path) -> None:
-    done = torchrun("-m", "tests.ranks.worker", "mlp", '{"pp": 2, "dp": 2}', str(tmp_path), "{}", "3")
+    # Torchrun stops the others when it sees that one is dead: by then they have to have seen it, too.
+    seldom = "--monitor-interval", "15"
+    done = torchrun(*seldom, "-m", "tests.ranks.worker", "mlp", '{"pp": 2, "dp": 2}', str(tmp_path), "{}", "3")
     assert done.returncode != 0
     assert "DeadRankError" in done.stderr
     assert list(tmp_path.iterdir()) == []
