@@ -280,6 +280,11 @@ def test_estimates_of_many_are_those_of_each(offload: tuple[str, ...]) -> None:
     each = [search.likely(region, offload) for region in found]
     assert search.all_likely(found, offload) == pytest.approx(each)
     assert len({*map(math.isinf, each)}) == 2
+    outlook = search._outlook
+    assert outlook is not None
+    outlook.scaler = replace(outlook.scaler, last=2.0**20)  # more than layers work in
+    larger = search.all_likely(found, offload)
+    assert any(a < b for a, b in zip(each, larger, strict=True)), "there is room for what the last call works in"
 
 
 def test_how_far_estimates_were_off_is_learned_from_what_is_placed() -> None:
