@@ -21,7 +21,8 @@ class Axis:
 
     ``index`` is this rank's place in ``ranks`` (global ranks, in order); ``group`` is None when ``size`` is
     1, where there is nothing to communicate. ``paired``: shards of activations are two parts of 2 ``size``, the
-    ``index``-th from either end.
+    ``index``-th from either end. ``purpose``: what it is used for, of any kind that prints and compares; ranks whose
+    collectives meet have equal ones. Only simulated ranks look (:mod:`autopar.simulate.sites`), and refuse others.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Axis:
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None
     paired: bool = False
+    purpose: object = None
 
     @classmethod
     def of(
@@ -45,6 +47,10 @@ class Axis:
     def parts_of(self, index: int) -> tuple[int, ...]:
         """Which of those the rank at ``index`` holds, in the order in which it holds them."""
         return (index, 2 * self.size - 1 - index) if self.paired else (index,)
+
+    def meant_for(self, purpose: object) -> Axis:
+        """The same axis and group, for this ``purpose``."""
+        return replace(self, purpose=purpose)
 
 
 Groups = Callable[..., list[tuple[int, ...]]]
@@ -157,7 +163,10 @@ class Axes(Mapping[str, Axis]):
 
     def within(self, scope: str) -> Axes:
         """The same rank, stream and put-off gradients, for a layer at the module path ``scope``."""
-        return replace(self, scope=self.path(scope))
+        path = self.path(scope)
+        by_name = {name: axis.meant_for(path) for name, axis in self.by_name.items()}
+        joints = {names: axis.meant_for(path) for names, axis in self.joints.items()}
+        return replace(self, scope=path, by_name=by_name, joints=joints)
 
     def path(self, module: str) -> str:
         """The full path of a module below ``scope``."""

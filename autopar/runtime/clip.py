@@ -22,7 +22,7 @@ def global_norm(reducers: Mapping[int, Reducer], axes: Axes) -> Tensor:
     """
     squares = [norm.double().square().to(axes.device) for norm in _counted_norms(reducers, axes)]
     total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=axes.device)
-    reduce_sum_(total, axes.world)
+    reduce_sum_(total, axes.world.meant_for("the norm of the gradient"))
     return total.sqrt()
 
 

@@ -245,7 +245,7 @@ class Executor:
         sums = tuple(torch.stack(values).sum(0) for values in zip(*each, strict=True))
         for total, value in zip(program.totals, sums, strict=True):
             for name in total.axes:
-                reduce_sum_(value, self.axes[name])
+                reduce_sum_(value, self.axes[name].meant_for("what losses are divided by"))
         return sums
 
     def _forward(self, step: Step, action: Action) -> None:
@@ -425,8 +425,8 @@ class Executor:
         if last in self.programs:
             program = self.vocabulary[1] if self.vocabulary else self.programs[last]
             for name in program.loss_axes:
-                reduce_sum_(step.loss, self.axes[name])
-        broadcast_(step.loss, self.axes["pp"], self._placement[last])
+                reduce_sum_(step.loss, self.axes[name].meant_for("the loss"))
+        broadcast_(step.loss, self.axes["pp"].meant_for("the loss"), self._placement[last])
         return step.loss
 
     def _is_here(self, stage: int) -> bool:

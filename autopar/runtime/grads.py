@@ -363,24 +363,30 @@ class _Buckets:
     def _of_kind(self, names: Sequence[str], spec: Parameter) -> Bucket:
         reducer = self._reducer
         parameters, masters = ([by[n] for n in names] for by in (reducer.parameters, reducer.masters))
-        rest = self._groups[reduce_ranks(spec, self._axes, reducer.placement)]
+        rest = self._groups[reduce_ranks(spec, self._axes, reducer.placement)].meant_for(_purpose(names))
         sent = self._reduce_dtype or masters[0].dtype
         if self._is_own_master(spec) and sent == masters[0].dtype:
             if self._is_low_rank(spec):
                 return LowRankSumBucket(rest, parameters, self._powersgd)
             return SumBucket(rest, parameters, self._is_shared(spec))
-        route = self._route(spec, rest, sent)
+        route = self._route(names, rest, sent)
         if self._is_low_rank(spec):
-            whole = self._axes.line(tuple(spec.types)).whole
+            whole = self._axes.line(tuple(spec.types)).whole.meant_for(_purpose(names))
             return LowRankMasterBucket(parameters, masters, route, whole, self._powersgd)
         per_pass, shared = self._per_pass(spec), self._is_shared(spec)
         return MasterBucket(parameters, masters, route, per_pass=per_pass, shared=shared)
 
-    def _route(self, spec: Parameter, rest: Axis, dtype: torch.dtype) -> Route:
+    def _route(self, names: Sequence[str], rest: Axis, dtype: torch.dtype) -> Route:
         """ZeRO's sum runs over all ranks that split tokens; where some of those have equal terms, each gives a part."""
+        spec = self._reducer.specs[names[0]]
         if spec.zero == 1:
             return Route(Axis.of("alone", [self._axes.rank], self._axes.rank, None), True, rest, dtype)
         data = self._axes.mesh.data_axes(tuple(spec.types))
         equal = math.prod(self._axes[name].size for name in data if name not in spec.reduce)
         sums = not set(data).isdisjoint(spec.reduce)
-        return Route(self._axes.line(tuple(spec.types)).shard, sums, rest, dtype, equal if sums else 1)
+        shard = self._axes.line(tuple(spec.types)).shard.meant_for(_purpose(names))
+        return Route(shard, sums, rest, dtype, equal if sums else 1)
+
+
+def _purpose(names: Sequence[str]) -> str:
+    return f"gradients of {', '.join(names)}"

@@ -41,7 +41,7 @@ def total_load(routers: Sequence[Router], counts: Mapping[str, Tensor], axes: Ax
     for router, part in zip(routers, parts, strict=True):
         if router.layer in counts and _is_first(router, axes):
             part.copy_(counts[router.layer])
-    reduce_sum_(flat, axes.world)
+    reduce_sum_(flat, axes.world.meant_for("loads of experts"))
     return {router.layer: part for router, part in zip(routers, parts, strict=True)}
 
 

@@ -39,7 +39,7 @@ class LossScaler:
         """
         bad = [~torch.isfinite(torch.linalg.vector_norm(g, float("inf"))).to(device) for g in gradients if g.numel()]
         found = torch.stack(bad).any().float() if bad else torch.zeros((), device=device)
-        reduce_max_(found, world)
+        reduce_max_(found, world.meant_for("gradients that are not finite"))
         for gradient in gradients:
             gradient.mul_(1 / self.scale)
         finite = not bool(found)

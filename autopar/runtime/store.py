@@ -57,7 +57,8 @@ class Copy:
 
         The copy has no values yet; if it isn't ``resident``, it has no memory either.
         """
-        shard = axes.line(tuple(spec.types)).shard if spec.zero > 1 else Axis.of("alone", [axes.rank], axes.rank, None)
+        line = axes.line(tuple(spec.types)).shard if spec.zero > 1 else Axis.of("alone", [axes.rank], axes.rank, None)
+        shard = line.meant_for(f"the weight {spec.name}")
         whole = torch.empty(shard.size * math.prod(stored_shape(spec)), dtype=dtype_of(spec.dtype), device=axes.device)
         # .data: autograd, which keeps the parameter for the backward, doesn't count writes to ``whole`` as its changes
         value = whole[: math.prod(spec.shape)].view(spec.shape).data

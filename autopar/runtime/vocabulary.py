@@ -105,7 +105,7 @@ class VocabularyPasses:
 
     def _sum_embedding(self, step: Step, action: Action) -> None:
         total = self._state.parts[action.microbatch].detach().contiguous()
-        message = self._reduce(total, self._first)
+        message = self._reduce(total, self._first, action)
         if self._index == self._first:
             step.arriving[0, action.microbatch] = message
 
@@ -116,7 +116,7 @@ class VocabularyPasses:
         found = step.gradients.pop((0, action.microbatch)) if self._index == self._first else ()
         if wire.needs_grad:
             own = found[0] if found else None
-            self._state.returning[action.microbatch] = self._broadcast(own, wire, self._first)
+            self._state.returning[action.microbatch] = self._broadcast(own, wire, self._first, action)
 
     def _embedding_gradient(self, step: Step, action: Action) -> None:
         part = self._state.parts.pop(action.microbatch)
@@ -128,7 +128,7 @@ class VocabularyPasses:
         own = None
         if self._index == self._last:
             (own,) = step.outputs.pop((self._last_stage, action.microbatch))
-        self._state.hidden[action.microbatch] = self._broadcast(own, self._program.hidden, self._last)
+        self._state.hidden[action.microbatch] = self._broadcast(own, self._program.hidden, self._last, action)
 
     def _scores(self, step: Step, action: Action) -> None:
         """Logits, and what this rank can say of them alone."""
@@ -147,7 +147,7 @@ class VocabularyPasses:
     def _exchange_top(self, step: Step, action: Action) -> None:
         with self._beside():
             top = self._state.logits[action.microbatch].top
-            self._state.tops[action.microbatch] = reduce_max_(top, self._plane, async_op=True)
+            self._state.tops[action.microbatch] = reduce_max_(top, self._plane.meant_for(action), async_op=True)
 
     def _exponentials(self, step: Step, action: Action) -> None:
         self._join(self._state.tops.pop(action.microbatch))
@@ -157,7 +157,7 @@ class VocabularyPasses:
     def _exchange_statistics(self, step: Step, action: Action) -> None:
         with self._beside():
             own = self._state.statistics.pop(action.microbatch)
-            self._state.gathered[action.microbatch] = gather_stack(own, self._plane)
+            self._state.gathered[action.microbatch] = gather_stack(own, self._plane.meant_for(action))
 
     def _table_gradient(self, step: Step, action: Action) -> None:
         microbatch = action.microbatch
@@ -178,7 +178,7 @@ class VocabularyPasses:
             message = Message(())
             if self._program.hidden.needs_grad:
                 (gradient,) = torch.autograd.grad(entered, hidden, term)
-                message = self._reduce(gradient.contiguous(), self._last)
+                message = self._reduce(gradient.contiguous(), self._last, action)
         if self._index == self._last:
             step.returning[self._last_stage, action.microbatch] = message
 
@@ -202,17 +202,17 @@ class VocabularyPasses:
     def _inputs(self, step: Step, action: Action) -> tuple[Tensor, ...]:
         return batches.parts(step.batch, self._program, action.microbatch, self._axes)
 
-    def _broadcast(self, own: Tensor | None, wire: Wire, source: int) -> Message:
+    def _broadcast(self, own: Tensor | None, wire: Wire, source: int, action: Action) -> Message:
         if own is None:
             own = torch.empty(wire.shape, dtype=dtype_of(wire.dtype), device=self._axes.device)
         whole = own.contiguous()
         with self._beside():
-            return _message(whole, start_broadcast_(whole, self._line, source))
+            return _message(whole, start_broadcast_(whole, self._line.meant_for(action), source))
 
-    def _reduce(self, term: Tensor, destination: int) -> Message:
+    def _reduce(self, term: Tensor, destination: int, action: Action) -> Message:
         """The sum over the pipeline, at its index ``destination``; others keep their term until it is sent."""
         with self._beside():
-            work = reduce_to_(term, self._line, destination)
+            work = reduce_to_(term, self._line.meant_for(action), destination)
         if self._index != destination:
             self._sending = [(w, t) for w, t in self._sending if w is not None and not w.is_completed()]
             self._sending.append((work, term))

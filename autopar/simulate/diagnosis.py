@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from itertools import combinations
+from itertools import combinations, takewhile
 
 from torch import Tensor
 
 from autopar.errors import DeadlockError, DeadRankError, MismatchError, RankError
 from autopar.simulate.calls import Call, Meeting, Terms, Waiting, described
-from autopar.simulate.sites import Site, raised_at
+from autopar.simulate.sites import LONGEST, Site, raised_at
 
 _NAMES = {
     "operation": "operations",
@@ -25,12 +25,21 @@ _NAMES = {
 def disagreement(first: Call, second: Call, meeting: Meeting) -> MismatchError:
     """Two ranks whose calls should be the same collective, but are not."""
     names = [field.name for field in fields(Terms)]
-    differing = next(name for name in names if getattr(first.terms, name) != getattr(second.terms, name))
+    differing = [_NAMES[name] for name in names if getattr(first.terms, name) != getattr(second.terms, name)]
+    what = differing[0] if differing else _purposes(first, second)
     return MismatchError(
-        f"ranks {first.rank} and {second.rank} have different {_NAMES[differing]} in collective "
+        f"ranks {first.rank} and {second.rank} have different {what} in collective "
         f"{meeting.number} of group {meeting.group.label!r}:\n{_calls([first, second])}\n"
         "all ranks of a group must call the same collectives, in the same order, with equal arguments"
     )
+
+
+def _purposes(first: Call, second: Call) -> str:
+    """Two purposes, of long ones no more than from where they part."""
+    words = [str(call.site.purpose).split() for call in (first, second)]
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*words, strict=False)))
+    one, other = (" ".join(["…", *own[same:]] if len(" ".join(own)) > LONGEST else own)[:LONGEST] for own in words)
+    return f"purposes ({one!r} and {other!r})"
 
 
 def unfit(sender: Call, sent: Tensor, receiver: Call, expected: Tensor) -> MismatchError:

@@ -42,7 +42,7 @@ class Rendezvous:
         key = (call.group, self._called[call.group, call.rank])
         meeting = self._meetings.setdefault(key, Meeting(*key))
         first = next(iter(meeting.calls.values()), call)
-        if first.terms != call.terms:
+        if first.terms != call.terms or first.site.purpose != call.site.purpose:
             raise self.baton.fail(diagnosis.disagreement(first, call, meeting))
         meeting.calls[call.rank] = call
         call.launch(meeting)

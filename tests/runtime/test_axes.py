@@ -49,7 +49,8 @@ def test_a_scope_shares_everything_else() -> None:
     layer = axes.within("model").within("layers.1")
     axes.stream.step = 5
     assert (layer.scope, layer.stream.step, layer.seed) == ("model.layers.1", 5, 3)
-    assert layer["tp"] is axes["tp"]
+    assert (layer["tp"].ranks, layer["tp"].group) == (axes["tp"].ranks, axes["tp"].group)
+    assert (layer["tp"].purpose, axes["tp"].purpose) == ("model.layers.1", None)
 
 
 def test_a_mesh_of_several_ranks_needs_a_world() -> None:

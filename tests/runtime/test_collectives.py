@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
 from torch import Tensor
 
-from autopar.errors import ShardingError
+from autopar.errors import MismatchError, ShardingError
 from autopar.mesh import Mesh
-from autopar.runtime import Axes, collectives
+from autopar.runtime import Axes, Axis, collectives
 from autopar.spmd import I, P, R, S, Type, transition
 from tests.runtime.ranks import gradient_type, on_ranks, part, wholes
 
@@ -25,7 +25,7 @@ PAIRS = [
 ]
 
 
-def change(x: Tensor, axes: Axes, src: Type, dst: Type, axis: str = "tp") -> Tensor:
+def change(x: Tensor, axes: Mapping[str, Axis], src: Type, dst: Type, axis: str = "tp") -> Tensor:
     way = transition(src, dst)
     assert way is not None
     function: Callable[..., Tensor] = getattr(collectives, way.function)
@@ -182,3 +182,47 @@ def test_subgroups_that_only_some_ranks_want() -> None:
 
     low = {(0, 1, 2): 7.0}
     assert on_ranks(Mesh(dp=4), program) == [low | {(0, 3): 9.0}, low, low, {(0, 3): 9.0, (3,): 8.0}]
+
+
+def test_equal_sums_for_other_purposes_do_not_meet() -> None:
+    def program(axes: Axes) -> None:
+        for purpose in ("queries", "keys") if axes.rank == 0 else ("keys", "queries"):
+            collectives.reduce_sum_(torch.ones(3), axes["tp"].meant_for(purpose))
+
+    with pytest.raises(MismatchError) as caught:
+        on_ranks(Mesh(tp=2), program)
+    first, *ranks, rest = str(caught.value).splitlines()
+    assert first == ("ranks 0 and 1 have different purposes ('queries' and 'keys') in collective 1 of group 'tp':")
+    line = program.__code__.co_firstlineno + 2
+    assert ranks == [
+        f"  rank {rank}: all_reduce(float32[3], op=SUM) on tp, at {__file__}:{line} in program, for {purpose}"
+        for rank, purpose in enumerate(("queries", "keys"))
+    ]
+    assert "in the same order" in rest
+
+
+def test_long_purposes_are_shown_from_where_they_part() -> None:
+    def program(axes: Axes) -> None:
+        same = " ".join(f"layers.{i}.weight," for i in range(20))
+        collectives.reduce_sum_(
+            torch.ones(3), axes["tp"].meant_for(f"gradients of {same} layers.{20 + axes.rank}.weight")
+        )
+
+    with pytest.raises(MismatchError, match=r"\('… layers.20.weight' and '… layers.21.weight'\)"):
+        on_ranks(Mesh(tp=2), program)
+
+
+@pytest.mark.parametrize("src", [P, I], ids=["forward", "backward"])
+def test_layers_in_another_order_on_another_rank(src: Type) -> None:
+    """Forward and backward: ``I -> R`` communicates in the backward alone."""
+
+    def program(axes: Axes) -> None:
+        layers = [axes.within(f"layers.{i}")["tp"] for i in range(2)]
+        x = torch.ones(3, requires_grad=True)
+        for tp in layers if axes.rank == 0 else layers[::-1]:
+            x = change(x, {"tp": tp}, src, R)
+        x.sum().backward()
+
+    names = r"\('layers.0' and 'layers.1'\)" if src == P else r"\('layers.1' and 'layers.0'\)"
+    with pytest.raises(MismatchError, match=f"different purposes {names}"):
+        on_ranks(Mesh(tp=2), program)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar.errors import MismatchError
 from autopar.mesh import Mesh
 from autopar.runtime import Axes, Axis, Parameter, Program, buckets
 from autopar.runtime.clip import clip_, global_norm
@@ -105,6 +106,19 @@ def test_sums_start_in_the_order_of_the_buckets_whichever_is_complete_first(sums
 
     on_ranks(Mesh(dp=2), program)
     assert sums[0] == ["a", "b", "c", "d", "sum", "sum"]
+
+
+def test_ranks_that_sum_equal_gradients_in_another_order_are_told() -> None:
+    def program(axes: Axes) -> None:
+        modules = [Chain(("a", "b")), Chain(("a", "c"))]
+        reducers = [reducer_of(axes, module, bucket_bytes=32) for module in modules]
+        for module in modules:
+            module(torch.ones(4, dtype=torch.float64)).backward()
+        for reducer in reducers if axes.rank == 0 else reducers[::-1]:
+            reducer.launch()
+
+    with pytest.raises(MismatchError, match=r"\('gradients of b' and 'gradients of c'\)"):
+        on_ranks(Mesh(dp=2), program)
 
 
 def test_a_rank_that_did_not_use_a_parameter_adds_nothing_to_its_sum() -> None:
