@@ -19,6 +19,8 @@ from tests.models import Case
 
 HEADS, HEAD_WIDTH, SEQUENCE, BATCH = 4, 8, 8, 8
 WIDTH: Final = HEADS * HEAD_WIDTH
+HIDDEN: Final = -1e4
+"""What is added to scores of positions that are not seen; float16 has it."""
 
 
 @dataclass(frozen=True)
@@ -116,16 +118,16 @@ class Attention(nn.Module):
         return (scores + seen).softmax(-1) @ v
 
     def seen(self, q: Tensor, mask: Tensor | None) -> Tensor:
-        """What is added to scores: -inf where a position isn't seen."""
+        """What is added to scores."""
         at = torch.arange(q.shape[2], device=q.device)
         distance = at[:, None] - at[None, :]
         hidden = distance < 0
         if self.window:
             hidden = hidden | (distance >= self.window)
-        added = torch.zeros_like(distance, dtype=q.dtype).masked_fill(hidden, -1e9)[None, None]
+        added = torch.zeros_like(distance, dtype=q.dtype).masked_fill(hidden, HIDDEN)[None, None]
         if self.recipe.positions == "bias":
             added = added - self.slopes[:, None, None] * distance.clamp(min=0)
-        return added if mask is None else added + (1.0 - mask[:, None, None, :].to(q.dtype)) * -1e9
+        return added if mask is None else added + (1.0 - mask[:, None, None, :].to(q.dtype)) * HIDDEN
 
 
 class Convolution(nn.Module):
@@ -205,7 +207,7 @@ class Experts(nn.Module):
         out = torch.zeros_like(x)
         for e, expert in enumerate(self.experts):
             token, slot = torch.where(index == e)
-            out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+            out.index_add_(0, token, (expert(x[token]) * weights[token, slot, None]).to(out.dtype))
         return (out if self.shared is None else out + self.shared(x)).view(h.shape)
 
 
