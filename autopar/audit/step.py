@@ -96,11 +96,12 @@ class _Wiring:
             elif is_receive(action):
                 self._receives[channel(rank, action)].append(key)
                 before = [key]
+            elif action.kind == "FREE":
+                event.starts.append((rank, Action("OFFLOAD", action.microbatch, action.stage)))
+                before = [key]
             elif action.kind in _REDUCTIONS or action.kind in _COPIES:
                 stream = action.kind if action.kind in _COPIES else "reductions"
                 event.starts += last[stream]
-                if action.kind == "FETCH":
-                    event.starts.append((rank, Action("OFFLOAD", action.microbatch, action.stage)))
                 last[stream] = [key]
             elif action.kind == "STEP":
                 event.starts += last["reductions"]

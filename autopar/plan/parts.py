@@ -13,6 +13,8 @@ from autopar.options import Options
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Bytes = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=0)]
+EIGHTHS: Final = 8
+Eighths = Annotated[int, Field(ge=0, le=EIGHTHS)]
 Positive = Annotated[int, Field(ge=1)]
 Factor = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 
@@ -133,7 +135,7 @@ class StagePlan(Value):
 
     ``rank`` is the pipeline rank that holds it, which keeps ``inflight`` microbatches of it when it keeps the most.
     ``recompute`` has a number for each unit: 0 where nothing is recomputed, else its place in the block's list, from 1.
-    ``offloads``: what is kept goes to the host between forward and backward.
+    ``offloads``: of so many of eight microbatches, what is kept goes to the host between forward and backward.
     """
 
     rank: Count
@@ -146,7 +148,7 @@ class StagePlan(Value):
     saved_bytes: Bytes
     inflight: Count
     recompute: list[Count] = []
-    offloads: bool = False
+    offloads: Eighths = 0
 
 
 class RankPlan(Value):
@@ -154,7 +156,7 @@ class RankPlan(Value):
 
     ``kinds`` (:data:`autopar.storages.KINDS`) make up ``peak_bytes``, reached in ``action``; where that is "", they are
     what the solvers added up: state, saved activations, the largest temporaries of a pass, no buffers. ``host_bytes``:
-    beside it.
+    beside it. ``saved_bytes``: the most that its list has it keep for backwards.
     """
 
     stages: list[Count]
@@ -163,6 +165,7 @@ class RankPlan(Value):
     action: str
     peak_bytes: Bytes
     host_bytes: Bytes
+    saved_bytes: Bytes = 0
 
 
 class CostPart(Value):

@@ -31,7 +31,7 @@ from autopar.plan.parts import (
     Value,
 )
 
-VERSION: Final = 5
+VERSION: Final = 6
 
 
 class Plan(Value):

@@ -174,7 +174,9 @@ class _Moves:
         return _Move(end - self.timeline.costs.seconds(self.rank, event.action), end, key)
 
     def arriving(self, event: Event) -> list[_Move]:
-        """The message that a receive waits for."""
+        """The message that a receive waits for, or the copies that a FREE does."""
+        if event.action.kind == "FREE":
+            return [move for copy, move in self.copies.items() if copy.kind == "OFFLOAD"]
         sent = self.sent[event.action.peer, counterpart(self.rank, event.action)]
         self.messages.append(_Move(sent.start_seconds, sent.end_seconds, _MESSAGES))
         return self.messages[-1:]
@@ -219,9 +221,10 @@ def _walk(timeline: Timeline, rank: int, moves: _Moves, spent: _Spent) -> dict[t
         spent.exposed[_SCALARS] += [clock, last]
     for event in timeline.events:
         kind = event.action.kind
-        if event.rank != rank or not (is_receive(event.action) or kind in COMPUTE or kind == "STEP"):
+        waits = is_receive(event.action) or (kind == "FREE" and event.end_seconds > event.start_seconds)
+        if event.rank != rank or not (waits or kind in COMPUTE or kind == "STEP"):
             continue
-        if is_receive(event.action):
+        if waits:
             _wait(event.start_seconds, event.end_seconds, moves.arriving(event), spent)
         else:
             if event.start_seconds > clock:

@@ -409,7 +409,7 @@ def _stage_plan(model: Model, number: int, pipeline: Pipeline, costs: list[Block
         saved_bytes=pipeline.saved_bytes(number),
         inflight=pipeline.inflight[number],
         recompute=[points_of_call(model, i, pipeline) for i in stage],
-        offloads=any(a.kind == "OFFLOAD" and a.stage == number for row in pipeline.schedule.lists for a in row),
+        offloads=pipeline.layout.away.shares.get(number, 0) if pipeline.layout.away else 0,
     )
 
 
@@ -428,6 +428,7 @@ def rank_plan(model: Model, rank: int, pipeline: Pipeline, request: Request) -> 
         vocabulary_bytes=pipeline.vocabulary.parameter_bytes if pipeline.vocabulary else 0,
         kinds={kind: bytes_ for kind, bytes_ in kinds.items() if bytes_},
         action="",
+        saved_bytes=pipeline.timeline.peak_activation_bytes[rank],
         peak_bytes=sum(kinds.values()),
         host_bytes=state.host.total() + host_peak_bytes(pipeline.timeline, rank),
     )

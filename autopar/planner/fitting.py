@@ -9,7 +9,7 @@ faster. Where nothing has to be recomputed and no cut is faster than the one tha
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -27,6 +27,7 @@ from autopar.planner.stages import (
     even_partition,
     too_large,
 )
+from autopar.schedules.offloads import Away
 
 _ROUNDS = 4  # of cutting and choosing; more have never changed anything
 
@@ -43,22 +44,22 @@ class Fit:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a pipeline fits: its cut with what calls recompute; the stages whose activations go to the host, None where
-    none may."""
+    """How a pipeline fits: its cut with what calls recompute; which activations go to the host, None where none
+    may."""
 
     fit: Fit
-    offloads: tuple[int, ...] | None = None
+    away: Away | None = None
 
 
 @dataclass(frozen=True)
 class Pins:
     """What a plan says: the first unit of each stage, the list of a schedule that has no name, and for each unit the
-    names of the first and last op of each region that it recomputes; the stages whose activations are offloaded."""
+    names of the first and last op of each region that it recomputes; which activations go to the host."""
 
     starts: Sequence[int]
     actions: str | None
     recompute: Sequence[Sequence[Sequence[str]]]
-    offloads: Sequence[int] = ()
+    away: Away = field(default_factory=lambda: Away({}))
 
 
 @dataclass(frozen=True)

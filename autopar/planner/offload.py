@@ -1,128 +1,90 @@
-"""Which stages' activations go to the host between forward and backward: as few as fit, where the copies cost least.
+"""Which activations go to the host between forward and backward: as few as fit.
 
-Sets: stages k, each on its pipeline rank; S the stages that offload (all of their microbatches that a list gives time
-for, :mod:`autopar.schedules.offloads`). For each rank r that is over its memory without: choose S among its stages so
-that the most bytes it keeps at any time of the timeline, copies on their way included, are at most ``free_bytes[r]``.
-Minimise (seconds of the step, bytes moved). The timeline is the judge of both: a copy that ends before anyone waits for
-it costs nothing. Up to :data:`_JOINT` choices for all such ranks together are all tried, which is exact; beyond, each
-takes those of its stages whose activations wait the longest, one after the other until it fits.
+A rank that keeps more than the ``free_bytes`` it has for activations sends some of its stages' to the host, those first
+that wait the longest for their backwards; of one of these stages maybe only some microbatches
+(:mod:`autopar.schedules.offloads`). Its list says when it waits for copies to have memory, so whether it fits doesn't
+depend on how fast they are, and each rank is looked at by itself. What the copies cost the timeline says.
 """
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
-from itertools import accumulate, chain, combinations, product
-from typing import Final
+from itertools import accumulate
 
 from autopar.cluster import Device
 from autopar.errors import ArgumentError, BudgetError
 from autopar.options import Options
-from autopar.schedules import Costs, Schedule, Timeline, Timelines
+from autopar.schedules import Costs, Schedule, Timeline
+from autopar.schedules.actions import Action
 from autopar.schedules.kept import kept_stages
+from autopar.schedules.offloads import ALL, Away, Passes
 
-_JOINT: Final = 64
-
-Stages = tuple[int, ...]
-
-
-def choose(
-    schedule: Schedule, costs: Costs, free_bytes: Sequence[int], timelines: Timelines | None = None
-) -> Stages | None:
-    """The stages of a lowered schedule to offload; none of a rank that has room. None: nothing fits.
-
-    ``free_bytes`` per pipeline rank: what it has left for activations.
-    """
-    timelines = timelines or Timelines()
-    without = timelines.of(schedule, costs)
-    peaks, least = without.peak_activation_bytes, without.makespan_seconds
-    ranks = [rank for rank, (peak, free) in enumerate(zip(peaks, free_bytes, strict=True)) if peak > free]
-    own = {rank: _by_wait(schedule, costs, rank) for rank in ranks}
-    if math.prod(2 ** len(stages) - 1 for stages in own.values()) > _JOINT:
-        return _growing(schedule, costs, free_bytes, without, timelines)
-    every = [tuple(chain(*some)) for some in product(*map(_subsets, own.values()))]
-    return _best(schedule, costs, free_bytes, every, least, timelines)
+Room = Sequence[int]
+"""Bytes per pipeline rank that it has left for activations."""
 
 
-def _growing(
-    schedule: Schedule, costs: Costs, free_bytes: Sequence[int], without: Timeline, timelines: Timelines
-) -> Stages | None:
-    """As few stages of each rank as fit, those that wait the longest first: at first as many as would make room if
-    nothing of them stayed, then by what those made room for."""
-    peaks = without.peak_activation_bytes
-    waiting = {rank: _by_wait(schedule, costs, rank) for rank in range(schedule.ranks)}
-    counts, kept = [0] * schedule.ranks, kept_stages(schedule)
-    while over := [rank for rank, (peak, free) in enumerate(zip(peaks, free_bytes, strict=True)) if peak > free]:
-        if any(counts[rank] == len(waiting[rank]) for rank in over):
+def choose(schedule: Schedule, costs: Costs, free_bytes: Room) -> Away | None:
+    """Of a lowered schedule; nothing of a rank that has room. None: nothing fits."""
+    found: dict[int, int] = {}
+    kept = kept_stages(schedule)
+    for rank, (row, free) in enumerate(zip(schedule.lists, free_bytes, strict=True)):
+        shares = _least_shares(Passes.of(row, rank, costs), kept, costs, free)
+        if shares is None:
             return None
-        for rank in over:
-            lacks = peaks[rank] - free_bytes[rank]
-            if counts[rank]:
-                more = lacks * counts[rank] // max(1, without.peak_activation_bytes[rank] - peaks[rank])
-            else:
-                room = accumulate(kept[stage] * costs.offload_bytes[stage] for stage in waiting[rank])
-                more = sum(bytes_ < lacks for bytes_ in room) + 1
-            counts[rank] = min(len(waiting[rank]), counts[rank] + max(1, more))
-        found = tuple(sorted(chain(*(waiting[rank][:count] for rank, count in enumerate(counts)))))
-        peaks = timelines.offloading(schedule, found, costs).peak_activation_bytes
-    return found if any(counts) else ()
+        found |= shares
+    return Away(found, free_bytes)
 
 
-def _by_wait(schedule: Schedule, costs: Costs, rank: int) -> list[int]:
-    """The stages of ``rank`` that have something to move, by how many actions lie between forwards and backwards."""
+def _least_shares(passes: Passes, kept: Sequence[int], costs: Costs, free: int) -> dict[int, int] | None:
+    """Of a rank whose stages keep so many microbatches: as few as leave room for a copy that nothing waits for, else as
+    few as fit."""
+    lacks = passes.copies({}, free).peak_bytes - free
+    if lacks <= 0:
+        return {}
+    stages = _by_wait(passes.actions, costs)
+    room = [0, *accumulate(kept[stage] * costs.offload_bytes[stage] for stage in stages for _ in range(ALL))]
+    spare, tight = max((costs.offload_bytes[stage] for stage in stages), default=0), None
+    # At least as many as make room if nothing of them stayed.
+    for count in range(bisect_left(room, lacks * ALL), len(room)):
+        shares = {stage: min(ALL, count - ALL * n) for n, stage in enumerate(stages) if count > ALL * n}
+        if tight is None and passes.copies(shares, free).peak_bytes <= free:
+            tight = shares
+        if tight is not None and passes.copies(shares, free - spare).peak_bytes <= free - spare:
+            return shares
+    return tight
+
+
+def _by_wait(actions: Sequence[Action], costs: Costs) -> list[int]:
+    """The stages of a rank's ``actions`` that have something to move, by how many of these lie between forwards and
+    backwards."""
     waits: Counter[int] = Counter()
-    for number, action in enumerate(schedule.lists[rank]):
+    for number, action in enumerate(actions):
         if action.kind in ("F", "B", "I") and costs.offload_bytes[action.stage]:
             waits[action.stage] += -number if action.kind == "F" else number
     return sorted(waits, key=lambda stage: (-waits[stage], stage))
 
 
-def offloaded_stages(
-    schedule: Schedule, costs: Costs, free_bytes: Sequence[int], budget_bytes: int, timelines: Timelines
-) -> Stages:
+def offloaded(schedule: Schedule, costs: Costs, free_bytes: Room, budget_bytes: int) -> Away:
     """:func:`choose`, where a rank's whole budget is ``budget_bytes``.
 
     Raises BudgetError, which says what the rank that lacks the most keeps with all offloaded.
     """
-    found = choose(schedule, costs, free_bytes, timelines)
+    found = choose(schedule, costs, free_bytes)
     if found is not None:
         return found
-    leanest = timelines.offloading(schedule, range(schedule.stages), costs)
-    lacks = [peak - free for peak, free in zip(leanest.peak_activation_bytes, free_bytes, strict=True)]
+    all_ = dict.fromkeys(range(schedule.stages), ALL)
+    leanest = [Passes.of(row, rank, costs).copies(all_, 0).peak_bytes for rank, row in enumerate(schedule.lists)]
+    lacks = [peak - free for peak, free in zip(leanest, free_bytes, strict=True)]
     rank = lacks.index(max(lacks))
     raise BudgetError(
         f"with activations on the host, pipeline rank {rank} still keeps "
-        f"{leanest.peak_activation_bytes[rank] / 2**20:.4g} MiB of them on the device, where "
+        f"{leanest[rank] / 2**20:.4g} MiB of them on the device, where "
         f"{free_bytes[rank] / 2**20:.4g} MiB are left; give it {max(1, lacks[rank]) / 2**20:.4g} MiB more, more "
         "microbatches of fewer rows, or recompute='full'",
         budget_bytes + max(1, lacks[rank]),
     )
-
-
-def _subsets(stages: Sequence[int]) -> list[Stages]:
-    """What a rank may offload: something, of what it has."""
-    return [some for count in range(1, len(stages) + 1) for some in combinations(sorted(stages), count)]
-
-
-def _best(
-    schedule: Schedule,
-    costs: Costs,
-    free_bytes: Sequence[int],
-    choices: Sequence[Stages],
-    least_seconds: float,
-    timelines: Timelines,
-) -> Stages | None:
-    """The best of ``choices`` with which all ranks fit. No copies make a step shorter than ``least_seconds``, that
-    without any: of those that take no longer, the one that moves the least is the best."""
-    found: list[tuple[float, int, Stages]] = []
-    for moved, stages in sorted((sum(costs.offload_bytes[k] for k in some), tuple(sorted(some))) for some in choices):
-        timeline = timelines.offloading(schedule, stages, costs)
-        if all(peak <= free for peak, free in zip(timeline.peak_activation_bytes, free_bytes, strict=True)):
-            found.append((timeline.makespan_seconds, moved, stages))
-            if timeline.makespan_seconds <= least_seconds:
-                break
-    return min(found)[2] if found else None
 
 
 def host_peak_bytes(timeline: Timeline, rank: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -24,7 +24,7 @@ from autopar.planner.fitting import Demand, Fit, Layout, Pins, fit, pinned
 from autopar.planner.gradients import Accumulation
 from autopar.planner.makespan_bounds import makespan_bound
 from autopar.planner.modes import mode_of
-from autopar.planner.offload import offloaded_stages
+from autopar.planner.offload import offloaded
 from autopar.planner.pass_costs import Casts, Priced, Work, priced
 from autopar.planner.rank_memory import State, Storage, passing_bytes, rank_state, vocabulary_state
 from autopar.planner.stages import Partition, Unit, check_count
@@ -36,9 +36,12 @@ from autopar.schedules import Costs, Schedule, Timeline, Timelines, generate, si
 from autopar.schedules.flow import COMPUTE
 from autopar.schedules.greedy import Job
 from autopar.schedules.kept import kept_stages
-from autopar.schedules.offloads import offload_activations
+from autopar.schedules.offloads import Away, offload_activations
 from autopar.schedules.pass_times import PassTimes
 from autopar.schedules.registry import SCHEDULES
+
+_ScheduleFor = Callable[[Costs, list[int]], Schedule]
+"""From the costs of a cut and the bytes that each rank has left for activations to compute actions."""
 
 SYNTHESIZED = "synthesized"
 """The name of a schedule that is made for the costs at hand instead of taken from the literature."""
@@ -184,8 +187,7 @@ def lay_out(
         draft = _draft(parts, name := _schedule_name(wanted, machine.sizes["pp"]))
         schedule_for = partial(_named, parts, name, draft)
         if known is not None:
-            moved = known.offloads
-            return _scheduled(parts, draft, known.fit, schedule_for, offloads=moved is not None, moved=moved)
+            return _scheduled(parts, draft, known.fit, schedule_for, known)
         return _pipeline(parts, draft, pins, schedule_for)
     return _best_synthesized(parts, pins)
 
@@ -194,7 +196,7 @@ def _pipeline(
     parts: _Parts,
     draft: Schedule,
     pins: Pins | None,
-    schedule_for: Callable[[Costs, list[int]], Schedule],
+    schedule_for: _ScheduleFor,
 ) -> Pipeline:
     """The faster of two ways to fit: with all activations on the device, and with some of them on the host."""
     offloads = activations_on_host(parts.options.offload)
@@ -205,7 +207,7 @@ def _pipeline(
         )
     if pins is not None:
         found = _fit(parts, draft, pins, kept_stages(draft))
-        return _scheduled(parts, draft, found, schedule_for, trusted=pins.actions is None, moved=pins.offloads)
+        return _scheduled(parts, draft, found, schedule_for, pins)
     if not offloads:
         return _roomy(parts, draft, schedule_for)
     try:
@@ -215,7 +217,7 @@ def _pipeline(
     return _offloading(parts, draft, schedule_for, without)
 
 
-def _roomy(parts: _Parts, draft: Schedule, schedule_for: Callable[[Costs, list[int]], Schedule]) -> Pipeline:
+def _roomy(parts: _Parts, draft: Schedule, schedule_for: _ScheduleFor) -> Pipeline:
     """Laid out again with so much less memory as a rank keeps more than the cut reckoned with: with the costs of the
     cut, schedules may keep more, and what waits for weights' gradients is none of what layers save."""
     inflight, spared = kept_stages(draft), 0
@@ -239,14 +241,14 @@ def _lacking(found: Pipeline) -> int:
 def _offloading(
     parts: _Parts,
     draft: Schedule,
-    schedule_for: Callable[[Costs, list[int]], Schedule],
+    schedule_for: _ScheduleFor,
     without: Pipeline | BudgetError,
 ) -> Pipeline:
     """With activations on the host: the fastest of some tries.
 
     The cut is for ranks with as much more memory as copies make room for, which shows when they run beside the passes:
-    of what there is no room for if nothing is recomputed, a part is tried, then more where that was faster, else less.
-    ``without`` is the best that keeps all on the device, or why there is none. Raises the BudgetError that asks least.
+    parts of what there is no room for if nothing is recomputed are tried. ``without`` is the best that keeps all on the
+    device, or why there is none. Raises the BudgetError that asks least.
     """
     inflight = kept_stages(draft)
     plain = _fit(parts.sparing(-_BOUNDLESS), draft, None, inflight)
@@ -255,29 +257,36 @@ def _offloading(
     if best is not None and not lacks:
         return best
     refusals = [without] if isinstance(without, BudgetError) else []
-    low, high = 0.0, 2.0
-    for _ in range(_COPIES):
-        part = (low + high) / 2
+    tried: dict[float, float] = {}
+    for part in _parts_of(tried):
+        tried[part] = math.inf
         try:
             cut = _fit(parts.sparing(-round(part * lacks)), draft, None, inflight)
-        except BudgetError:
-            low = part
-            continue
-        try:
-            found = _scheduled(parts, draft, cut, schedule_for, offloads=True)
+            made = _made(parts, draft, cut, schedule_for, offloads=True)
+            tried[part] = parts.shared.timelines.of(made.schedule, made.costs).makespan_seconds
+            if best is not None and tried[part] >= best.timeline.makespan_seconds:
+                continue  # copies make no step shorter
+            found = _run(parts, made, offloaded(made.schedule, made.costs, made.free_bytes, parts.budget_bytes))
         except BudgetError as error:
             refusals.append(error)
-            high = part
             continue
-        if best is None or found.timeline.makespan_seconds < best.timeline.makespan_seconds:
-            best, low = found, part
-        else:
-            high = part
-        if (cut.cut.starts, cut.chosen) == (plain.cut.starts, plain.chosen):
-            break  # nothing is recomputed: no more room changes anything
+        tried[part] = found.timeline.makespan_seconds
+        if best is None or tried[part] < best.timeline.makespan_seconds:
+            best = found
     if best is None:
         raise min(refusals, key=lambda error: error.needed_bytes)
     return best
+
+
+def _parts_of(tried: Mapping[float, float]) -> Iterator[float]:
+    """The parts to try of what there is no room for: all of it, then less than the fastest so far, by half as much each
+    time. ``tried`` says how long each took."""
+    yield 1.0
+    best, step = 1.0, 0.5
+    for _ in range(_COPIES - 1):
+        yield best - step
+        best = min(tried, key=lambda part: (tried[part], part))
+        step /= 2
 
 
 def _lacks(parts: _Parts, draft: Schedule, found: Fit, inflight: Sequence[int]) -> int:
@@ -289,52 +298,68 @@ def _lacks(parts: _Parts, draft: Schedule, found: Fit, inflight: Sequence[int]) 
     return max(0, -min(room))
 
 
-def _scheduled(
-    parts: _Parts,
-    draft: Schedule,
-    found: Fit,
-    schedule_for: Callable[[Costs, list[int]], Schedule],
-    *,
-    trusted: bool = True,
-    offloads: bool = False,
-    moved: Sequence[int] | None = None,
-) -> Pipeline:
-    """Scheduled by the costs of a cut and the bytes left for activations. ``schedule_for`` gives compute actions, which
-    may be ``trusted`` to be an order; ``moved`` are the stages whose activations go to the host, if that is known.
+@dataclass(frozen=True)
+class _Made:
+    """A cut with its prices and its lowered schedule, before anything goes to the host: with ``transient_bytes`` and
+    ``free_bytes`` as of :class:`Pipeline`."""
 
-    Raises BudgetError where it ``offloads`` activations and still keeps too many.
-    """
-    cut, stages = found.cut, _stages(parts.calls, found.cut)
+    fit: Fit
+    stages: tuple[tuple[int, ...], ...]
+    schedule: Schedule
+    priced: Priced
+    transient_bytes: tuple[int, ...]
+    free_bytes: tuple[int, ...]
+
+    @property
+    def costs(self) -> Costs:
+        return self.priced.costs
+
+
+def _scheduled(
+    parts: _Parts, draft: Schedule, found: Fit, schedule_for: _ScheduleFor, known: Pins | Layout | None = None
+) -> Pipeline:
+    """Scheduled by the costs of a cut and the bytes left for activations; what goes to the host is as ``known``."""
+    away = known.away if known is not None else None
+    made = _made(parts, draft, found, schedule_for, offloads=isinstance(known, Layout) and away is not None)
+    return _run(parts, made, away, trusted=not isinstance(known, Pins) or known.actions is None)
+
+
+def _made(parts: _Parts, draft: Schedule, found: Fit, schedule_for: _ScheduleFor, *, offloads: bool) -> _Made:
+    """``schedule_for`` gives compute actions."""
+    stages = _stages(parts.calls, found.cut)
     if draft.is_asynchronous:
         _refuse_ties(parts, stages)
     priced = _priced(parts, stages, draft, found.chosen)
-    costs = priced.costs
     transients = _transients(parts, stages, draft, found.chosen)
     free = _free_bytes(parts, stages, draft, transients)
     # A schedule that is made for the memory would be one for the memory without the host's.
     room = [sys.maxsize] * len(free) if offloads else list(free)
-    posts, timelines = weight_moves(parts.model, parts.options, parts.machine.lines.values()), parts.shared.timelines
-    schedule = timelines.lowered(schedule_for(costs, room), costs, posts)
-    if offloads and moved is None:
-        moved = offloaded_stages(schedule, costs, free, parts.budget_bytes, timelines)
+    posts = weight_moves(parts.model, parts.options, parts.machine.lines.values())
+    schedule = parts.shared.timelines.lowered(schedule_for(priced.costs, room), priced.costs, posts)
+    return _Made(found, stages, schedule, priced, transients, free)
+
+
+def _run(parts: _Parts, made: _Made, away: Away | None, *, trusted: bool = True) -> Pipeline:
+    """With what goes to the host. Actions may be ``trusted`` to be an order."""
+    schedule, costs, moved = made.schedule, made.costs, away or Away({})
     if trusted:
-        timeline = timelines.offloading(schedule, moved or (), costs)
+        timeline = parts.shared.timelines.offloading(schedule, moved, costs)
     else:
-        timeline = simulate_timeline(offload_activations(schedule, moved) if moved else schedule, costs)
+        timeline = simulate_timeline(offload_activations(schedule, moved, costs), costs)
     return Pipeline(
-        stages=stages,
+        stages=made.stages,
         schedule=timeline.schedule,
         timeline=timeline,
         inflight=kept_stages(schedule),
-        bound_seconds=cut.bound_seconds,
+        bound_seconds=made.fit.cut.bound_seconds,
         vocabulary=parts.vocabulary,
         activations=parts.activations,
-        layout=Layout(found, tuple(moved or ()) if offloads else None),
-        accumulations=priced.accumulations,
-        slowed=priced.slowed,
-        casts=priced.casts,
-        transient_bytes=transients,
-        free_bytes=free,
+        layout=Layout(made.fit, away),
+        accumulations=made.priced.accumulations,
+        slowed=made.priced.slowed,
+        casts=made.priced.casts,
+        transient_bytes=made.transient_bytes,
+        free_bytes=made.free_bytes,
     )
 
 

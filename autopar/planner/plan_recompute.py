@@ -12,6 +12,7 @@ from autopar.plan import Plan, RecomputePlan, bytes_text
 from autopar.planner.activations import Alternative
 from autopar.planner.fitting import Pins
 from autopar.planner.pipeline import Pipeline
+from autopar.schedules.offloads import Away
 
 
 def used_alternatives(model: Model, block: int, pipeline: Pipeline) -> list[Alternative]:
@@ -46,8 +47,9 @@ def pins_of(plan: Plan, model: Model) -> Pins:
     for call, point in itertools.zip_longest(calls, taken, fillvalue=None):
         known = plan.blocks[call.block].recompute if call is not None else []
         points.append(known[point - 1].regions if point else [])
-    offloads = [number for number, stage in enumerate(plan.stage_plans) if stage.offloads]
-    return Pins(starts, plan.actions, points, offloads)
+    shares = {number: stage.offloads for number, stage in enumerate(plan.stage_plans) if stage.offloads}
+    away = Away(shares, [rank.saved_bytes for rank in plan.rank_plans])
+    return Pins(starts, plan.actions, points, away)
 
 
 def regions_of_calls(model: Model, pipeline: Pipeline) -> dict[int, tuple[Region, ...]]:

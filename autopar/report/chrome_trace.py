@@ -78,6 +78,8 @@ def _thread(event: Event) -> str:
     action = event.action
     if is_receive(action):
         return "waits for messages"
+    if action.kind == "FREE":
+        return "waits for memory"
     if is_send(action):
         return f"sends {lane_of(action)} to rank {channel(event.rank, action).destination}"
     return lane_of(action) or "passes"

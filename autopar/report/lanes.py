@@ -26,6 +26,7 @@ NOUNS: Final[Mapping[str, str]] = {
     "GATHER_V": "gather of the vocabulary tables",
     "SCATTER": "reduce-scatter of gradients",
     "OFFLOAD": "offload of activations",
+    "FREE": "wait for the offload of activations",
     "FETCH": "fetch of activations",
     "REDUCE": "gradient reduction",
     "REDUCE_V": "gradient reduction of the vocabulary tables",

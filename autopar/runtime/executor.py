@@ -159,6 +159,7 @@ class Executor:
             "SEND_B": self._send_backward,
             "RECV_B": self._receive_backward,
             "OFFLOAD": self._offload_activations,
+            "FREE": self._free_activations,
             "FETCH": self._fetch_activations,
             "GATHER": self._gather,
             "GATHER_V": self._gather,
@@ -275,9 +276,12 @@ class Executor:
             step.outputs[place] = sent
 
     def _offload_activations(self, step: Step, action: Action) -> None:
+        self.offload.offload(_place(action))
+
+    def _free_activations(self, step: Step, action: Action) -> None:
         """What came as a message belongs to this pass alone; what another stage here made may be kept there too."""
         own = () if self._is_here(action.stage - 1) else step.leaves[_place(action)]
-        self.offload.offload(_place(action), own)
+        self.offload.free(_place(action), own)
 
     def _fetch_activations(self, step: Step, action: Action) -> None:
         self.offload.fetch(_place(action))

@@ -1,9 +1,10 @@
-"""Activations on the host between a forward and its backward: what OFFLOAD and FETCH of an action list do.
+"""Activations on the host between a forward and its backward: what OFFLOAD, FREE and FETCH of an action list do.
 
 What a stage saves for the backward of one microbatch is taken in by hooks during the forward, each memory once. OFFLOAD
-starts to copy it to the host and lets go of the device's memory, FETCH starts to bring it back. On CUDA both copies run
-in streams of their own, between pinned and device memory: nothing waits but the backward that uses a tensor, and that
-in the device's own order of events. On CPU ranks they are plain copies.
+starts to copy it to the host, FREE lets go of the device's memory, FETCH starts to bring it back. On CUDA both copies
+run in streams of their own, between pinned and device memory: FREE waits on the host until the first has ended, so that
+what follows finds the memory; the backward that uses a tensor waits in the device's own order of events. On CPU ranks
+they are plain copies.
 
 (Rhu et al., "vDNN", MICRO 2016, section III; Ren et al., "ZeRO-Offload", USENIX ATC 2021, for the pinned buffers.)
 """
@@ -38,23 +39,19 @@ class Copies:
         self._from_host = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
 
     def to_host(self, x: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """``x`` on the host, there after the event. The device's memory may be let go of at once."""
+        """``x`` on the host, there after the event."""
         if self._to_host is None:
             return to_host(x), None
         self._to_host.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._to_host):
-            host = to_host(x)
-            x.record_stream(self._to_host)
-            return host, self._to_host.record_event()
+            return to_host(x), self._to_host.record_event()
 
-    def from_host(self, x: Tensor, after: torch.cuda.Event | None) -> tuple[Tensor, torch.cuda.Event | None]:
-        """``x`` on the device, there after the event that is returned; ``after`` is when ``x`` is there."""
+    def from_host(self, x: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+        """``x`` on the device, there after the event."""
         made = torch.empty_like(x, device=self.device)  # of the compute's own memory pool, where it goes back to
         if self._from_host is None:
             return made.copy_(x), None
         self._from_host.wait_stream(torch.cuda.current_stream(self.device))
-        if after is not None:
-            self._from_host.wait_event(after)
         with torch.cuda.stream(self._from_host):
             made.copy_(x, non_blocking=True)
             made.record_stream(self._from_host)
@@ -73,12 +70,17 @@ class _Memory:
     def offload(self) -> None:
         if self.device is not None:
             self.host, self.moved = self.copies.to_host(self.device)
-            self.device = None
+
+    def free(self) -> None:
+        if self.host is not None:
+            if self.moved is not None:
+                self.moved.synchronize()
+            self.device = self.moved = None
 
     def fetch(self) -> None:
-        if self.host is not None:
-            self.device, self.moved = self.copies.from_host(self.host, self.moved)
-            self.host = None
+        if self.host is not None and self.device is None:
+            self.device, self.moved = self.copies.from_host(self.host)
+        self.host = None
 
     def use(self) -> Tensor:
         """On the device; the compute that follows waits for it there."""
@@ -104,7 +106,7 @@ Kept = Tensor | Piece[_Memory]
 
 
 class ActivationOffload:
-    """What a rank's stages keep of the microbatches in ``places``, whose lists have OFFLOAD and FETCH for them.
+    """What a rank's stages keep of the microbatches in ``places``, whose lists have OFFLOAD, FREE and FETCH for them.
 
     ``keep`` is what autograd asks for each tensor that it saves, where the forward that runs is of such a place.
     """
@@ -131,15 +133,21 @@ class ActivationOffload:
             finally:
                 self.keep = None
 
-    def offload(self, place: Place, received: Iterable[Tensor] = ()) -> None:
-        """Start to copy what ``place`` keeps to the host. ``received`` is memory that belongs to this pass alone.
+    def offload(self, place: Place) -> None:
+        """Start to copy what ``place`` keeps to the host."""
+        for memory in list(self._kept[place].memories):
+            memory.offload()
+
+    def free(self, place: Place, received: Iterable[Tensor] = ()) -> None:
+        """Wait until it is there, and let go of the device's memory. ``received`` is memory that belongs to this pass
+        alone.
 
         The executor holds what was received until its gradient is made, though its values are now on the host: its
         memory is let go of as well.
         """
         kept = self._kept[place]
         for memory in list(kept.memories):
-            memory.offload()
+            memory.free()
         for tensor in received:
             storage = tensor.untyped_storage()
             if id(storage) in kept.taken - kept.exact:

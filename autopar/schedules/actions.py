@@ -13,7 +13,8 @@
 ``GATHER_F3@1``    start to gather stage 1's weights for its forward of microbatch 3, layer by layer
 ``GATHER_B3@1``    the same for its backward
 ``SCATTER3@1``     reduce-scatter the gradients that stage 1 has made up to microbatch 3
-``OFFLOAD3@1``     start to copy what stage 1 keeps of microbatch 3 to the host, and free it
+``OFFLOAD3@1``     start to copy what stage 1 keeps of microbatch 3 to the host
+``FREE3@1``        wait until it is there, and free it
 ``FETCH3@1``       start to copy it back
 ``REDUCE@1``       reduce stage 1's gradients over its data and replica axes
 ``STEP``           run the optimizer
@@ -78,6 +79,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "GATHER_B": Kind(microbatch=True, stage=True),
     "SCATTER": Kind(microbatch=True, stage=True),
     "OFFLOAD": Kind(microbatch=True, stage=True),
+    "FREE": Kind(microbatch=True, stage=True),
     "FETCH": Kind(microbatch=True, stage=True),
     "REDUCE": Kind(stage=True),
     "STEP": Kind(),

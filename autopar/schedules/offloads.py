@@ -1,27 +1,61 @@
 """When activations go to the host and come back: ``OFFLOAD3@1`` after ``F3@1``, ``FETCH3@1`` ahead of its backward.
 
-Copies run beside the compute, in streams of their own, one for each direction. A FETCH stands one compute action ahead
-of the backward that needs it. Where fewer than two compute actions lie between a forward and its backward, there would
-be no time in which the device has the memory: such microbatches stay (the last stage of 1F1B has no others).
+Copies run beside the compute, in streams of their own, one for each direction. ``FREE3@1`` waits for the copy to the
+host and lets go of the device's memory, which stays until then: so what a rank keeps is said by its list alone, however
+fast copies are. A FREE stands where its memory is needed: ahead of the first action that has no room otherwise, at the
+latest ahead of the FETCH, which stands one compute action ahead of the backward that needs it.
+
+Where fewer than two compute actions lie between a forward and its backward, there would be no time in which the device
+has the memory: such microbatches stay (the last stage of 1F1B has no others). Of a stage's others, a share goes, evenly
+spread.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
-from typing import Final
+from bisect import bisect_right
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import inf
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from autopar.errors import ScheduleError
-from autopar.schedules.actions import Action, Schedule
+from autopar.schedules.actions import ABSENT, Action, Schedule, make
 from autopar.schedules.flow import COMPUTE, is_send
+
+if TYPE_CHECKING:
+    from autopar.schedules.timeline import Costs
 
 LEAST_BYTES: Final = 64 * 2**10
 """Smaller tensors stay: there are many of them, and a copy takes longer to start than to run."""
 
 LEAST_BETWEEN: Final = 2
 
-COPIES: Final = ("OFFLOAD", "FETCH")
+COPIES: Final = ("OFFLOAD", "FREE", "FETCH")
+
+ALL: Final = 8
+"""A share of a stage's microbatches is so many of this many that follow each other."""
+
+Shares = Mapping[int, int]
+"""Of stages, the share of their microbatches whose activations go to the host."""
+
+
+class Away(NamedTuple):
+    """The ``shares`` of stages' activations that go to the host, so that pipeline ranks keep at most ``room`` bytes
+    where that is possible (empty: however many)."""
+
+    shares: Shares
+    room: Sequence[float] = ()
+
+
+def goes(microbatch: int, share: int) -> bool:
+    """Whether it is one of a ``share`` of microbatches.
+
+    >>> [microbatch for microbatch in range(16) if goes(microbatch, 3)]
+    [2, 5, 7, 10, 13, 15]
+    """
+    return (microbatch + 1) * share // ALL > microbatch * share // ALL
 
 
 def offloaded(schedule: Schedule, rank: int) -> frozenset[tuple[int, int]]:
@@ -29,56 +63,139 @@ def offloaded(schedule: Schedule, rank: int) -> frozenset[tuple[int, int]]:
     return frozenset((a.microbatch, a.stage) for a in schedule.lists[rank] if a.kind == "OFFLOAD")
 
 
-def offload_activations(schedule: Schedule, stages: Collection[int]) -> Schedule:
-    """A lowered schedule in which what ``stages`` keep goes to the host, of all microbatches that are worth it.
+def offload_activations(schedule: Schedule, away: Away, costs: Costs | None = None) -> Schedule:
+    """A lowered schedule in which the activations go to the host that ``away`` says.
 
     OFFLOAD comes after the forward and its sends, FETCH after the compute action before the last one ahead of the
-    backward, so that a wait for a message there is time for the copy too. Raises ScheduleError for an asynchronous
-    schedule with any such stage.
+    backward, or as far ahead as the passes between take that long, so that a wait for a message there is time for the
+    copy too. Raises ScheduleError for an asynchronous schedule with any such stage.
     """
-    if stages and schedule.is_asynchronous:
+    if any(away.shares.values()) and schedule.is_asynchronous:
         raise ScheduleError(
             f"schedule {schedule.name!r} keeps versions of weights with its activations, which can't go to the host; "
             "use a synchronous schedule (such as 1f1b), or leave offload of activations out"
         )
-    return replace(schedule, lists=tuple(tuple(with_offloads(row, stages)) for row in schedule.lists))
+    rows = zip(schedule.lists, away.room or [inf] * schedule.ranks, strict=True)
+    made = (with_offloads(row, away.shares, rank, room, costs) for rank, (row, room) in enumerate(rows))
+    return replace(schedule, lists=tuple(map(tuple, made)))
 
 
-def with_offloads(row: Sequence[Action], stages: Collection[int]) -> Iterator[Action]:
-    """One rank's ``row`` with copies; where those of a stage are doesn't depend on the other ``stages``."""
-    passes = [action for action in row if action.kind in COMPUTE]
+def with_offloads(
+    row: Sequence[Action], shares: Shares, rank: int = 0, room: float = inf, costs: Costs | None = None
+) -> Iterator[Action]:
+    """The ``row`` of one ``rank`` with copies."""
+    passes = Passes.of(row, rank, costs)
+    ahead: dict[Action, list[Action]] = defaultdict(list)
     after: dict[Action, list[Action]] = defaultdict(list)
-    forwards: dict[tuple[int, int], int] = {}
-    for index, action in enumerate(passes):
-        place = action.microbatch, action.stage
-        if action.kind == "F" and action.stage in stages:
-            forwards[place] = index
-        elif action.kind in ("B", "I") and index - forwards.get(place, index) > LEAST_BETWEEN:
-            after[passes[forwards[place]]].append(Action("OFFLOAD", *place))
-            after[passes[index - LEAST_BETWEEN]].append(Action("FETCH", *place))
+    for index, where, copy in passes.copies(shares, room).copies:
+        (after if where else ahead)[passes.actions[index]].append(copy)
     waiting: list[Action] = []
     for action in row:
         if waiting and not is_send(action):
-            yield from sorted(waiting, key=lambda a: a.kind == "FETCH")  # what goes makes room
+            yield from waiting
             waiting = []
+        yield from ahead.get(action, ())
         yield action
         waiting += after.get(action, ())
+
+
+class Copies(NamedTuple):
+    """What a rank keeps at most, and its copies: of which pass, whether ahead of it (0) or after (1), which."""
+
+    peak_bytes: int
+    copies: list[tuple[int, int, Action]]
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The compute actions of a rank's list, by how much each changes what it keeps, and where copies would be: by
+    forward that leaves time for any, the bytes that go; by pass, the forwards whose FETCH stands after it."""
+
+    actions: list[Action]
+    changes: list[int]
+    moved: dict[int, int]
+    fetched: dict[int, list[int]]
+
+    @classmethod
+    def of(cls, row: Sequence[Action], rank: int, costs: Costs | None) -> Passes:
+        """Without ``costs``, copies take no time, and nothing has bytes."""
+        actions = [action for action in row if action.kind in COMPUTE]
+        seconds, bytes_ = _by_kind(actions, rank, costs)
+        ends = [0.0, *accumulate(seconds)]
+        moved: dict[int, int] = {}
+        fetched: dict[int, list[int]] = defaultdict(list)
+        forwards: dict[tuple[int, int], int] = {}
+        for index, (kind, microbatch, stage, _) in enumerate(actions):
+            if kind == "F":
+                forwards[microbatch, stage] = index
+            elif kind in ("B", "I") and index - (forward := forwards[microbatch, stage]) > LEAST_BETWEEN:
+                start = index - LEAST_BETWEEN
+                if costs is not None:
+                    begins = bisect_right(ends, ends[index] - costs.offload_seconds[stage])
+                    start = max(forward, min(start, begins - LEAST_BETWEEN))
+                moved[forward] = costs.offload_bytes[stage] if costs is not None else 0
+                fetched[start].append(forward)
+        return cls(actions, bytes_, moved, fetched)
+
+    def copies(self, shares: Shares, room: float) -> Copies:
+        """Where copies stand of the ``shares`` of stages, so that the rank keeps at most ``room`` bytes if it can."""
+        found: list[tuple[int, int, Action]] = []
+        under_way: deque[int] = deque()
+        kept = peak = 0
+
+        def free(index: int, where: int) -> int:
+            place = under_way.popleft()
+            found.append((index, where, self._copy("FREE", place)))
+            return self.moved[place]
+
+        for index, change in enumerate(self.changes):
+            while under_way and change > 0 and kept + change > room:
+                kept -= free(index, 0)
+            kept += change
+            peak = max(peak, kept)
+            if index in self.moved and self._goes(index, shares):
+                found.append((index, 1, self._copy("OFFLOAD", index)))
+                under_way.append(index)
+            for place in self.fetched.get(index, ()):
+                if not self._goes(place, shares):
+                    continue
+                while place in under_way or (under_way and kept + self.moved[place] > room):
+                    kept -= free(index, 1)
+                found.append((index, 1, self._copy("FETCH", place)))
+                kept += self.moved[place]
+                peak = max(peak, kept)
+        return Copies(peak, found)
+
+    def _goes(self, forward: int, shares: Shares) -> bool:
+        _, microbatch, stage, _ = self.actions[forward]
+        return goes(microbatch, shares.get(stage, 0))
+
+    def _copy(self, kind: str, forward: int) -> Action:
+        _, microbatch, stage, _ = self.actions[forward]
+        copy: Action = make((kind, microbatch, stage, ABSENT))
+        return copy
+
+
+def _by_kind(actions: Sequence[Action], rank: int, costs: Costs | None) -> tuple[list[float], list[int]]:
+    """Seconds of each, and by how many bytes it changes what is kept."""
+    if costs is None:
+        return [0.0] * len(actions), [0] * len(actions)
+    known: dict[tuple[str, int], tuple[float, int]] = {}
+    for action in actions:
+        if (action.kind, action.stage) not in known:
+            known[action.kind, action.stage] = costs.seconds(rank, action), costs.kept_bytes(action)
+    both = [known[action.kind, action.stage] for action in actions]
+    return [seconds for seconds, _ in both], [bytes_ for _, bytes_ in both]
 
 
 def offloads_of(schedule: Schedule, rank: int) -> Iterator[Action]:
     """All actions of this module that ``rank`` must have, given those that it offloads."""
     for place in sorted(offloaded(schedule, rank)):
-        yield Action("OFFLOAD", *place)
-        yield Action("FETCH", *place)
+        yield from (Action(kind, *place) for kind in COPIES)
 
 
 def before_offloads(action: Action, there: Collection[tuple[int, int]]) -> Iterator[Action]:
     """What must come before ``action`` of a rank that offloads ``there``."""
-    if (action.microbatch, action.stage) not in there:
-        return
-    if action.kind == "OFFLOAD":
-        yield Action("F", action.microbatch, action.stage)
-    elif action.kind == "FETCH":
-        yield Action("OFFLOAD", action.microbatch, action.stage)
-    elif action.kind in ("B", "I"):
-        yield Action("FETCH", action.microbatch, action.stage)
+    before = {"OFFLOAD": "F", "FREE": "OFFLOAD", "FETCH": "FREE", "B": "FETCH", "I": "FETCH"}.get(action.kind)
+    if before is not None and (action.microbatch, action.stage) in there:
+        yield Action(before, action.microbatch, action.stage)

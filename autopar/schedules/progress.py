@@ -10,8 +10,8 @@
   result blocks until all have posted it. All ranks post exchanges in the same order, on a communicator of
   their own.
 - **REDUCE** and **REDUCE_V** are asynchronous; **STEP** waits for the rank's reductions.
-- **OFFLOAD** and **FETCH** are asynchronous and concern one rank; a backward waits for its FETCH, a FETCH for its
-  OFFLOAD.
+- **OFFLOAD** and **FETCH** are asynchronous and concern one rank; a **FREE** blocks until its OFFLOAD has ended, a
+  backward waits for its FETCH.
 - Gathers and **SCATTER** are asynchronous; a pass waits for the gathers of its weights. What takes part in them are
   ranks that run one and the same list (dp), each in a pipeline of its own. They can't block each other: take any order
   in which one pipeline can run, and let all of them take each action together; so an order exists, and by the

@@ -9,8 +9,9 @@ step            starts at the latest of                              sets
 compute         rank, what it waits for                              rank
 send            rank, channel                                        channel, message
 receive         rank (ends when the message is there)                rank
+free            rank (ends when the copy to the host has)            rank
 reduce, gather  rank, the rank's reductions                          reductions, what it gathers
-copy            rank, the rank's copies that way, its OFFLOAD        these copies, itself
+copy            rank, the rank's copies that way                     these copies, itself
 step            rank, the rank's reductions                          rank
 exchange        rank, exchanges it needs (posts, in no time)         by the last post: exchanges, itself
 ==============  ===================================================  ============================================
@@ -21,13 +22,13 @@ A pass whose weights are gathered layer by layer ends when its compute could hav
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, compress
 from typing import Final, NamedTuple
 
 from autopar.schedules.actions import ABSENT, Action, Schedule, make
 from autopar.schedules.flow import COMPUTE, EXCHANGES, RECEIVES, SENDS, exchanged
+from autopar.schedules.offloads import COPIES
 from autopar.schedules.progress import run_order
 from autopar.schedules.weight_moves import GATHERS, PASSES, gather_of, moves_of
 
@@ -43,6 +44,9 @@ class Aside(NamedTuple):
     reads: tuple[int, ...]
     sets: tuple[int, ...] = ()
     gather: int = ABSENT
+
+
+Lists = Sequence[Sequence[Action]]
 
 
 class Taken(NamedTuple):
@@ -91,17 +95,39 @@ class Sweep:
             ends[index] = clocks[clock]
         return starts, ends
 
-    def without(self, places: Collection[int]) -> Sweep:
-        """Without the steps of some of ``taken``, for whose clocks nothing waits then."""
-        kept = [step[1] not in places for step in self.steps]
-        index = [count - 1 for count in accumulate(kept)]
-        return replace(
-            self,
-            steps=tuple(compress(self.steps, kept)),
-            rows=tuple([index[step] for step in row if kept[step]] for row in self.rows),
-            kinds=tuple([place for place in row if place not in places] for row in self.kinds),
-            posts=tuple((index[step], clock) for step, clock in self.posts),
-        )
+    def with_copies(self, lists: Lists, wanted: Lists) -> Sweep:
+        """Of the ``wanted`` lists, which have some of the copies that this sweep has, anywhere. Nothing waits for the
+        clocks of the others."""
+        ahead = [self._ahead(*row) for row in zip(self.rows, lists, wanted, strict=True)]
+        made: list[Step] = []
+        rows: tuple[list[int], ...] = tuple([] for _ in self.rows)
+        kinds: tuple[list[int], ...] = tuple([] for _ in self.rows)
+        moved: list[int] = []
+        for index, step in enumerate(self.steps):
+            rank = step[2]
+            for each in ahead[rank].get(index, (step,)):
+                rows[rank].append(len(made))
+                kinds[rank].append(each[1])
+                made.append(each)
+            moved.append(len(made) - 1)
+        posts = tuple((moved[index], clock) for index, clock in self.posts)
+        return replace(self, steps=tuple(made), rows=rows, kinds=kinds, posts=posts)
+
+    def _ahead(self, row: Sequence[int], old: Sequence[Action], new: Sequence[Action]) -> dict[int, list[Step]]:
+        """What stands in the place of a rank's steps: none of copies, which stand ahead of others."""
+        copies = {action: self.steps[index] for action, index in zip(old, row, strict=True) if action.kind in COPIES}
+        found: dict[int, list[Step]] = {index: [] for action, index in zip(old, row, strict=True) if action in copies}
+        others = (index for index in row if index not in found)
+        steps: list[Step] = []
+        for action in new:
+            if action.kind in COPIES:
+                steps.append(copies[action])
+                continue
+            index = next(others)
+            if steps:
+                found[index] = [*steps, self.steps[index]]
+                steps = []
+        return found
 
 
 def _rare(
@@ -231,10 +257,11 @@ class _Making:
             return self._exchange(rank, action, place)
         if kind == "STEP":
             return WAITS, place, rank, 0, 0, Aside((reductions,), (rank,))
+        if kind == "FREE":
+            return RECEIVES_, place, rank, self.there[make(("OFFLOAD", microbatch, stage, ABSENT))], 0, None
         if kind in ("OFFLOAD", "FETCH"):
             stream = (2 if kind == "OFFLOAD" else 3) * ranks + rank
-            reads = (stream, *self._known((make(("OFFLOAD", microbatch, stage, ABSENT)),)))
-            return WAITS, place, rank, 0, 0, Aside(reads, (stream, self._set(action)))
+            return WAITS, place, rank, 0, 0, Aside((stream,), (stream, self._set(action)))
         sets = (reductions, self._set(action)) if kind in GATHERS else (reductions,)
         return WAITS, place, rank, 0, 0, Aside((reductions,), sets)
 

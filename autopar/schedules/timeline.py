@@ -3,7 +3,8 @@
 The semantics are those of :mod:`autopar.schedules.progress`. Compute and STEP occupy a rank; a send occupies
 its channel from the end of the action before it; a REDUCE, a SCATTER and gathers occupy the rank's one reduction
 stream; an exchange occupies the one stream of exchanges that all ranks share, from when the last of them posts it. An
-OFFLOAD occupies the rank's one stream of copies to the host, a FETCH that of copies back, once its OFFLOAD has ended.
+OFFLOAD occupies the rank's one stream of copies to the host, a FREE waits for its end; a FETCH occupies that of copies
+back.
 So transfers, exchanges and reductions overlap with compute, and cost time only where something waits for them. A pass
 whose weights are gathered layer by layer starts when its rank is free, and ends when its compute could have, or the
 gathers have, whichever is later.
@@ -12,11 +13,10 @@ gathers have, whichever is later.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
-from operator import itemgetter
 from typing import Final, NamedTuple
 
 from autopar.errors import ArgumentError
@@ -24,7 +24,7 @@ from autopar.schedules.actions import Action, Schedule
 from autopar.schedules.check import check
 from autopar.schedules.flow import COMPUTE, EXCHANGES, VOCABULARY_KINDS
 from autopar.schedules.lower import lower
-from autopar.schedules.offloads import COPIES, offload_activations
+from autopar.schedules.offloads import ALL, Away, offload_activations
 from autopar.schedules.sweep import Sweep, sweep_of
 from autopar.schedules.weight_moves import WeightMoves
 
@@ -136,7 +136,7 @@ class Costs:
             return 0
         kept, later = self.activation_bytes[action.stage], self.later_bytes[action.stage]
         moved = self.offload_bytes[action.stage]
-        changes = {"F": kept, "B": -kept, "I": later - kept, "W": -later, "OFFLOAD": -moved, "FETCH": moved}
+        changes = {"F": kept, "B": -kept, "I": later - kept, "W": -later, "FREE": -moved, "FETCH": moved}
         return changes.get(action.kind, 0)
 
     def without_communication(self) -> Costs:
@@ -205,7 +205,7 @@ class Swept(NamedTuple):
     ends: list[float]
 
 
-_KEEPERS: Final = ("F", "B", "I", "W", "S", "T", "OFFLOAD", "FETCH")
+_KEEPERS: Final = ("F", "B", "I", "W", "S", "T", "FREE", "FETCH")
 _KEEPS_FROM_START: Final = ("F", "S", "FETCH")
 
 
@@ -256,7 +256,7 @@ class Timeline:
             if action.kind in _KEEPERS
         ]
         points, count, bytes_ = [], 0, 0
-        for seconds, action in sorted(changes, key=lambda change: change[0]):  # an OFFLOAD may end after the next pass
+        for seconds, action in sorted(changes, key=lambda change: change[0]):  # a FETCH may begin after the next pass
             count += _COUNTS.get(action.kind, 0)
             bytes_ += self.costs.kept_bytes(action)
             points.append(Kept(seconds, count, bytes_))
@@ -283,22 +283,13 @@ class _Known:
 
     @cached_property
     def away(self) -> _Known:
-        schedule = offload_activations(self.schedule, range(self.schedule.stages))
+        schedule = offload_activations(self.schedule, Away(dict.fromkeys(range(self.schedule.stages), ALL)))
         return _Known(schedule, sweep_of(schedule))
 
-    def staying(self, stages: Collection[int]) -> _Known:
-        """Without the copies of all but ``stages``."""
-        sweep, schedule = self.sweep, self.schedule
-        stay = {
-            place
-            for place, (_, action) in enumerate(sweep.taken)
-            if action.kind in COPIES and action.stage not in stages
-        }
-        rows = (
-            tuple(action for action, place in zip(row, places, strict=True) if place not in stay)
-            for row, places in zip(schedule.lists, sweep.kinds, strict=True)
-        )
-        return _Known(replace(schedule, lists=tuple(rows)), sweep.without(stay))
+    def offloading(self, away: Away, costs: Costs) -> _Known:
+        """With the copies of some."""
+        schedule = offload_activations(self.schedule, away, costs)
+        return _Known(schedule, self.away.sweep.with_copies(self.away.schedule.lists, schedule.lists))
 
 
 @dataclass
@@ -325,13 +316,13 @@ class Timelines:
         _check_costs(schedule, costs)
         return _timeline(schedule, costs, self._of(schedule).sweep)
 
-    def offloading(self, schedule: Schedule, stages: Collection[int], costs: Costs) -> Timeline:
-        """The same where what ``stages`` keep goes to the host (:func:`autopar.schedules.offloads.offload_activations`,
-        which says what it raises)."""
+    def offloading(self, schedule: Schedule, away: Away, costs: Costs) -> Timeline:
+        """The same where activations go to the host (:func:`autopar.schedules.offloads.offload_activations`, which says
+        what it raises)."""
         _check_costs(schedule, costs)
-        if not stages:
+        if not any(away.shares.values()):
             return self.of(schedule, costs)
-        found = self._of(schedule).away.staying(stages)
+        found = self._of(schedule).offloading(away, costs)
         return _timeline(found.schedule, costs, found.sweep)
 
     def _of(self, schedule: Schedule) -> _Known:
@@ -361,7 +352,7 @@ def _timeline(schedule: Schedule, costs: Costs, sweep: Sweep) -> Timeline:
     starts, ends = sweep.run(_seconds(schedule, sweep, costs), costs.begin_seconds)
     changes = [costs.kept_bytes(action) for _, action in sweep.taken]
     counts = [_COUNTS.get(action.kind, 0) for _, action in sweep.taken]
-    timeline = Timeline(
+    return Timeline(
         schedule=schedule,
         costs=costs,
         makespan_seconds=max(ends),
@@ -370,9 +361,6 @@ def _timeline(schedule: Schedule, costs: Costs, sweep: Sweep) -> Timeline:
         peak_activation_bytes=_peaks(sweep, changes),
         swept=Swept(sweep, starts, ends),
     )
-    if any(action.kind == "OFFLOAD" for _, action in sweep.taken):
-        return _with_copies_on_their_way(timeline)
-    return timeline
 
 
 def _seconds(schedule: Schedule, sweep: Sweep, costs: Costs) -> list[float]:
@@ -391,23 +379,6 @@ def _busy(sweep: Sweep, rank: int, starts: Sequence[float], ends: Sequence[float
         if occupies[place]:
             total += ends[index] - starts[index]
     return total
-
-
-def _with_copies_on_their_way(timeline: Timeline) -> Timeline:
-    """The peaks where activations are offloaded: what a copy still reads isn't free yet when the next pass begins."""
-    sweep, starts, ends = timeline.swept
-    ranks = [any(sweep.taken[place].action.kind == "OFFLOAD" for place in set(places)) for places in sweep.kinds]
-    changes = [timeline.costs.kept_bytes(action) for _, action in sweep.taken]
-    early = [action.kind in _KEEPS_FROM_START for _, action in sweep.taken]
-    peaks = list(timeline.peak_activation_bytes)
-    for rank in (rank for rank, offloads in enumerate(ranks) if offloads):
-        pairs = [
-            (starts[index] if early[place] else ends[index], changes[place])
-            for index, place in zip(sweep.rows[rank], sweep.kinds[rank], strict=True)
-            if changes[place]
-        ]
-        peaks[rank] = max(accumulate((change for _, change in sorted(pairs, key=itemgetter(0))), initial=0))
-    return replace(timeline, peak_activation_bytes=tuple(peaks))
 
 
 def _check_costs(schedule: Schedule, costs: Costs) -> None:

@@ -13,13 +13,13 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from autopar.schedules import Action, Costs, Schedule, generate, lower, simulate_timeline
-from autopar.schedules.offloads import LEAST_BETWEEN, with_offloads
+from autopar.schedules.offloads import ALL, LEAST_BETWEEN, with_offloads
 from autopar.schedules.registry import SCHEDULES
 from autopar.search.bounds import Kept, Spill
 from autopar.search.hulls import Array
 
 _KEEPS: Final = {"F": 1, "FETCH": 1, "B": -1, "I": -1, "OFFLOAD": -1, "W": 0}
-"""What an action does to the number of microbatches that wait for a backward."""
+"""What an action does to the number of microbatches that wait for a backward; a copy to the host is over at once."""
 
 _PASSES: Final = 2048  # of a schedule that is generated; of fewer, no more are kept
 _STEADY: Final = 2  # times the ranks: with more microbatches, no more are in flight
@@ -188,7 +188,7 @@ def _spill(level: _Level, microbatches: int, seconds: float) -> Spill:
 
 
 def _rank(actions: Sequence[Action], chunks: int) -> _Rank:
-    away = tuple(with_offloads(actions, {action.stage for action in actions}))
+    away = tuple(with_offloads(actions, dict.fromkeys((action.stage for action in actions), ALL)))
     return _Rank(_moments(actions, chunks), _moments(away, chunks), tuple(_levels(actions, chunks)))
 
 

@@ -25,7 +25,7 @@ from autopar.planner.node_plans import messages
 from autopar.planner.pipeline import Wanted
 from autopar.schedules import Costs, Timeline, generate, lower, simulate_timeline
 from autopar.schedules.flow import is_receive
-from autopar.schedules.offloads import offload_activations
+from autopar.schedules.offloads import ALL, Away, offload_activations
 from autopar.schedules.weight_moves import WeightMoves
 from tests.fast_cluster import BUSY, FAST
 from tests.models import llama
@@ -188,7 +188,7 @@ def test_weights_that_stream_are_waited_for_within_passes() -> None:
 
 def test_a_backward_waits_for_what_comes_back_from_the_host() -> None:
     """Four forwards of 1 s can't hide copies of 3 s each way."""
-    schedule = offload_activations(lower(generate("1f1b", 2, 4)), [0])
+    schedule = offload_activations(lower(generate("1f1b", 2, 4)), Away({0: ALL}))
     plain = Costs.uniform(schedule, forward_seconds=1.0, backward_seconds=2.0, activation_bytes=100)
     timeline = simulate_timeline(schedule, replace(plain, offload_seconds=(3.0, 3.0), offload_bytes=(50, 50)))
     spent = walked(timeline, 0)

@@ -30,8 +30,8 @@ class Layer(nn.Module):
         return torch.cat([gate, gate.square()], 1) * scale
 
 
-@pytest.mark.parametrize("fetched", [True, False])
-def test_gradients_are_the_same(fetched: bool) -> None:
+@pytest.mark.parametrize(("freed", "fetched"), [(True, True), (True, False), (False, False)])
+def test_gradients_are_the_same(freed: bool, fetched: bool) -> None:
     torch.manual_seed(0)
     layer, found = Layer(), []
     for places in ([], [(0, 1)]):
@@ -41,8 +41,11 @@ def test_gradients_are_the_same(fetched: bool) -> None:
         with offload.keeping((0, 1), layer):
             result = layer(leaf)
         if places:
-            offload.offload((0, 1), [leaf])
-            assert leaf.untyped_storage().nbytes() == 0
+            offload.offload((0, 1))
+            assert leaf.untyped_storage().nbytes() > 0
+            if freed:
+                offload.free((0, 1), [leaf])
+                assert leaf.untyped_storage().nbytes() == 0
             if fetched:
                 offload.fetch((0, 1))
         result.square().sum().backward()
@@ -67,7 +70,9 @@ def test_the_devices_memory_is_let_go_of() -> None:
                     result = layer(leaf)
                 live.append(tracker.live_bytes - before)
                 if keeping:
-                    offload.offload((0, 0), [leaf])
+                    offload.offload((0, 0))
+                    assert tracker.live_bytes - before == live[-1]
+                    offload.free((0, 0), [leaf])
                     tracker.mark("away")  # it looks for what was resized
                     live.append(tracker.live_bytes - before)
                     assert tracker.host_bytes == 5 * ROWS * WIDTH * 8  # two of them are halves
@@ -108,6 +113,7 @@ def test_memory_is_freed_as_the_backward_goes() -> None:
             h = Look.apply(h).sin()  # type: ignore[no-untyped-call]
     kept = offload._kept[0, 0]
     offload.offload((0, 0))
+    offload.free((0, 0))
     offload.fetch((0, 0))
     h.sum().backward()
     assert lives == [2, 1, 0]

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.schedules import Costs, Schedule, Timeline, Timelines, generate, lower, simulate_timeline
-from autopar.schedules.offloads import offload_activations
+from autopar.schedules import Costs, Schedule, Timelines, generate, lower, simulate_timeline
+from autopar.schedules.offloads import ALL, Away, offload_activations
 from autopar.schedules.registry import SCHEDULES
 from autopar.schedules.weight_moves import WeightMoves
 from tests.schedules.test_sweep import any_costs
@@ -26,7 +26,7 @@ def every_way(name: str) -> Iterator[Schedule]:
                 schedule = lower(made, moves=moves)
                 yield schedule
                 if not row.asynchronous:
-                    yield offload_activations(schedule, {0, schedule.stages - 1})
+                    yield offload_activations(schedule, Away({0: ALL, schedule.stages - 1: 3}))
 
 
 def check_all(timelines: Timelines, schedule: Schedule) -> None:
@@ -73,30 +73,31 @@ def test_any_stages_on_the_host_take_what_their_own_list_does(name: str) -> None
     for moves in MOVES:
         schedule = lower(made, moves=moves)
         last = schedule.stages - 1
-        for seed, stages in enumerate([(0, last), (last,), (), range(schedule.stages), (0,)]):
+        for seed, shares in enumerate([{0: ALL, last: 3}, {last: 5}, {}, dict.fromkeys(range(last + 1), ALL), {0: 1}]):
             costs = any_costs(schedule, seed)
             slow = replace(costs, offload_seconds=(3.0,) * schedule.stages, offload_bytes=costs.activation_bytes)
-            found = timelines.offloading(schedule, stages, slow)
-            alone = simulate_timeline(offload_activations(schedule, stages), slow)
+            peaks = timelines.of(schedule, slow).peak_activation_bytes
+            away = Away(shares, [peak // 2 for peak in peaks])
+            found = timelines.offloading(schedule, away, slow)
+            alone = simulate_timeline(offload_activations(schedule, away, slow), slow)
             assert found == alone
             assert found.events == alone.events
             assert found.communication_overhead_seconds == alone.communication_overhead_seconds
 
 
-def test_copies_on_their_way_count_to_the_peak() -> None:
-    """As of what a rank keeps over time."""
+def test_what_is_kept_is_said_by_the_list() -> None:
+    """However long copies take; a rank waits for them where it has no room otherwise."""
     schedule = lower(generate("1f1b", 3, 6))
-    costs = replace(any_costs(schedule, 1), offload_seconds=(5.0,) * 3, offload_bytes=(7, 8, 9))
-    costs = replace(costs, activation_bytes=(7, 8, 9))
-    found = Timelines().offloading(schedule, (0, 1), costs)
-    assert list(found.peak_activation_bytes) == [max(point.bytes for point in found.kept(r)) for r in range(3)]
-    assert found.peak_activation_bytes != peaks_of_fast_copies(found)
-
-
-def peaks_of_fast_copies(timeline: Timeline) -> tuple[int, ...]:
-    """The peaks if copies took no time."""
-    costs = replace(timeline.costs, offload_seconds=(0.0,) * timeline.schedule.stages)
-    return simulate_timeline(timeline.schedule, costs).peak_activation_bytes
+    costs = replace(any_costs(schedule, 1), activation_bytes=(7, 8, 9), offload_bytes=(7, 8, 9))
+    plain = Timelines().of(schedule, costs)
+    assert plain.peak_activation_bytes == (21, 16, 9)
+    schedule = offload_activations(schedule, Away({0: ALL, 1: ALL}, (14, 16, 9)), costs)
+    for seconds in (0.0, 5.0):
+        found = simulate_timeline(schedule, replace(costs, offload_seconds=(seconds,) * 3))
+        assert found.peak_activation_bytes == (14, 16, 9)
+        assert [max(point.bytes for point in found.kept(r)) for r in range(3)] == [14, 16, 9]
+        waits = sum(e.end_seconds - e.start_seconds for e in found.events if e.action.kind == "FREE")
+        assert (waits > 0) == (seconds > 0)
 
 
 def test_lists_are_lowered_once_unless_exchanges_ask_for_costs() -> None:

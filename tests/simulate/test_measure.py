@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ from torch import nn
 import autopar
 from autopar.errors import ArgumentError
 from autopar.runtime.job import Job
-from autopar.schedules import Action, generate, lower
-from autopar.schedules.offloads import offload_activations
+from autopar.schedules import Action, Costs, generate, lower
+from autopar.schedules.offloads import ALL, Away, offload_activations
 from autopar.simulate.alike import keys, stand_ins
 from autopar.simulate.alone import run_alone
 from autopar.simulate.likeness import likeness
@@ -198,14 +199,18 @@ def test_what_was_run_serves_other_jobs_as_far_as_they_are_alike() -> None:
     assert runs == {key: len(one.phases) for key, one in known.ranks.items()}
 
 
-def test_ranks_that_are_alike_tell_each_other_what_their_actions_take() -> None:
+@pytest.mark.parametrize("room", [80, 1000])
+def test_ranks_that_are_alike_tell_each_other_what_their_actions_take(room: int) -> None:
     """Of three that are, one has its first stage's activations on the host, one its second's; the third needs no run
-    of its own."""
+    of its own. Where there is little room, they wait for copies early."""
     batch = {"x": torch.randn(8 * 3000, 8)}
     given: dict[str, Any] = {"schedule": "interleaved", "chunks": 2, "microbatches": 8, "cluster": FAST}
     job = compile_pinned(Chain(20), 5, sample=batch, mesh={"pp": 5}, offload=("activations",), **given).job
     plain = lower(generate("interleaved", 5, 8, chunks=2))
-    job, known = job.like(schedule=offload_activations(plain, [1, 7, 3, 8])), Known()
+    costs = Costs.uniform(plain, forward_seconds=1.0, backward_seconds=2.0, activation_bytes=10)
+    costs = replace(costs, offload_bytes=(10,) * 10)
+    away = Away({**dict.fromkeys([1, 7, 3], ALL), 8: 5}, [room] * 5)
+    job, known = job.like(schedule=offload_activations(plain, away, costs)), Known()
     found = predicted_memory(job, batch, known)
     assert likeness(job, 1) == likeness(job, 2) == likeness(job, 3)
     for index in range(5):

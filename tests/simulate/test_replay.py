@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.runtime.job import Job
-from autopar.schedules.offloads import offload_activations
+from autopar.schedules.offloads import ALL, Away, offload_activations
 from autopar.simulate import predict, replay
 from autopar.simulate.call_sites import unshared_operands
 from autopar.simulate.measure import RankMemory
@@ -182,7 +182,7 @@ def test_what_goes_to_the_host(options: dict[str, Any], recorded: list[str]) -> 
     """Of all stages but the last; what a layer makes is kept by the next one, too."""
     case = Case(Layers(8, 512), {"x": torch.randn(1024, 512)})
     job, batch = job_of(case, {"pp": 2, "dp": 2}, microbatches=4, offload=("activations",), **options)
-    schedule = offload_activations(job.schedule, range(job.schedule.stages - 1))
+    schedule = offload_activations(job.schedule, Away(dict.fromkeys(range(job.schedule.stages - 1), ALL)))
     check(job.like(schedule=schedule), batch)
     assert any(one.startswith("played") for one in recorded)
 
