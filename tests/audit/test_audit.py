@@ -217,7 +217,7 @@ def _offloading(pp: int, schedule: str, microbatches: int) -> autopar.ParallelMo
     case = prepared(lambda: Case(MLP(layers=8, width=64), (torch.randn(rows, 8), torch.randn(rows, 4))))
     pinned = {**PINNED, "schedule": schedule, "microbatches": microbatches, "mesh": {"pp": pp}}
     plan = autopar.compile(case.model, pp, sample=case.batch, cluster=FAST, **pinned).plan
-    stages = [stage.model_copy(update={"offloads": True}) for stage in plan.stage_plans]
+    stages = [stage.model_copy(update={"offloads": 8}) for stage in plan.stage_plans]
     options = plan.options.model_copy(update={"offload": ("activations",)})
     away = plan.model_copy(update={"stage_plans": stages, "options": options, "digest": ""}).sealed()
     return autopar.compile(case.model, pp, sample=case.batch, plan=away)
