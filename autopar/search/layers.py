@@ -130,7 +130,8 @@ class Scaler:
 
     def with_units(self, key: Key, units: Sequence[Unit]) -> Layers:
         """Of a placement with these ``units``, whose layers may keep as little as the root's do by scaling."""
-        return _timed(self._kept(key), figures(units, self.block))
+        layers = _timed(self._kept(key), figures(units, self.block))
+        return replace(layers, last=0.0 if units[-1].block == self.block else units[-1].seconds)
 
     def placed(self, profile: Profile) -> Layers:
         """Of a placement, with what its own layers keep and work in."""

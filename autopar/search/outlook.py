@@ -224,7 +224,7 @@ class Outlook:
         for ends in (True, False) if heads else (True,):
             counts = self.costing.interleaving.counts(pp, family.chunks or 2, count, layers.count, ends=ends)
             ranks = looped(layers, pp, counts, count, kept, ends=ends)
-            found.append(replace(ranks, spreads_head=heads, skips_head=heads and ends))
+            found.append(replace(ranks, spreads_head=heads, skips_head=heads and ends, last=_last_rank(family)))
         return found
 
     def _copies(self, point: Point) -> Host | None:
@@ -458,7 +458,14 @@ def _ranks(family: Family, layers: Layers, kept: Array) -> Ranks:
         found = straight(layers, pp, count, kept, ends=ends)
     else:
         found = folded(layers, pp, kept, ends=ends, stages=row.chunks or family.chunks or 2)
-    return replace(found, puts_off=row.splits_backward, spreads_head=heads)
+    return replace(found, puts_off=row.splits_backward, spreads_head=heads, last=_last_rank(family))
+
+
+def _last_rank(family: Family) -> int | None:
+    """The one that has the last call, if that isn't spread."""
+    if splits_head(family):
+        return None
+    return 0 if SCHEDULES[family.schedule].placement == "v" else family.region.mesh.pp - 1
 
 
 def _unevenness(units: int, stages: int) -> float:

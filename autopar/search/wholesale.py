@@ -32,9 +32,10 @@ class Layers:
     """``count`` equal layers, ``ahead`` other calls before the first, ``behind`` after the last; with others between,
     all count as if they were at both ends. Of a microbatch: seconds of a layer's ``forward``, of the part of its
     backward that the next one waits for (``inputs``), and of its ``weights``' gradients; seconds of all other calls
-    (``beside``: forward, backward). A layer may keep ``saved`` bytes (falling) for ``extra`` seconds more (rising,
-    convex), a ``share`` of both, works in ``working`` bytes, and keeps ``later`` bytes from a backward without its
-    weights' gradients until these. What isn't counted may differ by way to store them: then it is an array."""
+    (``beside``: forward, backward), of the last one alone at least (``last``). A layer may keep ``saved`` bytes
+    (falling) for ``extra`` seconds more (rising, convex), a ``share`` of both, works in ``working`` bytes, and keeps
+    ``later`` bytes from a backward without its weights' gradients until these. What isn't counted may differ by way to
+    store them: then it is an array."""
 
     count: int
     ahead: int
@@ -48,6 +49,7 @@ class Layers:
     working: Figure
     share: Figure = 1.0
     later: float = 0.0
+    last: float = 0.0
 
     def slower(self, other: Layers, share: float) -> Layers:
         """With passes that take as long as that part of those of ``other``, if they don't already."""
@@ -89,7 +91,8 @@ class Ranks:
     (``[moment, 2, rank]``: microbatches that wait for a backward, and for weights' gradients). A split head is spread
     over all ranks, in time that counts with that of layers or (``skips_head``) doesn't. A rank works in ``working``
     bytes at least, whatever its layers do, and holds the gathered weights of so many layers and the messages of so many
-    (``passing``). What a layer computes again may be taken to be there as a whole in its backward (``transient``)."""
+    (``passing``). What a layer computes again may be taken to be there as a whole in its backward (``transient``).
+    ``last`` is the rank that has the last call, if that isn't spread."""
 
     share: Array
     waits: tuple[Array, Array]
@@ -107,6 +110,7 @@ class Ranks:
     passing: tuple[int, int] = (0, 0)
     transient: bool = False
     moments: Array | None = None
+    last: int | None = None
 
     @property
     def count(self) -> int:
@@ -260,6 +264,9 @@ def _least(
     starts = rows
     if ranks.ahead.any():
         starts = rows + ((forward + (backward if ranks.ends else 0.0))[:, None] * ranks.ahead)[:, :, None]
+    if ranks.last is not None and layers.last:
+        starts = starts.copy()
+        starts[:, ranks.last] += microbatches * layers.last
     left, fixed, free = layers.count, np.zeros(len(stored)), more
     if any(waits.any() for waits in ranks.waits):
         waited = np.multiply.outer(forward, ranks.waits[0]) + np.multiply.outer(backward, ranks.waits[1])
