@@ -264,9 +264,9 @@ def _least(
     starts = rows
     if ranks.ahead.any():
         starts = rows + ((forward + (backward if ranks.ends else 0.0))[:, None] * ranks.ahead)[:, :, None]
-    if ranks.last is not None and layers.last:
+    if alone := microbatches * layers.last if ranks.last is not None else 0.0:
         starts = starts.copy()
-        starts[:, ranks.last] += microbatches * layers.last
+        starts[:, ranks.last] += alone
     left, fixed, free = layers.count, np.zeros(len(stored)), more
     if any(waits.any() for waits in ranks.waits):
         waited = np.multiply.outer(forward, ranks.waits[0]) + np.multiply.outer(backward, ranks.waits[1])
@@ -280,7 +280,7 @@ def _least(
     chosen, slowest = _lowest(free, left), _lowest(starts, layers.count)
     pairs = ((chosen, more), (slowest, starts))
     reached = any(low.size and (low[:, -1, None] > all_[:, :, -1] * _ROUNDED).any() for low, all_ in pairs)
-    return fixed + chosen.sum(axis=1), slowest[:, -1], bool(reached)
+    return fixed + chosen.sum(axis=1), np.maximum(alone, slowest[:, -1]), bool(reached)
 
 
 def _lowest(values: Array, count: int) -> Array:

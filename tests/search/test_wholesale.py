@@ -294,6 +294,32 @@ def test_what_lies_beside_the_layers() -> None:
     assert split <= somewhere
 
 
+@settings(max_examples=60)
+@given(st.integers(2, 9), st.integers(1, 4), st.floats(0.0, 9.0), st.sampled_from(["straight", "v"]), st.booleans())
+def test_the_rank_of_the_last_call_has_fewer_layers(
+    count: int, ranks: int, last: float, placement: str, ends: bool
+) -> None:
+    """Of all ways to share whole layers, the best takes no less, and as much if no rank waits for others."""
+    layers = replace(layers_of(count), beside=(last, 0.0), last=last)
+    kept, home = np.ones(ranks), 0 if placement == "v" else ranks - 1
+    if placement == "v":
+        works = folded(layers, ranks, kept, ends=ends, stages=2)
+    else:
+        works = straight(layers, ranks, 4, kept, ends=ends)
+    (found,) = least_seconds(layers, [FREE], replace(works, last=home), 4, 1e9)
+    slowest = min(
+        max(4 * (3.0 * n + (last if rank == home else 0.0)) for rank, n in enumerate(shares))
+        for shares in itertools.product(range(count + 1), repeat=ranks)
+        if sum(shares) == count
+    )
+    (unknown,) = least_seconds(layers, [FREE], works, 4, 1e9)
+    assert unknown <= found
+    idle = replace(works, idle=(0.0, 0.0), ahead=np.zeros(ranks), waits=(np.zeros((ranks, 1)),) * 2)
+    (least,) = least_seconds(layers, [FREE], replace(idle, share=np.full(ranks, 1 / ranks), last=home), 4, 1e9)
+    latency = count * (1.0 + (2.0 if ends else 1.2)) + last
+    assert max(slowest, latency) == pytest.approx(least)
+
+
 def test_a_split_head_may_be_computed_where_ranks_wait() -> None:
     """Which paths by way of the last backwards count already."""
     layers, none = replace(layers_of(4), beside=(2.0, 3.0)), np.ones(2)
