@@ -25,7 +25,7 @@ from autopar.planner.recompute import Point, Regions, evaluate, frontier, proble
 from autopar.planner.saved import BlockSaved, Storage, saved_tensors, storage_bytes, storage_of_input, storages_of
 from autopar.planner.saved_by_op import SavedByOp
 from autopar.planner.stages import FoundCuts
-from autopar.planner.working import working_bytes
+from autopar.planner.working import working
 
 
 @dataclass(frozen=True)
@@ -135,9 +135,9 @@ def _free(model: Model, index: int) -> frozenset[fx.Node]:
 class Activations:
     """A model's calls and their alternatives (``choices`` by block). ``eight_bits``: layers keep what they keep so.
 
-    ``working_bytes``, by block: what its passes hold beside what it keeps (:mod:`autopar.planner.working`). ``taken``:
-    what was found for ranks that hold some calls within some bytes (:func:`autopar.planner.knapsack.choose`).
-    ``cuts``: those of these calls.
+    ``workings``, by block: what its passes hold beside what it keeps (:mod:`autopar.planner.working`), at most
+    ``working_bytes``. ``taken``: what was found for ranks that hold some calls within some bytes
+    (:func:`autopar.planner.knapsack.choose`). ``cuts``: those of these calls.
     """
 
     def __init__(
@@ -154,12 +154,13 @@ class Activations:
         if eight_bits:
             self.found = [kept_in_8_bits(b, f) for b, f in zip(model.blocks, self.found, strict=True)]
         self.choices = [BlockChoices(model, i, f, seconds[i]) for i, f in enumerate(self.found)]
-        self.working_bytes = [working_bytes(b, f) for b, f in zip(model.blocks, self.found, strict=True)]
+        self.workings = [working(b, f) for b, f in zip(model.blocks, self.found, strict=True)]
+        self.working_bytes = [each.bytes_ for each in self.workings]
         self.taken: dict[Hashable, list[list[int]] | None] = {}
         self.cuts = FoundCuts()
         self._places: dict[int, dict[fx.Node, Storage]] = {}
         self._bytes: dict[tuple[int, Regions], int] = {}
-        self._rows: dict[tuple[int, tuple[Regions, ...]], tuple[Option, ...]] = {}
+        self._rows: dict[tuple[int, tuple[Regions, ...], int], tuple[Option, ...]] = {}
         self._different: dict[tuple[Option, ...], tuple[Option, ...]] = {}
 
     def call_bytes(self, index: int, alternative: Alternative) -> int:
@@ -171,16 +172,13 @@ class Activations:
             self._bytes[key] = own + alternative.extra_bytes
         return self._bytes[key]
 
-    def transient_bytes(self, index: int, alternative: Alternative) -> int:
-        """What a pass of a call holds beside what it keeps, with what it made again."""
-        return self.working_bytes[self.model.calls[index].block] + alternative.transient_bytes
-
-    def row(self, index: int, alternatives: Sequence[Alternative]) -> tuple[Option, ...]:
-        """The alternatives of one call as the knapsack has them; one object for calls of which they are equal."""
-        key = index, tuple(alternative.regions for alternative in alternatives)
+    def row(self, index: int, alternatives: Sequence[Alternative], beside: int) -> tuple[Option, ...]:
+        """The alternatives of one call as the knapsack has them, whose passes hold so much ``beside`` what the rank
+        keeps at the end of a forward and what they make again; one object for calls of which they are equal."""
+        key = index, tuple(alternative.regions for alternative in alternatives), beside
         if key not in self._rows:
             made = tuple(
-                Option(self.call_bytes(index, a), a.seconds, self.transient_bytes(index, a)) for a in alternatives
+                Option(self.call_bytes(index, a), a.seconds, max(0, beside + a.transient_bytes)) for a in alternatives
             )
             self._rows[key] = self._different.setdefault(made, made)
         return self._rows[key]

@@ -25,8 +25,8 @@ NEVER = 1 << 62
 @dataclass(frozen=True)
 class CutTable:
     """Units in whole nanoseconds and KiB: ``seconds``, ``sends`` (of a cut before it), ``state``, ``saved`` and
-    ``transient`` (the largest of a rank counts) of each; ``shared`` by each stage; ``inflight`` and ``placement`` (a
-    rank) of each stage; ``microbatches`` of a step (0: so many that only the slowest rank counts)."""
+    ``transient`` (of a rank the most at once counts) of each; ``shared`` by each stage; ``inflight`` and ``placement``
+    (a rank) of each stage; ``microbatches`` of a step (0: so many that only the slowest rank counts)."""
 
     seconds: tuple[int, ...]
     sends: tuple[int, ...]
@@ -76,18 +76,20 @@ class CutTable:
 
     @cached_property
     def stage_kib(self) -> Numbers:
-        """[stage, first, end], with the largest transient of a unit."""
+        """[stage, first, end], with what the passes of a unit hold beside at most."""
         state, saved = (v[None, :] - v[:, None] for v in (self.state_to, self.saved_to))
         inflight = np.array(self.inflight, dtype=np.int64)[:, None, None]
         return np.where(self._ordered, state + inflight * (saved + self.shared) + self.largest_transient, NEVER)
 
     @cached_property
     def largest_transient(self) -> Numbers:
-        """[first, end]: of the units between."""
+        """[first, end]: of the units between, each without what those behind it keep of a microbatch."""
         found = np.zeros((self.units + 1, self.units + 1), dtype=np.int64)
+        there = np.array(self.transient, dtype=np.int64) + self.saved_to[1:]
         for first in range(self.units):
-            found[first, first + 1 :] = np.maximum.accumulate(self.transient[first:])
-        return found
+            found[first, first + 1 :] = np.maximum.accumulate(there[first:])
+        largest: Numbers = np.maximum(0, found - self.saved_to)
+        return largest
 
     @cached_property
     def _ordered(self) -> Flags:

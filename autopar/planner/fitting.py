@@ -18,7 +18,8 @@ from autopar.graph import Model
 from autopar.passes.recompute import own_modules
 from autopar.planner.activations import Activations, Alternative
 from autopar.planner.chunk_cuts import paces
-from autopar.planner.knapsack import StageCalls, choose, least_bytes, used_bytes
+from autopar.planner.knapsack import Option, StageCalls, choose, least_bytes, used_bytes
+from autopar.planner.pass_memory import PassMemory
 from autopar.planner.stages import (
     NANOSECOND,
     Partition,
@@ -65,13 +66,15 @@ class Pins:
 @dataclass(frozen=True)
 class Demand:
     """What is to be fitted: ``units`` are those of ``calls``; ``inflight`` and ``placement`` are per stage; a rank has
-    ``budget_bytes``, of which ``reserved_bytes`` are taken. ``microbatches`` are those of a step. ``even``: equally
-    many layers per stage, whatever they cost. ``mode`` is ``options.recompute``."""
+    ``budget_bytes``, of which ``reserved_bytes`` are taken; ``passes`` say what it holds beside what it keeps.
+    ``microbatches`` are those of a step. ``even``: equally many layers per stage, whatever they cost. ``mode`` is
+    ``options.recompute``."""
 
     model: Model
     calls: Sequence[int]
     units: Sequence[Unit]
     activations: Activations
+    passes: PassMemory
     inflight: Sequence[int]
     placement: Sequence[int]
     microbatches: int
@@ -188,15 +191,15 @@ def _better(one: Fit | None, other: Fit | None) -> Fit | None:
 
 
 def _units(demand: Demand, chosen: Mapping[int, Alternative]) -> list[Unit]:
-    """The units under a choice."""
+    """The units under a choice, with what their passes hold as calls of one stage."""
     return [
         replace(
             unit,
             seconds=unit.seconds + chosen[i].seconds,
             saved_bytes=demand.activations.call_bytes(i, chosen[i]),
-            transient_bytes=demand.activations.transient_bytes(i, chosen[i]),
+            transient_bytes=beside + chosen[i].transient_bytes,
         )
-        for i, unit in zip(demand.calls, demand.units, strict=True)
+        for i, unit, beside in zip(demand.calls, demand.units, demand.passes.of(demand.calls).beside, strict=True)
     ]
 
 
@@ -242,15 +245,30 @@ def _ranks(
 ) -> list[tuple[list[int], list[StageCalls]]]:
     """Per pipeline rank, its stages by number and as the knapsack sees them."""
     state = {i: unit.state_bytes for i, unit in zip(demand.calls, demand.units, strict=True)}
-    found: dict[int, tuple[list[int], list[StageCalls]]] = {}
-    for number, rank in enumerate(demand.placement):
-        calls, inflight = _calls(demand, cut, number), demand.inflight[number]
-        rows = tuple(demand.activations.row(i, options[i]) for i in calls)
-        fixed = sum(state[i] for i in calls) + inflight * demand.activations.shared_bytes
-        numbers, stages = found.setdefault(rank, ([], []))
-        numbers.append(number)
-        stages.append(StageCalls(rows, inflight, fixed))
-    return [found[rank] for rank in sorted(found)]
+    found = []
+    for rank in sorted(set(demand.placement)):
+        numbers = [number for number, home in enumerate(demand.placement) if home == rank]
+        mine = [_calls(demand, cut, number) for number in numbers]
+        stages = []
+        for number, calls, beside in zip(numbers, mine, demand.passes.of_rank(mine), strict=True):
+            inflight = demand.inflight[number]
+            fixed = sum(state[i] for i in calls) + inflight * demand.activations.shared_bytes
+            stages.append(StageCalls(tuple(_rows(demand, calls, options, beside)), inflight, fixed))
+        found.append((numbers, stages))
+    return found
+
+
+def _rows(
+    demand: Demand, calls: Sequence[int], options: Mapping[int, tuple[Alternative, ...]], beside: Sequence[int]
+) -> Iterator[tuple[Option, ...]]:
+    """The options of the calls of a stage, whose passes hold so much ``beside``, without what later ones keep at
+    least."""
+    activations = demand.activations
+    least = [min(activations.call_bytes(i, a) for a in options[i]) for i in calls]
+    later = sum(least)
+    for i, own, held in zip(calls, least, beside, strict=True):
+        later -= own
+        yield activations.row(i, options[i], held - later)
 
 
 def _calls(demand: Demand, cut: Partition, number: int) -> Sequence[int]:

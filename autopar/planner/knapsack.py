@@ -3,22 +3,24 @@
 Sets
     stages k of the rank; calls i of them, with options p; ``weight_ip`` = inflight_k * bytes_p
 Variables
-    p(i): the option of each call; t: bytes of the largest recomputation, one of the options' ``transient``
+    p(i): the option of each call; t: the most that a pass holds beside, one of the options' ``transient``
 Constraints
     transient_p(i) <= t;  sum_k fixed_k + sum_i weight_ip(i) + t <= budget
 Objective
     min sum_i seconds_p(i), then bytes (:func:`choose`); or bytes alone (:func:`least_bytes`)
 
-Where every call's fastest option fits, there is nothing to choose. Else, for each t, the calls are taken one after
+Where every call's fastest option fits, there is nothing to choose. Else, for a t, the calls are taken one after
 another, and of the choices so far (*labels*: bytes and seconds) those are kept that no other beats in both, and that
 may still lead to the best: the seconds of what is left are bounded by its linear relaxation, which buys seconds where
 they cost the fewest bytes (P. Sinha and A. Zoltners, Operations Research 27(3), 1979) (:func:`_labelled`). The
-relaxation rounded down is the choice to beat (:meth:`_Relaxed.rounded`). Of equal calls, the first ones in the stage
-take the leanest options.
+relaxation rounded down is the choice to beat (:meth:`_Relaxed.rounded`). Several values of t are bounded at once, by
+the options of the largest and the room that the smallest leaves; those whose bound is least are halved next. Of calls
+that keep as much for as long, the first ones in the stage take the leanest options, if that fits, too.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,7 +37,8 @@ _EQUAL = 1e-12
 
 
 class Option(NamedTuple):
-    """One way to run a call: bytes it keeps per microbatch, seconds it adds to its backward, bytes of recomputation."""
+    """One way to run a call: bytes it keeps per microbatch, seconds it adds to its backward, bytes that its passes hold
+    beside."""
 
     saved_bytes: int
     seconds: float = 0.0
@@ -70,18 +73,29 @@ def choose(stages: Sequence[StageCalls], budget_bytes: int) -> list[list[int]] |
     if used_bytes(stages, plain) <= budget_bytes:
         return plain
     best: tuple[float, int, list[int]] | None = None
-    for transient in _transients(stages):
-        items = _items(stages, transient)
-        room = budget_bytes - fixed - transient
+    transients = _transients(stages)
+    waiting = [(0.0, 0, len(transients))]  # bound, and the first and last of some values of t
+    while waiting:
+        bound, first, end = heapq.heappop(waiting)
+        if best is not None and bound > best[0] * (1 + _EQUAL):
+            break
+        room = budget_bytes - fixed - transients[first]
+        items = _items(stages, transients[end - 1])
         if items is None or sum(call[0].bytes_ for call in items) > room:
             continue
         relaxed = _Relaxed(items)
-        if best is not None and relaxed.seconds(0, np.array([room]))[0] > best[0] * (1 + _EQUAL):
+        bound = max(bound, float(relaxed.seconds(0, np.array([room]))[0]))
+        if best is not None and bound > best[0] * (1 + _EQUAL):
+            continue
+        if end - first > 1:
+            middle = (first + end) // 2
+            waiting += [(bound, first, middle), (bound, middle, end)]
+            heapq.heapify(waiting)
             continue
         found = _labelled(items, relaxed, room)
-        if best is None or (found[0], found[1] + transient) < best[:2]:
-            best = found[0], found[1] + transient, found[2]
-    return None if best is None else _assigned(stages, best[2])
+        if best is None or (found[0], found[1] + transients[first]) < best[:2]:
+            best = found[0], found[1] + transients[first], found[2]
+    return None if best is None else _assigned(stages, best[2], budget_bytes)
 
 
 def least_bytes(stages: Sequence[StageCalls]) -> int:
@@ -110,8 +124,10 @@ def _fastest(options: Sequence[Option]) -> int:
 
 
 def _transients(stages: Sequence[StageCalls]) -> list[int]:
-    """What the largest recomputation may take."""
-    return sorted({o.transient_bytes for s in stages for options in _different(s) for o in options} or {0})
+    """What passes may hold beside: no less than the options allow that hold the least."""
+    rows = [options for stage in stages for options in _different(stage)]
+    least = max((min(o.transient_bytes for o in options) for options in rows), default=0)
+    return sorted({max(least, o.transient_bytes) for options in rows for o in options} or {0})
 
 
 def _different(stage: StageCalls) -> Iterable[tuple[Option, ...]]:
@@ -269,16 +285,19 @@ def _labelled(calls: Sequence[Sequence[_Item]], relaxed: _Relaxed, room: int) ->
     return *result, taken[::-1]
 
 
-def _assigned(stages: Sequence[StageCalls], taken: Sequence[int]) -> list[list[int]]:
-    """The options by stage and call; of equal calls, the first ones take the leanest."""
-    rows, begin = [], 0
+def _assigned(stages: Sequence[StageCalls], taken: Sequence[int], budget_bytes: int) -> list[list[int]]:
+    """The options by stage and call; of those that keep as much for as long, the first ones take the leanest, unless
+    that holds too much beside."""
+    rows, sorted_, begin = [], [], 0
     for stage in stages:
-        mine = taken[begin : begin + len(stage.calls)]
+        mine = list(taken[begin : begin + len(stage.calls)])
         begin += len(stage.calls)
-        equal: dict[tuple[Option, ...], list[int]] = {}
-        for options, p in zip(stage.calls, mine, strict=True):
-            equal.setdefault(options, []).append(p)
-        for options, several in equal.items():
-            several.sort(key=lambda p, of=options: (of[p].saved_bytes, -of[p].seconds), reverse=True)  # type: ignore[misc]
-        rows.append([equal[options].pop() for options in stage.calls])
-    return rows
+        kinds = [tuple((o.saved_bytes, o.seconds) for o in options) for options in stage.calls]
+        equal: dict[tuple[tuple[int, float], ...], list[int]] = {}
+        for kind, p in zip(kinds, mine, strict=True):
+            equal.setdefault(kind, []).append(p)
+        for kind, several in equal.items():
+            several.sort(key=lambda p, of=kind: (of[p][0], -of[p][1]), reverse=True)  # type: ignore[misc]
+        rows.append(mine)
+        sorted_.append([equal[kind].pop() for kind in kinds])
+    return sorted_ if used_bytes(stages, sorted_) <= budget_bytes else rows

@@ -26,7 +26,8 @@ from autopar.planner.makespan_bounds import makespan_bound
 from autopar.planner.modes import mode_of
 from autopar.planner.offload import offloaded
 from autopar.planner.pass_costs import Casts, Priced, Work, priced
-from autopar.planner.rank_memory import State, Storage, passing_bytes, rank_state, vocabulary_state
+from autopar.planner.pass_memory import PassMemory, largest
+from autopar.planner.rank_memory import State, Storage, rank_state, vocabulary_state
 from autopar.planner.stages import Partition, Unit, check_count
 from autopar.planner.synthesis import synthesize
 from autopar.planner.units import units_of
@@ -112,8 +113,8 @@ class _Shared:
 
     alike: Alike
     timelines: Timelines
+    passes: PassMemory
     states: dict[Hashable, int] = field(default_factory=dict)  # device bytes of a stage's parameters
-    passing: dict[Hashable, int] = field(default_factory=dict)  # of a rank's weights on their way
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,9 @@ def lay_out(
     storage = Storage(options, machine.mesh)
     units = units_of(model, calls, costs, machine, storage)
     vocabulary = vocabulary_cost(model, mode_of(wanted.vocabulary).head, costs, machine, wanted.head_chunks)
-    shared = _Shared(Alike(model), timelines or Timelines())
+    alike = Alike(model)
+    passes = PassMemory(model, storage, activations.workings, microbatches > 1, alike)
+    shared = _Shared(alike, timelines or Timelines(), passes)
     parts = _Parts(model, calls, units, costs, machine, microbatches, wanted, options, vocabulary, activations, shared)
     if pins is not None and pins.actions is not None:
         written = Schedule.from_text(pins.actions)
@@ -442,19 +445,12 @@ def _synthesized(draft: Schedule, costs: Costs, free_bytes: list[int]) -> Schedu
 
 
 def _transient_bytes(parts: _Parts, stages: Sequence[Sequence[int]], chosen: Mapping[int, Alternative]) -> int:
-    """What passes of a rank with these ``stages`` hold at most beside what the rank keeps; by the time of a call's
-    backward, what later ones kept is gone."""
-    most = parts.vocabulary.transient_bytes if parts.vocabulary else 0
-    activations = parts.activations
-    for stage in stages:
-        gone = 0
-        for i in reversed(stage):
-            most = max(most, activations.transient_bytes(i, chosen[i]) - gone)
-            gone += activations.call_bytes(i, chosen[i])
-    key = tuple(map(parts.shared.alike.key, stages))
-    if key not in parts.shared.passing:
-        parts.shared.passing[key] = passing_bytes(parts.model, stages, parts.storage).always
-    return most + parts.shared.passing[key]
+    """What passes of a rank with these ``stages`` hold at most beside what the rank keeps."""
+    most, passes = parts.vocabulary.transient_bytes if parts.vocabulary else 0, parts.shared.passes
+    for stage, beside in zip(stages, passes.of_rank(stages), strict=True):
+        held = [each + chosen[i].transient_bytes for i, each in zip(stage, beside, strict=True)]
+        most = max(most, largest(held, [parts.activations.call_bytes(i, chosen[i]) for i in stage]))
+    return most
 
 
 def _transients(
@@ -548,6 +544,7 @@ def _fit(parts: _Parts, draft: Schedule, pins: Pins | None, inflight: tuple[int,
         calls=parts.calls,
         units=parts.units,
         activations=parts.activations,
+        passes=parts.shared.passes,
         inflight=inflight,
         placement=draft.placement,
         microbatches=parts.microbatches,

@@ -19,6 +19,7 @@ from autopar.graph import Info, Meta, Model, ParameterInfo, info
 from autopar.mesh import Mesh
 from autopar.options import Options, masters_on_host, weights_streamed
 from autopar.passes.vocabulary import VOCABULARY, vocabulary_dims
+from autopar.schedules.weight_moves import LARGE_BYTES
 from autopar.spmd import Type, row_dims, rows_shape
 
 MOMENTS = 2
@@ -153,84 +154,61 @@ def parameter_state(
 
 
 @dataclass(frozen=True)
-class Passing:
-    """Bytes of weights and gradients that come and go: ``always``, when a backward begins (what is gathered for it, and
-    what the backward before still sends: ZeRO 3 and 2); ``closing``, when the last of a step ends (sums of the rows
-    that are stored here, beside the gradients that they are of). A rank needs its state, ``always``, what a pass
-    works with, and the larger of what is saved and ``closing``."""
-
-    always: int
-    closing: int
-
-
-def passing_bytes(model: Model, stages: Iterable[Sequence[int]], storage: Storage) -> Passing:
-    """Of a pipeline rank with these ``stages``, each its calls in order."""
-    found = [_StageWeights.of(model, calls, storage) for calls in stages]
-    streams = weights_streamed(storage.options.zero, storage.options.offload)
-    gathered = max((each.gathered_bytes for each in found), default=0) if streams else 0
-    flying = sum(each.flying_bytes for each in found) if storage.options.zero >= 2 else 0
-    closing = sum(each.part_bytes for each in found) if storage.options.zero == 1 else 0
-    return Passing(gathered + flying, closing)
-
-
-@dataclass(frozen=True)
-class _Weight:
-    """``bytes_`` of the copy that is computed with, ``sent`` of its gradient as it travels, ``shards`` of its rows."""
+class Weight:
+    """A trained one: ``bytes_`` as it is computed with, ``sent`` of its gradient as it travels, ``shards`` of its rows.
+    ``copied``: bytes of a copy that is made of its master (0: it is its own master), ``coming`` of what holds it beside
+    that on the way. ``is_cast``: whether its gradient is sent in another dtype than it is made in."""
 
     bytes_: int
     sent: int
     shards: int
+    copied: int
+    coming: int
+    is_cast: bool
 
 
 @dataclass(frozen=True)
-class _StageWeights:
-    """The trained weights of each call of a stage; those of several calls are ``shared``."""
+class StageWeights:
+    """Of each call of a stage, its weights by their places in its block (``rows``): None for those that aren't trained
+    and for those that several calls read, which are ``shared``."""
 
-    calls: Sequence[Sequence[_Weight]]
-    shared: Sequence[_Weight]
+    rows: Sequence[Sequence[Weight | None]]
+    shared: Sequence[Weight]
 
     @classmethod
-    def of(cls, model: Model, calls: Sequence[int], storage: Storage) -> _StageWeights:
+    def of(cls, model: Model, calls: Sequence[int], storage: Storage) -> StageWeights:
         users = Counter(name for index in calls for name in dict.fromkeys(model.calls[index].parameters))
-        kept = {
-            name: _weight(model.parameters[name], data, storage) for name, data in _parameters(model, calls).items()
-        }
-        rows = [dict.fromkeys(model.calls[index].parameters) for index in calls]
-        own = [[w for name in row if users[name] == 1 and (w := kept[name]) is not None] for row in rows]
-        return cls(own, [w for name, w in kept.items() if users[name] > 1 and w is not None])
-
-    @property
-    def gathered_bytes(self) -> int:
-        """Of the last two calls that have weights (the code behind the last layer, and that; or two layers), and what
-        all of a pass needs (:class:`autopar.runtime.streaming.Streaming`)."""
-        sizes = [sum(w.bytes_ for w in call if w.shards > 1) for call in self.calls]
-        return sum([size for size in sizes if size][-2:]) + sum(w.bytes_ for w in self.shared)
-
-    @property
-    def flying_bytes(self) -> int:
-        """The last two messages of a backward: large gradients travel alone, the others of a layer together, after
-        them (:class:`autopar.runtime.grads.Reducer`)."""
-        messages: list[int] = []
-        for call in self.calls[:2]:
-            weights = [w for w in call if w.shards > 1]
-            small = sum(w.sent for w in weights if w.bytes_ < _LARGE_BYTES)
-            messages += [small] if small else []
-            messages += [w.sent for w in weights if w.bytes_ >= _LARGE_BYTES]
-        return sum(messages[:_IN_FLIGHT])
-
-    @property
-    def part_bytes(self) -> int:
-        return sum(w.sent // w.shards for call in (*self.calls, self.shared) for w in call if w.shards > 1)
+        known: dict[Hashable, Weight | None] = {}  # by what it depends on: a model's layers are alike
+        rows: list[list[Weight | None]] = []
+        shared: dict[str, Weight | None] = {}
+        for call in (model.calls[index] for index in calls):
+            row: list[Weight | None] = []
+            for name, node in zip(call.parameters, model.block_of(call).parameters, strict=True):
+                parameter = model.parameters[name]
+                key = node, parameter.trainable, parameter.is_buffer, parameter.master
+                if key not in known:
+                    known[key] = _weight(parameter, info(node), storage)
+                row.append(known[key] if users[name] == 1 else None)
+                if users[name] > 1:
+                    shared[name] = known[key]
+            rows.append(row)
+        return cls(rows, [weight for weight in shared.values() if weight is not None])
 
 
-_LARGE_BYTES = 2**20
-_IN_FLIGHT = 2
-
-
-def _weight(known: ParameterInfo, data: Info, storage: Storage) -> _Weight | None:
+def _weight(known: ParameterInfo, data: Info, storage: Storage) -> Weight | None:
     """None where it isn't trained."""
     if known.is_buffer or not known.trainable:
         return None
-    travels = storage.options.reduce_dtype
-    dtype = getattr(torch, travels) if travels else known.master or data.meta.dtype
-    return _Weight(data.meta.bytes, data.meta.numel * dtype.itemsize, storage.shards(data.types()))
+    meta, master, travels = data.meta, known.master or data.meta.dtype, storage.options.reduce_dtype
+    sent = getattr(torch, travels) if travels else master
+    shards, away = storage.shards(data.types()), masters_on_host(storage.options.offload)
+    is_other, is_packed = master != meta.dtype or away, meta.bytes < LARGE_BYTES
+    coming = (meta.bytes if is_packed else 0) + (meta.bytes // shards if is_packed or is_other else 0)
+    return Weight(
+        bytes_=meta.bytes,
+        sent=meta.numel * sent.itemsize,
+        shards=shards,
+        copied=meta.bytes if shards > 1 or is_other else 0,
+        coming=coming if shards > 1 else 0,
+        is_cast=sent != meta.dtype,
+    )

@@ -11,7 +11,8 @@ Objective
 Constraints
     seconds_k = time[c_{k+1}] - time[c_k] + send[c_k] + send[c_{k+1}]                              :class:`.CutTable`
     bytes_k   = state[c_{k+1}] - state[c_k] + inflight_k * (saved[c_{k+1}] - saved[c_k] + shared)  :class:`.CutTable`
-    T, M      : sums over the stages of a rank, M with the largest of its units' passes; M <= budget
+    T, M      : sums over the stages of a rank, M with the most that a pass of a unit holds beside, when what later
+                units of its stage keep of that microbatch isn't there; M <= budget
 
 ``inflight_k`` is how many microbatches the schedule keeps between forward and backward of stage k when its rank keeps
 the most; ``shared`` is what the units of a stage keep together, once each microbatch. Seconds are counted in whole

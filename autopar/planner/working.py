@@ -10,7 +10,8 @@ those that count as state. Views share memory, and so do their gradients.
 
 All bytes are relative to a rank that holds everything that the block keeps (:mod:`autopar.planner.saved`), because that
 is how microbatches in flight are counted. The backward of a stage's last block begins with that much; those of other
-blocks with less.
+blocks with less. Gradients of weights that are sent on during a pass live longer than their op: so a backward is told
+in stretches, each of which ends with some (:mod:`autopar.planner.pass_memory`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import fx
 
@@ -26,14 +28,40 @@ from autopar.planner.saved import BlockSaved
 from autopar.rules import lookup
 from autopar.rules.base import Op
 from autopar.rules.chunked import chunk_bytes
+from autopar.rules.experts import absent_bytes
 
 _WEIGHTS = ("parameter", "buffer")
 
 
-def working_bytes(block: Block, found: BlockSaved) -> int:
-    """The most that a forward or a backward of one microbatch holds; what recomputation makes again comes on top."""
+class Stretch(NamedTuple):
+    """Part of a backward: ``most`` bytes live in it, with the gradients of weights that its last op makes, and
+    ``after`` once that op is done, without them. It makes terms of those of the parameters ``begun`` (by their places
+    in the block) for the first time, and of those ``ended`` for the last time."""
+
+    most: int
+    after: int
+    begun: tuple[int, ...] = ()
+    ended: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Working:
+    """What the passes of one microbatch hold: a forward at most, a backward in stretches; what recomputation makes
+    again comes on top."""
+
+    forward: int
+    backward: tuple[Stretch, ...]
+
+    @property
+    def bytes_(self) -> int:
+        """Of both passes the most, where gradients of weights are added to others at once."""
+        return max(0, self.forward, *(stretch.most for stretch in self.backward))
+
+
+def working(block: Block, found: BlockSaved) -> Working:
+    """Of a block's passes."""
     kept = _Kept.of(block, found)
-    return max(0, _forward(block, found, kept), _backward(block, found, kept))
+    return Working(_forward(block, found, kept), tuple(_backward(block, found, kept)))
 
 
 @dataclass(frozen=True)
@@ -160,18 +188,33 @@ class _Gradients:
             del self.sizes[memory]
 
 
-def _backward(block: Block, found: BlockSaved, kept: _Kept) -> int:
+def _backward(block: Block, found: BlockSaved, kept: _Kept) -> Iterator[Stretch]:
     gradients, freed, most = _Gradients(), 0, 0
     for node in dict.fromkeys(block.outputs):
         if info(node).meta.needs_grad:
             gradients.add(node, None)
-    for node in reversed(block.ops):
-        if is_getitem(node):
-            continue  # its gradient waits for those of the other elements
-        if any(n in gradients.memory for n in _results(node)):
+    places = {node: place for place, node in enumerate(block.parameters)}
+    runs = [node for node in block.ops[::-1] if not is_getitem(node)]  # whose gradient waits for other elements'
+    weights = {node: [places[n] for n in _weights(node)] for node in runs}
+    last = {place: node for node in runs for place in weights[node]}
+    seen: set[int] = set()
+    for node in runs:
+        is_run = any(n in gradients.memory for n in _results(node))
+        if is_run:
             most = max(most, _through(node, gradients, found, kept) - freed)
         freed += kept.inside[node] + sum(kept.memories[n] for n in kept.goes_after.get(node, ()))
-    return max(most, gradients.bytes_ - freed)
+        if is_run and weights[node]:
+            begun = tuple(place for place in weights[node] if place not in seen)
+            seen.update(begun)
+            ended = tuple(place for place in weights[node] if last[place] is node)
+            yield Stretch(most, gradients.bytes_ - freed, begun, ended)
+            most = gradients.bytes_ - freed
+    yield Stretch(max(most, gradients.bytes_ - freed), gradients.bytes_ - freed)
+
+
+def _weights(node: fx.Node) -> list[fx.Node]:
+    """The parameters of which its backward makes gradients."""
+    return [n for n in dict.fromkeys(operands(node)) if info(n).meta.needs_grad and info(n).role == "parameter"]
 
 
 def _through(node: fx.Node, gradients: _Gradients, found: BlockSaved, kept: _Kept) -> int:
@@ -201,7 +244,7 @@ def _results(node: fx.Node) -> Iterator[fx.Node]:
 def _inside(node: fx.Node, kept: _Kept) -> int:
     """Temporaries of its backward; torch's own ops make a gradient of what they made inside and kept, too."""
     inside = chunk_bytes(node) if isinstance(node.target, RuntimeOp) else kept.inside[node]
-    return inside + lookup(op_name(node)).whole_bytes(Op.of(node))
+    return inside + lookup(op_name(node)).whole_bytes(Op.of(node)) + absent_bytes(node)
 
 
 def _passes_on(node: fx.Node, operand: fx.Node, found: BlockSaved) -> bool:

@@ -21,13 +21,15 @@ its metadata is that of an empty tensor ``[tokens that stay, tokens that travel,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
 import torch
+from torch import fx
 
-from autopar.graph import AxisRef, Choice, Meta
+from autopar.graph import AxisRef, Choice, Meta, info, op_name, operands
 from autopar.mesh import AXES
 from autopar.rules.base import Communication, Local, Op, Rule, Splits, Whole
 from autopar.spmd import RAGGED, P, R, S, Type
@@ -121,8 +123,10 @@ class Dispatch(Whole):
         return 2 * op.result.bytes
 
     def whole_bytes(self, op: Op) -> int:
-        """The rows' gradients, as they came back."""
-        return op.result.bytes
+        """The rows' gradients as they came back, and if they travelled also as they left, or in order of slots."""
+        x, routing = op.operands
+        travels = x.shape[0] < routing.shape[_STAY]
+        return (2 if travels else 1) * op.result.bytes
 
     def communication(self, op: Op, choice: Choice, size: int) -> Communication:
         return [("all_to_all", op.result.bytes // size)] if choice.form == EXCHANGE else []
@@ -233,6 +237,16 @@ class Combine(Whole):
 
     def communication_back(self, op: Op, choice: Choice, size: int) -> Communication:
         return self.communication(op, choice, size)
+
+
+def absent_bytes(node: fx.Node) -> int:
+    """Of the backward of a dispatch: of slots whose rows are those of other ranks, which hold the same tokens. Their
+    gradients are zeros here."""
+    if op_name(node) not in (DISPATCH, DISPATCH_START):
+        return 0
+    axes = cast(Sequence[AxisRef], operands(node)[1].kwargs.get(FILTER, ()))
+    ranks = math.prod(ref.size for ref in axes)
+    return (ranks - 1) * info(node).meta.bytes
 
 
 RULES: dict[str, Rule] = {

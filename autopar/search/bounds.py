@@ -167,11 +167,18 @@ class Held:
 
     @cached_property
     def _largest(self) -> Array:
-        """``[i, j]``: of what units from i to before j work with."""
-        found = np.zeros((len(self.working) + 1, len(self.working) + 1))
-        for first in range(len(self.working)):
-            found[first, first + 1 :] = np.maximum.accumulate(self.working[first:])
-        return found
+        """``[i, j]``: of what units from i to before j work with, when those behind keep nothing of a microbatch; of
+        those ahead of a layer nothing counts, since it isn't known how much the layers keep."""
+        count = len(self.working)
+        found = np.zeros((count + 1, count + 1))
+        there = self.working + _sums(self.least)[1:]
+        for first in range(count):
+            found[first, first + 1 :] = np.maximum.accumulate(there[first:])
+        last = np.maximum.accumulate(np.where(self.layers > 0, np.arange(count), -1))  # layer up to each unit
+        for end in range(1, count + 1):
+            found[: max(0, last[end - 1]), end] = found[max(0, last[end - 1]), end]
+        largest: Array = np.maximum(0.0, found - _sums(self.least))
+        return largest
 
     def layer_seconds(self, kept: Kept, budget: float, *, last: bool = False) -> Array:
         """Of a rank that holds n layers and nothing else, or the ``last`` unit, whose passes don't count, ``[n]``."""
@@ -179,7 +186,7 @@ class Held:
         seconds, room = layers * self._layer("seconds"), budget - layers * self._layer("state")
         working = self._layer("working")
         if last:
-            room, working = room - self.state[-1] - self.least[-1], max(working, float(self.working[-1]))
+            room, working = room - self.state[-1] - self.least[-1], max(working - self.least[-1], self.working[-1])
         room = room - working * (last or layers > 0)
         found: Array = seconds + np.max([self._again(room, moment, layers) for moment in kept.moments], axis=0)
         return np.maximum(found, self._spilled(room, layers, seconds, kept.spills)) if kept.spills else found

@@ -14,7 +14,8 @@ import numpy as np
 from autopar.mesh import Mesh
 from autopar.options import activations_on_host, masters_on_host, weights_streamed
 from autopar.planner.modes import MODES
-from autopar.planner.rank_memory import Storage, passing_bytes
+from autopar.planner.pass_memory import passing_bytes
+from autopar.planner.rank_memory import Storage
 from autopar.schedules.registry import SCHEDULES
 from autopar.schedules.weight_moves import LARGE_BYTES
 from autopar.search.costing import Costing, seconds_of, splits_further, splits_head
@@ -306,9 +307,8 @@ class Outlook:
         call = next(i for i, call in enumerate(profile.model.calls) if call.block == self.scaler.block)
         zero, zero_ranks, offload = way
         options = self.costing.options.model_copy(update={"zero": zero, "zero_ranks": zero_ranks, "offload": offload})
-        stays = options.model_copy(update={"zero": min(zero, 2), "offload": ()})
-        both, flying = (passing_bytes(profile.model, [[call]], Storage(each, mesh)).always for each in (options, stays))
-        return {"gathered_bytes": both - flying, "flying_bytes": flying}
+        gathered, flying = passing_bytes(profile.model, call, Storage(options, mesh))
+        return {"gathered_bytes": gathered, "flying_bytes": flying}
 
     def _least_passing(self, mesh: Mesh, way: Way, sizes: Sequence[int], weights: Weights) -> dict[str, float]:
         """The same if weights of these ``sizes`` were split as far as axes go."""

@@ -21,7 +21,9 @@ from autopar.options import Options
 from autopar.planner.alike import Alike
 from autopar.planner.block_costs import DataLine, Machine
 from autopar.planner.gradients import GradientCosts
-from autopar.planner.rank_memory import Storage, passing_bytes, rank_state
+from autopar.planner.pass_memory import PassMemory
+from autopar.planner.rank_memory import Storage, rank_state
+from autopar.planner.working import Stretch, Working
 from autopar.planner.zero import MoveCosts
 from tests.fast_cluster import FAST
 from tests.pinned import compile_pinned
@@ -114,8 +116,14 @@ class Pricing:
         return (
             rank_state(self.model, stage, storage),
             storage.elements(self.model, stage),
-            passing_bytes(self.model, [stage], storage),
+            self.passes(storage).of(stage),
         )
+
+    def passes(self, storage: Storage) -> PassMemory:
+        """Of blocks that make all gradients of weights at once."""
+        places = [tuple(range(len(block.parameters))) for block in self.model.blocks]
+        workings = [Working(0, (Stretch(0, 0, all_, all_), Stretch(0, 0))) for all_ in places]
+        return PassMemory(self.model, storage, workings, True, Alike(self.model))
 
 
 def stages_of(starts: Sequence[int]) -> Stages:

@@ -124,12 +124,14 @@ def random_table(generator: np.random.Generator, units: int, placement: tuple[in
 
 
 def ranks_of(table: CutTable, starts: tuple[int, ...]) -> dict[int, list[tuple[int, int, int]]]:
-    """By rank, of its stages: seconds with the sends at both ends, KiB, the largest transient."""
+    """By rank, of its stages: seconds with the sends at both ends, KiB, the most that a unit's passes hold beside, when
+    those behind it keep nothing of a microbatch."""
     found: dict[int, list[tuple[int, int, int]]] = {}
     for stage, (first, end) in enumerate(itertools.pairwise((*starts, table.units))):
         sent = table.sends[first] + (table.sends[end] if end < table.units else 0)
         kept = table.inflight[stage] * (sum(table.saved[first:end]) + table.shared)
-        kib, transient = sum(table.state[first:end]) + kept, max(table.transient[first:end])
+        kib = sum(table.state[first:end]) + kept
+        transient = max(0, *(table.transient[unit] - sum(table.saved[unit + 1 : end]) for unit in range(first, end)))
         found.setdefault(table.placement[stage], []).append((sum(table.seconds[first:end]) + sent, kib, transient))
     return found
 
