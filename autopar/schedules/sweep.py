@@ -95,39 +95,68 @@ class Sweep:
             ends[index] = clocks[clock]
         return starts, ends
 
-    def with_copies(self, lists: Lists, wanted: Lists) -> Sweep:
-        """Of the ``wanted`` lists, which have some of the copies that this sweep has, anywhere. Nothing waits for the
-        clocks of the others."""
-        ahead = [self._ahead(*row) for row in zip(self.rows, lists, wanted, strict=True)]
+    def with_copies(self, lists: Lists) -> Sweep:
+        """Of ``lists`` that are this sweep's, which has none, with copies to the host and back."""
+        copying = _Copying(self)
+        instead = [copying.steps_of(rank, row) for rank, row in enumerate(lists)]
         made: list[Step] = []
         rows: tuple[list[int], ...] = tuple([] for _ in self.rows)
         kinds: tuple[list[int], ...] = tuple([] for _ in self.rows)
         moved: list[int] = []
         for index, step in enumerate(self.steps):
             rank = step[2]
-            for each in ahead[rank].get(index, (step,)):
+            for each in instead[rank].get(index, (step,)):
                 rows[rank].append(len(made))
                 kinds[rank].append(each[1])
                 made.append(each)
             moved.append(len(made) - 1)
         posts = tuple((moved[index], clock) for index, clock in self.posts)
-        return replace(self, steps=tuple(made), rows=rows, kinds=kinds, posts=posts)
+        return Sweep(tuple(made), tuple(copying.taken), rows, kinds, posts, copying.clocks)
 
-    def _ahead(self, row: Sequence[int], old: Sequence[Action], new: Sequence[Action]) -> dict[int, list[Step]]:
-        """What stands in the place of a rank's steps: none of copies, which stand ahead of others."""
-        copies = {action: self.steps[index] for action, index in zip(old, row, strict=True) if action.kind in COPIES}
-        found: dict[int, list[Step]] = {index: [] for action, index in zip(old, row, strict=True) if action in copies}
-        others = (index for index in row if index not in found)
-        steps: list[Step] = []
-        for action in new:
-            if action.kind in COPIES:
-                steps.append(copies[action])
+
+class _Copying:
+    """Steps of copies as they are added to those of a sweep."""
+
+    def __init__(self, sweep: Sweep) -> None:
+        self.sweep, self.taken, self.clocks = sweep, list(sweep.taken), sweep.clocks
+        self.places: dict[tuple[int, str, int], int] = {}
+        self.there: dict[Action, int] = {}
+
+    def steps_of(self, rank: int, row: Sequence[Action]) -> dict[int, list[Step]]:
+        """What stands in the place of some of the rank's steps: copies ahead of it, and backwards that wait for one."""
+        found: dict[int, list[Step]] = {}
+        own = iter(self.sweep.rows[rank])
+        copies: list[Step] = []
+        for action in row:
+            kind, microbatch, stage, _ = action
+            if kind in COPIES:
+                copies.append(self._copy(rank, action))
                 continue
-            index = next(others)
-            if steps:
-                found[index] = [*steps, self.steps[index]]
-                steps = []
+            index = next(own)
+            fetched = self.there.get(make(("FETCH", microbatch, stage, ABSENT))) if kind in ("B", "I") else None
+            if copies or fetched is not None:
+                step = self.sweep.steps[index]
+                found[index] = [*copies, step if fetched is None else _waiting(step, fetched)]
+                copies = []
         return found
+
+    def _copy(self, rank: int, action: Action) -> Step:
+        place = self.places.setdefault((rank, action.kind, action.stage), len(self.taken))
+        if place == len(self.taken):
+            self.taken.append(Taken(rank, action))
+        if action.kind == "FREE":
+            return RECEIVES_, place, rank, self.there[make(("OFFLOAD", *action[1:]))], 0, None
+        self.there[action], stream = self.clocks, (2 if action.kind == "OFFLOAD" else 3) * len(self.sweep.rows) + rank
+        self.clocks += 1
+        return WAITS, place, rank, 0, 0, Aside((stream,), (stream, self.there[action]))
+
+
+def _waiting(step: Step, clock: int) -> Step:
+    """A compute step that waits for one clock more."""
+    _, place, rank, _, _, aside = step
+    if aside is None:
+        return WAITS, place, rank, 0, 0, Aside((clock,), (rank,))
+    return (*step[:5], aside._replace(reads=(*aside.reads, clock)))
 
 
 def _rare(
@@ -157,10 +186,13 @@ def _rare(
 
 def sweep_of(schedule: Schedule) -> Sweep:
     """The program of a schedule. Raises ScheduleError where its ranks wait for each other."""
-    making = _Making(schedule)
-    for rank, action in run_order(schedule):
+    lists = tuple(tuple(action for action in row if action.kind not in COPIES) for row in schedule.lists)
+    bare = replace(schedule, lists=lists)  # no rank waits for another's copies
+    making = _Making(bare)
+    for rank, action in run_order(bare):
         making.add(rank, action)
-    return making.made()
+    made = making.made()
+    return made if lists == schedule.lists else made.with_copies(schedule.lists)
 
 
 class _Making:
@@ -224,13 +256,11 @@ class _Making:
         return self.channels[key]
 
     def _compute(self, rank: int, action: Action, place: int) -> Step:
-        kind, microbatch, stage, _ = action
+        kind, _, stage, _ = action
         reads: list[int] = []
         if self.there:
             reads = self._known((_GATHER_V if stage < 0 else make(("GATHER", ABSENT, stage, ABSENT)),))
             reads += self._known(exchanged(self.schedule, action))
-            if kind in ("B", "I"):
-                reads += self._known((make(("FETCH", microbatch, stage, ABSENT)),))
         if self.streams and kind in PASSES:
             return self._streamed(rank, action, place, tuple(reads))
         if reads:
@@ -250,18 +280,12 @@ class _Making:
         return STREAMS, place, rank, 0, 0, aside
 
     def _other(self, rank: int, action: Action, place: int) -> Step:
-        kind, microbatch, stage, _ = action
-        ranks = self.schedule.ranks
-        reductions = ranks + rank
+        kind = action.kind
+        reductions = self.schedule.ranks + rank
         if kind in EXCHANGES:
             return self._exchange(rank, action, place)
         if kind == "STEP":
             return WAITS, place, rank, 0, 0, Aside((reductions,), (rank,))
-        if kind == "FREE":
-            return RECEIVES_, place, rank, self.there[make(("OFFLOAD", microbatch, stage, ABSENT))], 0, None
-        if kind in ("OFFLOAD", "FETCH"):
-            stream = (2 if kind == "OFFLOAD" else 3) * ranks + rank
-            return WAITS, place, rank, 0, 0, Aside((stream,), (stream, self._set(action)))
         sets = (reductions, self._set(action)) if kind in GATHERS else (reductions,)
         return WAITS, place, rank, 0, 0, Aside((reductions,), sets)
 

@@ -24,7 +24,7 @@ from autopar.schedules.actions import Action, Schedule
 from autopar.schedules.check import check
 from autopar.schedules.flow import COMPUTE, EXCHANGES, VOCABULARY_KINDS
 from autopar.schedules.lower import lower
-from autopar.schedules.offloads import ALL, Away, offload_activations
+from autopar.schedules.offloads import Away, offload_activations
 from autopar.schedules.sweep import Sweep, sweep_of
 from autopar.schedules.weight_moves import WeightMoves
 
@@ -276,20 +276,10 @@ _RECENT: Final = 6
 
 @dataclass(frozen=True)
 class _Known:
-    """A lowered schedule and its sweep; and those with all stages' activations on the host, once that was asked for."""
+    """A lowered schedule and its sweep."""
 
     schedule: Schedule
     sweep: Sweep
-
-    @cached_property
-    def away(self) -> _Known:
-        schedule = offload_activations(self.schedule, Away(dict.fromkeys(range(self.schedule.stages), ALL)))
-        return _Known(schedule, sweep_of(schedule))
-
-    def offloading(self, away: Away, costs: Costs) -> _Known:
-        """With the copies of some."""
-        schedule = offload_activations(self.schedule, away, costs)
-        return _Known(schedule, self.away.sweep.with_copies(self.away.schedule.lists, schedule.lists))
 
 
 @dataclass
@@ -322,8 +312,8 @@ class Timelines:
         _check_costs(schedule, costs)
         if not any(away.shares.values()):
             return self.of(schedule, costs)
-        found = self._of(schedule).offloading(away, costs)
-        return _timeline(found.schedule, costs, found.sweep)
+        found = offload_activations(schedule, away, costs)
+        return _timeline(found, costs, self._of(schedule).sweep.with_copies(found.lists))
 
     def _of(self, schedule: Schedule) -> _Known:
         known = self._known
