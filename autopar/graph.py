@@ -201,8 +201,8 @@ def is_random(node: fx.Node) -> bool:
     if not is_aten(node) or torch.Tag.nondeterministic_seeded not in node.target.tags:  # type: ignore[union-attr]
         return False
     given = arguments(node)
-    idle = given.get("train") is False or given.get("dropout_p", given.get("p")) == 0
-    return not idle
+    is_idle = given.get("train", given.get("training")) is False
+    return not is_idle and all(given.get(name) != 0 for name in ("p", "dropout_p", "dropout"))
 
 
 def aten_overload(name: str) -> Any | None:

@@ -7,12 +7,16 @@ Guarantees: equal values and gradients. In order, on every block:
 2. ``view`` is ``reshape``, with its shape spelled out; chains of reshapes are one;
 3. a matrix product on flattened rows is one on the unflattened tensor (``[b*s, k]`` -> ``[b, s, k]``);
 4. the bias of a product is an addition of its own, so that a pending sum can be reduced before it;
-5. an index that counts all rows is none: ``x[arange(b)[:, None], i]`` is ``x[:, i]``, where rows can be split.
+5. an index that counts all rows is none: ``x[arange(b)[:, None], i]`` is ``x[:, i]``, where rows can be split;
+6. recurrent layers take and give time first, so that samples are dim 1 of their states and their results alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from operator import is_not
 from typing import Any, cast
 
 import torch
@@ -241,6 +245,32 @@ def _without_rows(graph: fx.Graph, before: fx.Node, index: fx.Node, rows: fx.Nod
         return derive(made, before, outputs=(type(meta)(shape, meta.dtype),))
 
 
+_RECURRENT = {f"aten.{kind}.input" for kind in ("gru", "lstm", "rnn_tanh", "rnn_relu")}
+
+
+def _put_time_first(block: Block) -> None:
+    for node in block.ops:
+        if op_name(node) not in _RECURRENT or not node.args[-1] or len(info(node).meta.shape) != 3:
+            continue
+        x = cast(fx.Node, node.args[0])
+        with block.graph.inserting_before(node):
+            node.args = (_transposed(block.graph, x, x), *node.args[1:-1], False)
+        batch_first, *states = info(node).outputs
+        time_first = replace(batch_first, shape=(batch_first.shape[1], batch_first.shape[0], batch_first.shape[2]))
+        info(node).outputs = (time_first, *states)
+        for made in [user for user in node.users if user.args[1] == 0]:
+            info(made).outputs = (time_first,)
+            with block.graph.inserting_after(made):
+                back = _transposed(block.graph, made, made)
+            made.replace_all_uses_with(back, delete_user_cb=partial(is_not, back))
+
+
+def _transposed(graph: fx.Graph, value: fx.Node, like: fx.Node) -> fx.Node:
+    meta = info(value).meta
+    swapped = replace(meta, shape=(meta.shape[1], meta.shape[0], *meta.shape[2:]))
+    return derive(graph.call_function(aten.transpose.int, (value, 0, 1)), like, outputs=(swapped,), random=False)
+
+
 _BIASED: dict[str, Callable[[fx.Graph, fx.Node], None]] = {
     "aten.linear.default": _split_linear,
     "aten.addmm.default": _split_addmm,
@@ -256,4 +286,5 @@ _REWRITES: tuple[Callable[[Block], None], ...] = (
     _merge_reshapes,
     _split_bias,
     _drop_row_indices,
+    _put_time_first,
 )

@@ -84,6 +84,9 @@ class _Caster:
                 f"{where(node)} is unsafe in {short_dtype(lower)}, and torch.autocast refuses it on {self.device}; use "
                 "binary_cross_entropy_with_logits on what goes into the sigmoid, or disable autocast around it"
             )
+        if rule is Policy.INSIDE:
+            self._refuse_inside(node, lower)
+            return
         if rule is Policy.FLOAT32_RESULT:
             _ask_for_float32(node)
             return
@@ -91,6 +94,15 @@ class _Caster:
         widest = torch.float32 if wide else lower
         wanted = {Policy.LOWER: lower, Policy.FLOAT32: torch.float32, Policy.WIDEST: widest}
         self._cast(node, wanted[rule])
+
+    def _refuse_inside(self, node: fx.Node, lower: torch.dtype) -> None:
+        """Without a mode, all of its steps are in the operands' dtype: right where that is the lower precision."""
+        if all(info(n).meta.dtype == lower for n in operands(node) if _is_castable(info(n).meta.dtype)):
+            return
+        raise CaptureError(
+            f"{where(node)} is cast within by torch.autocast, some of its steps and not others; write torch.autocast"
+            f"({self.device!r}, enabled=False) around it, and give it tensors of one dtype"
+        )
 
     def _cast(self, node: fx.Node, dtype: torch.dtype) -> None:
         """Give ``node`` its floating-point operands in ``dtype``."""

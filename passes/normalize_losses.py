@@ -9,13 +9,14 @@ part; the mean of parts can't. Example: ``cross_entropy(x, t)`` becomes
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
 from torch import fx
 
 from autopar.capture import Flat
-from autopar.graph import Meta, arguments, derive, info, op_name
+from autopar.graph import Meta, arguments, derive, info, op_name, operands
 
 aten = torch.ops.aten
 _MEAN, _SUM = 1, 2
@@ -38,11 +39,14 @@ def normalize_losses(flat: Flat) -> Flat:
 
 
 def _class_loss(graph: fx.Graph, node: fx.Node) -> list[fx.Node] | None:
-    """cross_entropy and nll_loss with class indices: the count is of targets that aren't ignored, or with class weights
-    the sum of theirs."""
+    """cross_entropy and nll_loss: the count is of targets that aren't ignored, or with class weights the sum of theirs;
+    where targets are probabilities, of all rows."""
     given = arguments(node)
-    if given["reduction"] != _MEAN or info(given["target"]).meta.dtype.is_floating_point:
+    if given["reduction"] != _MEAN:
         return None
+    if info(given["target"]).meta.dtype.is_floating_point:
+        shape = info(given["target"]).meta.shape
+        return _mean(graph, node, prod(shape) // shape[1 if len(shape) > 1 else 0])
     count = _valid if given["weight"] is None else _weights
     with graph.inserting_before(node):
         counted = count(graph, node)
@@ -79,9 +83,22 @@ def _weights(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
 
 def _pointwise_loss(graph: fx.Graph, node: fx.Node) -> list[fx.Node] | None:
     """mse_loss and its like: the count is the number of elements."""
+    shapes = (info(n).meta.shape for n in operands(node))
+    return _mean(graph, node, prod(torch.broadcast_shapes(*shapes)))  # type: ignore[no-untyped-call]
+
+
+def _row_loss(graph: fx.Graph, node: fx.Node) -> list[fx.Node] | None:
+    """triplet_margin_loss and its like: the count is the number of rows, along which losses are made."""
+    metas = [info(n).meta for n in operands(node)]
+    alike = [meta.shape for meta in metas if len(meta.shape) == len(metas[0].shape)]
+    rows = torch.broadcast_shapes(*alike)[:-1]  # type: ignore[no-untyped-call]
+    return _mean(graph, node, prod(rows))
+
+
+def _mean(graph: fx.Graph, node: fx.Node, count: int) -> list[fx.Node] | None:
+    """The sum over ``count`` elements, divided by it."""
     if arguments(node)["reduction"] != _MEAN:
         return None
-    count = info(node.all_input_nodes[0]).meta.numel
     with graph.inserting_before(node):
         total = _summed(graph, node)
         loss = derive(graph.call_function(aten.div.Tensor, (total, count)), node)
@@ -109,6 +126,13 @@ _REWRITES: dict[str, _Rewrite] = {
     "aten.huber_loss.default": _pointwise_loss,
     "aten.kl_div.default": _pointwise_loss,
     "aten.soft_margin_loss.default": _pointwise_loss,
+    "aten.poisson_nll_loss.default": _pointwise_loss,
+    "aten.hinge_embedding_loss.default": _pointwise_loss,
+    "aten.margin_ranking_loss.default": _pointwise_loss,
+    "aten.cosine_embedding_loss.default": _row_loss,
+    "aten.triplet_margin_loss.default": _row_loss,
+    "aten.multi_margin_loss.default": _row_loss,
+    "aten.multilabel_margin_loss.default": _row_loss,
     "aten.binary_cross_entropy.default": _pointwise_loss,
     "aten.binary_cross_entropy_with_logits.default": _pointwise_loss,
 }

@@ -23,6 +23,7 @@ class Policy(Enum):
     FLOAT32_RESULT = "as given, with a float32 result (argument dtype), unless a dtype is asked for"
     WIDEST = "in float32 if one of them is, else in the lower precision"
     REFUSED = "not at all: unsafe in the lower precision"
+    INSIDE = "as given, but its own steps take theirs by policies of theirs"
 
 
 _LOWER: Final = """
@@ -41,7 +42,7 @@ _CUDA: Final[Mapping[Policy, str]] = {
     + """
     convolution cudnn_convolution cudnn_convolution_transpose addmv addr einsum mv chain_matmul linalg_multi_dot
     _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
-    _scaled_dot_product_flash_attention
+    _scaled_dot_product_flash_attention gru.input lstm.input rnn_tanh.input rnn_relu.input
     """,
     Policy.FLOAT32: _FLOAT32
     + """
@@ -58,12 +59,14 @@ _CUDA: Final[Mapping[Policy, str]] = {
     """,
     Policy.WIDEST: "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add",
     Policy.REFUSED: "binary_cross_entropy",
+    Policy.INSIDE: "affine_grid_generator",
 }
 
 _CPU: Final[Mapping[Policy, str]] = {
     Policy.LOWER: _LOWER
     + """
     conv1d.padding conv2d.padding conv3d.padding einsum _addmm_activation mkldnn_rnn_layer _native_multi_head_attention
+    rnn_tanh.input rnn_relu.input rnn_tanh_cell rnn_relu_cell
     """,
     Policy.FLOAT32: _FLOAT32
     + """
@@ -82,8 +85,11 @@ _CPU: Final[Mapping[Policy, str]] = {
     fake_quantize_per_tensor_affine fractional_max_pool2d fractional_max_pool3d adaptive_max_pool3d
     """,
     Policy.WIDEST: "stack cat concat concatenate index_copy",
+    Policy.INSIDE: "affine_grid_generator bilinear gru.input lstm.input gru_cell lstm_cell",
 }
-"""Composite ops stand where the ops that they are made of do: ``square`` is a power, ``einsum`` a batched product."""
+"""Composite ops stand where the ops that they are made of do: ``square`` is a power, ``einsum`` a batched product. On
+CUDA recurrent layers are ``_cudnn_rnn`` (``aten/src/ATen/cudnn/AutocastRNN.cpp``); on the CPU they are products in the
+lower precision, and what is between them isn't."""
 
 
 def _by_name(lists: Mapping[Policy, str]) -> Mapping[str, Policy]:

@@ -130,6 +130,28 @@ def _local_groups(op: Op, choice: Choice, size: int, axis: str) -> Local:
     return Local.replacing(op, 6, "groups", _groups(op) // size)
 
 
+def _transposed(op: Op) -> str:
+    """Weights ``[in, out / groups, ...]``: a sum over input channels (without bias); several groups stay whole."""
+    spatial = len(op.operands[1].shape) - 2
+    batch = "n " if len(op.operands[0].shape) == spatial + 2 else ""
+    given, kernel, result = (" ".join(f"{s}{kind}!" for s in names(spatial)) for kind in ("x", "w", "y"))
+    if _groups(op) > 1:
+        return f"{batch}c! {given}, c! o! {kernel}, p! -> {batch}p! {result}"
+    c = "c!" if _biased(op) else "c"
+    return f"{batch}{c} {given}, {c} o {kernel}, o -> {batch}o {result}"
+
+
+def _transposed_flops(op: Op, letters: Letters) -> int:
+    """Each element of the operand is multiplied by all taps of its channel."""
+    weight = op.operands[1]
+    return 2 * op.operands[0].numel * (weight.numel // weight.shape[0])
+
+
+def _bilinear_flops(op: Op, letters: Letters) -> int:
+    return 2 * op.operands[2].numel * (op.result.numel // op.result.shape[-1])
+
+
+_TRANSPOSED = Spec(_transposed, linear=_unless_biased, sums=True, flop_count=_transposed_flops)
 _CONVOLUTION = Spec(
     _convolution,
     linear=_unless_biased,
@@ -153,4 +175,11 @@ RULES: dict[str, Rule] = {
     "aten.conv1d.default": _CONVOLUTION,
     "aten.conv2d.default": _CONVOLUTION,
     "aten.conv3d.default": _CONVOLUTION,
+    "aten.conv1d.padding": _CONVOLUTION,
+    "aten.conv2d.padding": _CONVOLUTION,
+    "aten.conv3d.padding": _CONVOLUTION,
+    "aten.conv_transpose1d.default": _TRANSPOSED,
+    "aten.conv_transpose2d.input": _TRANSPOSED,
+    "aten.conv_transpose3d.input": _TRANSPOSED,
+    "aten.bilinear.default": Spec("... i!, ... j!, o i! j!, o -> ... o", flop_count=_bilinear_flops),
 }

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from autopar.graph import AxisRef, Choice
 from autopar.rules.base import Communication, Local, Op, Rule
-from autopar.rules.lines import line, names
+from autopar.rules.lines import dim, line, names, whole
 from autopar.rules.spec import Spec
 from autopar.spmd import I, R, S
 
@@ -85,6 +85,43 @@ def _elementwise(reduction_position: int) -> Spec:
     return Spec(compute, sums=True)
 
 
+def _of_rows(reduction_position: int) -> Spec:
+    """One loss for each row, which is whole. Operands of fewer dims have a number for each."""
+
+    def compute(op: Op) -> str | None:
+        reduction = op.arg(reduction_position, "reduction", _MEAN)
+        if reduction == _MEAN:
+            return None
+        rank = len(op.operands[0].shape)
+        rows = names(rank - 1)
+        taken = [[*rows, "c!"] if len(meta.shape) == rank else rows for meta in op.operands]
+        return line(taken, rows if reduction == _NONE else [])
+
+    return Spec(compute, sums=True)
+
+
+def _multi_margin(op: Op) -> str | None:
+    """Scores ``[n, c]`` or ``[c]``, the right classes, and a weight by class."""
+    reduction = op.arg(5, "reduction", _MEAN)
+    if reduction == _MEAN:
+        return None
+    rows = names(len(op.operands[0].shape) - 1)
+    return line([[*rows, "c!"], rows, ["c!"]], rows if reduction == _NONE else [])
+
+
+def _distance(op: Op) -> str:
+    """Of vectors along the last dim, which stays as 1 with ``keepdim``."""
+    return "... d!, ... d! -> ... 1" if op.arg(4, "keepdim", False) else "... d!, ... d! -> ..."
+
+
+def _cosine(op: Op) -> str:
+    """Along one dim of two tensors that are broadcast to one another."""
+    rank = max(len(meta.shape) for meta in op.operands)
+    letters = whole(names(rank), [dim(op.arg(2, "dim", 1), rank)])
+    operands = [letters[rank - len(meta.shape) :] for meta in op.operands]
+    return line(operands, [letter for letter in letters if not letter.endswith("!")])
+
+
 RULES: dict[str, Rule] = {
     "aten.cross_entropy_loss.default": _CrossEntropy(
         _by_class, sums=True, forms=_classes_split, local=_local_cross_entropy, inside=_statistics, sweeps=3.0
@@ -98,6 +135,16 @@ RULES: dict[str, Rule] = {
     "aten.huber_loss.default": _elementwise(2),
     "aten.kl_div.default": _elementwise(2),
     "aten.soft_margin_loss.default": _elementwise(2),
+    "aten.poisson_nll_loss.default": _elementwise(5),
+    "aten.hinge_embedding_loss.default": _elementwise(3),
+    "aten.margin_ranking_loss.default": _elementwise(4),
+    "aten.cosine_embedding_loss.default": _of_rows(4),
+    "aten.triplet_margin_loss.default": _of_rows(7),
+    "aten.multilabel_margin_loss.default": _of_rows(2),
+    "aten.multi_margin_loss.default": Spec(_multi_margin, sums=True),
+    "aten.pairwise_distance.default": Spec(_distance),
+    "aten.cosine_similarity.default": Spec(_cosine),
+    "aten.cdist.default": Spec("... p d!, ... q d! -> ... p q"),
     "aten.binary_cross_entropy.default": _elementwise(3),
     "aten.binary_cross_entropy_with_logits.default": _elementwise(4),
 }

@@ -9,6 +9,7 @@ import torch
 
 from autopar.graph import Meta
 from autopar.rules.base import Op, Rule
+from autopar.rules.lines import dim, line, names, whole
 from autopar.rules.spec import Passes, Spec, Unread, each, nothing, through, together
 
 _LINE = "..., ..., ... -> ..."
@@ -176,6 +177,20 @@ def _element(op: Op) -> str | None:
     return f"{' '.join(left)} -> {' '.join(right)}"
 
 
+def _slopes(op: Op) -> str:
+    """prelu: one slope, or one for each channel (dim 1)."""
+    letters = names(len(op.operands[0].shape))
+    return line([letters, letters[1:2] if op.operands[1].numel > 1 else ["1"] * len(op.operands[1].shape)], letters)
+
+
+def _gated(op: Op) -> str:
+    """glu: the halves of one dim."""
+    letters = names(len(op.operands[0].shape))
+    d = dim(op.arg(1, "dim", -1), len(letters))
+    made = [f"{letter}'!" if i == d else letter for i, letter in enumerate(letters)]
+    return line([whole(letters, [d])], made)
+
+
 UNARY = (
     *("abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "ceil", "cos", "cosh", "erf", "erfc", "exp"),
     *("exp2", "expm1", "floor", "frac", "lgamma", "log", "log10", "log1p", "log2", "logit", "reciprocal"),
@@ -183,6 +198,7 @@ UNARY = (
     *("celu", "elu", "gelu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "log_sigmoid", "mish"),
     *("relu", "relu6", "selu", "silu", "softplus", "softshrink", "hardshrink", "threshold"),
     *("clamp", "clamp_max", "clamp_min", "nan_to_num"),
+    *("digamma", "erfinv", "sinc", "special_i0"),
     *("bitwise_not", "isfinite", "isinf", "isnan", "logical_not"),
 )
 BINARY = (
@@ -196,6 +212,8 @@ BINARY = (
     *("bitwise_and.Scalar", "bitwise_and.Tensor", "bitwise_or.Tensor", "bitwise_xor.Tensor"),
     *("__and__.Scalar", "__and__.Tensor", "__or__.Tensor", "__xor__.Tensor"),
     *("logical_and.default", "logical_or.default", "logical_xor.default"),
+    *("copysign.Tensor", "float_power.Tensor_Scalar", "hypot.default", "ldexp.Tensor", "logaddexp.default"),
+    *("logaddexp2.default", "xlogy.Tensor"),
     *("addcmul.default", "addcdiv.default", "lerp.Scalar", "lerp.Tensor", "where.Scalar"),
 )
 
@@ -243,5 +261,9 @@ RULES: dict[str, Rule] = {
     "aten.lift_fresh_copy.default": _pointwise(each),
     "aten.view_as_complex.default": Spec("... c! ->  ..."),
     "aten.view_as_real.default": Spec("... -> ... c!"),
+    "aten.complex.default": Spec("..., ... -> ..."),
+    "aten.prelu.default": Spec(_slopes),
+    "aten.glu.default": Spec(_gated),
+    "aten.bucketize.Tensor": Spec("..., k! -> ..."),
     "getitem": Spec(_element, linear=together),
 }

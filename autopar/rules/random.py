@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from autopar.rules.base import Op, Rule
+from autopar.rules.lines import line, names, whole
 from autopar.rules.spec import Spec, shape_arg
 
 
@@ -20,13 +21,25 @@ class _Dropout(Spec):
         return op.result.numel
 
 
+def _channels(op: Op) -> str:
+    """Dropout of whole channels: a number for each of each sample."""
+    letters = names(len(op.operands[0].shape))
+    marked = whole(letters, range(2, len(letters)))
+    return line([marked], marked)
+
+
 _DRAWN = Spec("... -> ...")
+_CHANNELS = Spec(_channels)
 _MADE = Spec(" -> ...", local=shape_arg(0, "size"))
 
 RULES: dict[str, Rule] = {
     "aten.dropout.default": _Dropout("... -> ..."),
     "aten.native_dropout.default": _Dropout("... -> ..."),
     "aten.alpha_dropout.default": _DRAWN,
+    "aten.feature_dropout.default": _CHANNELS,
+    "aten.feature_alpha_dropout.default": _CHANNELS,
+    "aten.rrelu.default": _DRAWN,
+    "aten.normal.Tensor_float": _DRAWN,
     "aten.bernoulli.default": _DRAWN,
     "aten.bernoulli.p": _DRAWN,
     "aten.rand_like.default": _DRAWN,
@@ -39,5 +52,9 @@ RULES: dict[str, Rule] = {
     "aten.randn.default": _MADE,
 }
 
-RANDOM: Final[tuple[str, ...]] = (*RULES, "aten.scaled_dot_product_attention.default")
-"""Ops that may draw random numbers; dropout and attention only where their probability isn't 0."""
+RANDOM: Final[tuple[str, ...]] = (
+    *RULES,
+    "aten.scaled_dot_product_attention.default",
+    *("aten.gru.input", "aten.lstm.input", "aten.rnn_tanh.input", "aten.rnn_relu.input"),
+)
+"""Ops that may draw random numbers; dropout, attention and recurrent layers only where their probability isn't 0."""

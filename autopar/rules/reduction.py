@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autopar.graph import Choice
@@ -52,6 +52,33 @@ def _grouped(op: Op) -> str:
     return f"n z! {spatial}, z!, z! -> n z! {spatial}"
 
 
+def _transformed(op: Op) -> str:
+    """A Fourier transform along one dim, which may change its size."""
+    letters = names(len(op.operands[0].shape))
+    d = dim(op.arg(2, "dim", -1), len(letters))
+    return line([whole(letters, [d])], [f"{letter}'!" if i == d else letter for i, letter in enumerate(letters)])
+
+
+def _ranked(dim_position: int) -> Callable[[Op], str]:
+    """One of the elements along a dim, by default the last."""
+
+    def compute(op: Op) -> str:
+        letters = names(len(op.operands[0].shape))
+        d, keep = dim(op.arg(dim_position, "dim", -1), len(letters)), op.arg(dim_position + 1, "keepdim", False)
+        result = ["1" if i == d else letter for i, letter in enumerate(letters) if keep or i != d]
+        return line([whole(letters, [d])], result)
+
+    return compute
+
+
+def _crossed(op: Op) -> str | None:
+    """The cross product of vectors along one dim."""
+    ranks = {len(meta.shape) for meta in op.operands}
+    letters = names(min(ranks))
+    marked = whole(letters, [dim(op.arg(2, "dim", -1), len(letters))])
+    return line([marked, marked], marked) if len(ranks) == 1 else None
+
+
 def _along(position: int, name: str = "dim", default: int = -1) -> Spec:
     return Spec(along(position, name, default))
 
@@ -99,6 +126,22 @@ RULES: dict[str, Rule] = {
     "aten.softmax.int": _along(1),
     "aten.log_softmax.int": _along(1),
     "aten.cumprod.default": _along(1),
+    "aten.logcumsumexp.default": _along(1),
+    "aten.cummax.default": _along(1),
+    "aten.cummin.default": _along(1),
+    **{f"aten.fft_{kind}.default": Spec(_transformed) for kind in ("fft", "ifft", "rfft", "irfft")},
+    "aten.median.dim": _kept(1, 2),
+    "aten.nanmedian.dim": _kept(1, 2),
+    "aten.mode.default": Spec(_ranked(1)),
+    "aten.kthvalue.default": Spec(_ranked(2)),
+    "aten.quantile.scalar": _kept(2, 3),
+    "aten.aminmax.default": _kept(1, 2),
+    "aten.nansum.default": _kept(1, 2),
+    "aten.var_mean.dim": _kept(1, 3),
+    "aten.var_mean.correction": _kept(1, None),
+    "aten.std_mean.dim": _kept(1, 3),
+    "aten.std_mean.correction": _kept(1, None),
+    "aten.linalg_cross.default": Spec(_crossed),
     "aten.diff.default": Spec(_differences, linear=together),
     "aten.sort.default": _along(1),
     "aten.sort.stable": _along(2),

@@ -16,7 +16,7 @@ from autopar.rules.base import Op, Whole
 from autopar.rules.moves import Moves
 from autopar.rules.transitions import RULES as TRANSITIONS
 from autopar.spmd import S, Type, divides
-from tests.rules import examples, examples_more
+from tests.rules import examples, examples_layers, examples_more
 from tests.rules.harness import Example, Step, choices_of, prove
 
 Family = Callable[[], Iterator[Example]]
@@ -26,6 +26,9 @@ FAMILIES: tuple[Family, ...] = (
     *(examples.products, examples.einsums, examples.convolutions),
     *(examples.reshapes, examples.orders, examples.cuts, examples.reductions, examples.norms),
     *(examples_more.lookups, examples_more.places, examples_more.attentions, examples_more.losses),
+    *(examples_layers.pools, examples_layers.resolutions, examples_layers.shuffles, examples_layers.samples),
+    *(examples_layers.instances, examples_layers.transposed, examples_layers.recurrent, examples_layers.row_losses),
+    *(examples_layers.distances, examples_layers.along_dims, examples_layers.matrices, examples_layers.further),
     *(examples_more.chunked_losses, examples_more.made, examples_more.drawn),
 )
 ELSEWHERE = {

@@ -1,0 +1,147 @@
+"""Layers and losses that few language models have: samples are split, and it is the same as on one device."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autopar.errors import ShardingError
+from tests.fast_cluster import FAST
+from tests.pinned import compile_pinned
+
+ROWS, WIDTH, STEPS = 8, 8, 8
+
+Body = Callable[[Any, Tensor], Tensor]
+
+
+class Model(nn.Module):
+    """``x [b, width]`` to ``shape`` for each row, through ``body``, to a mean that tells elements apart."""
+
+    def __init__(self, shape: tuple[int, ...], body: Body, layer: nn.Module | None = None) -> None:
+        super().__init__()
+        self.enter, self.shape = nn.Linear(WIDTH, prod(shape)), shape
+        self.layer, self.body = layer or nn.Identity(), body
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.body(self.layer, self.enter(x).unflatten(-1, self.shape))
+        return (made * torch.linspace(0.5, 1.5, made.shape[-1], dtype=made.dtype)).square().mean()
+
+
+class Loss(nn.Module):
+    """The mean loss of a product and a target."""
+
+    def __init__(self, body: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.enter, self.body = nn.Linear(WIDTH, WIDTH), body
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.body(self.enter(x), y)
+
+
+def first(layer: Any, x: Tensor) -> Tensor:
+    """Of a recurrent layer, the outputs."""
+    return layer(x)[0]
+
+
+def ends(layer: Any, x: Tensor) -> Tensor:
+    """Of an LSTM, outputs and both states at the end."""
+    outputs, (hidden, cell) = layer(x)
+    return outputs.sum(1) + hidden[-1] * cell[0]
+
+
+def steps_first(layer: Any, x: Tensor) -> Tensor:
+    return layer(x.transpose(0, 1))[0].transpose(0, 1)
+
+
+def plain(layer: Any, x: Tensor) -> Tensor:
+    return layer(x)
+
+
+IMAGE = (4, 4, 4)
+LAYERS: dict[str, Callable[[], Model]] = {
+    "gru": lambda: Model((STEPS, 4), first, nn.GRU(4, 6, batch_first=True)),
+    "gru_both_ways": lambda: Model((STEPS, 4), first, nn.GRU(4, 6, 2, batch_first=True, bidirectional=True)),
+    "lstm": lambda: Model((STEPS, 4), ends, nn.LSTM(4, 6, batch_first=True)),
+    "lstm_projected": lambda: Model((STEPS, 4), first, nn.LSTM(4, 6, batch_first=True, proj_size=2)),
+    "rnn_steps_first": lambda: Model((STEPS, 4), steps_first, nn.RNN(4, 6)),
+    "lstm_cell": lambda: Model((4,), first, nn.LSTMCell(4, 6)),
+    "gru_cell": lambda: Model((4,), plain, nn.GRUCell(4, 6)),
+    "transposed": lambda: Model(IMAGE, plain, nn.ConvTranspose2d(4, 8, 3, stride=2, padding=1, output_padding=1)),
+    "transposed_groups": lambda: Model(IMAGE, plain, nn.ConvTranspose2d(4, 8, 3, groups=2)),
+    "same": lambda: Model(IMAGE, plain, nn.Conv2d(4, 8, 3, padding="same")),
+    "bilinear": lambda: Model((8,), lambda layer, x: layer(x, x.exp()), nn.Bilinear(8, 8, 4)),
+    "instances": lambda: Model((4, 6), plain, nn.InstanceNorm1d(4, affine=True)),
+    "pool": lambda: Model(IMAGE, plain, nn.Sequential(nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1))),
+    "upsample": lambda: Model(IMAGE, plain, nn.Upsample(scale_factor=2, mode="bilinear")),
+    "shuffle": lambda: Model(IMAGE, plain, nn.Sequential(nn.PixelShuffle(2), nn.PReLU())),
+    "folds": lambda: Model(IMAGE, plain, nn.Sequential(nn.Unfold(2, stride=2), nn.Fold(4, 2, stride=2))),
+    "warped": lambda: Model(
+        (2, 3),
+        lambda _, x: F.grid_sample(
+            x.sin().unsqueeze(1), F.affine_grid(x, [len(x), 1, 4, 4], align_corners=False), align_corners=False
+        ),
+    ),
+    "spectrum": lambda: Model((STEPS,), lambda _, x: torch.fft.irfft(torch.fft.rfft(x) * 2)[..., :4]),
+    "inverse": lambda: Model((3, 3), lambda _, x: torch.linalg.inv(x + 4 * torch.eye(3, dtype=x.dtype))),
+    "glu": lambda: Model((8,), lambda _, x: F.glu(x)),
+}
+
+
+def signs() -> Tensor:
+    return torch.randint(2, (ROWS,)) * 2 - 1
+
+
+LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[], Tensor]]] = {
+    "poisson": (F.poisson_nll_loss, lambda: torch.rand(ROWS, WIDTH) * 3),
+    "hinge": (lambda x, y: F.hinge_embedding_loss(x, y.sign()), lambda: torch.randn(ROWS, WIDTH)),
+    "ranking": (lambda x, y: F.margin_ranking_loss(x, 2 * y, y.sign(), 0.1), lambda: torch.randn(ROWS, WIDTH)),
+    "cosine": (lambda x, y: F.cosine_embedding_loss(x, x.sin().roll(1, -1), y), signs),
+    "triplet": (lambda x, y: F.triplet_margin_loss(x, y, x.sin(), swap=True), lambda: torch.randn(ROWS, WIDTH)),
+    "margins": (lambda x, y: F.multi_margin_loss(x, y, p=2), lambda: torch.randint(WIDTH, (ROWS,))),
+    "several_labels": (F.multilabel_margin_loss, lambda: torch.tensor([[1, 3, *[-1] * 6]] * ROWS)),
+    "probabilities": (lambda x, y: F.cross_entropy(x, y.softmax(-1)), lambda: torch.randn(ROWS, WIDTH)),
+    "distance": (lambda x, y: F.pairwise_distance(x, y).square().mean(), lambda: torch.randn(ROWS, WIDTH)),
+    "likeness": (lambda x, y: F.cosine_similarity(x, y).mean(), lambda: torch.randn(ROWS, WIDTH)),
+    "broadcast": (lambda x, y: F.kl_div(x[:, None].log_softmax(-1), y), lambda: torch.rand(ROWS, 4, WIDTH)),
+}
+MESHES = [{"dp": 2}, {"dp": 2, "tp": 2}]
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides:UserWarning")
+@pytest.mark.parametrize("mesh", MESHES, ids=["dp", "dp-tp"])
+@pytest.mark.parametrize("name", [*LAYERS, *LOSSES])
+def test_samples_are_split(name: str, mesh: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    batch: tuple[Tensor, ...] = (torch.randn(ROWS, WIDTH, dtype=torch.float64),)
+    if name in LOSSES:
+        body, target = LOSSES[name]
+        model: nn.Module = Loss(body)
+        made = target()
+        batch = (*batch, made.double() if made.is_floating_point() else made)
+    else:
+        model = LAYERS[name]()
+    job = compile_pinned(
+        model.double(), prod(mesh.values()), sample=batch, cluster=FAST, mesh=mesh, microbatches=2, optimizer=tame
+    )
+    result = job.verify(batch, steps=2)
+    assert result.ok, str(result)
+    (loss,) = re.findall(r"loss_axes=(.*),\n", job.job.texts[0])
+    assert '"dp"' in loss, "every rank computes all samples"
+
+
+def tame(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def test_what_needs_all_samples_is_refused_by_name() -> None:
+    """Statistics of a batch are not the mean of those of its parts."""
+    model = Model((4, 6), plain, nn.BatchNorm1d(4, track_running_stats=False)).double()
+    with pytest.raises(ShardingError, match=r"aten.batch_norm.*needs the whole batch at once. Use microbatches=1"):
+        compile_pinned(model, 2, sample=(torch.randn(ROWS, WIDTH).double(),), cluster=FAST, microbatches=2)
