@@ -49,6 +49,7 @@ from autopar.planner.spreading import Spread
 from autopar.rules import has_rule
 from autopar.rules.attention import heads
 from autopar.rules.base import Op
+from autopar.schedules import Timelines
 from autopar.storages import TEMPORARIES
 
 
@@ -128,9 +129,10 @@ def finish(
     pinned: Plan | None = None,
     measured: Callable[[Built], Built] | None = None,
     known: Mapping[int, Layout] | None = None,
+    timelines: Timelines | None = None,
 ) -> Built:
     """:func:`build`, from a model that is placed. ``known`` are layouts of it that were found before, by the bytes that
-    they spared; the leanest of them is tried first."""
+    they spared; the leanest of them is tried first. ``timelines`` as in :func:`autopar.planner.pipeline.lay_out`."""
     model, request = placed.model, placed.request
     machine = Machine.of(request.cluster, request.mesh, request.options.zero_ranks)
     wanted = replace(request.wanted, head_chunks=request.options.head_chunks)
@@ -138,9 +140,8 @@ def finish(
 
     def laid_out(spared_bytes: int) -> Built:
         spared, before = replace(wanted, spared_bytes=spared_bytes), found.get(spared_bytes)
-        pipeline = lay_out(
-            model, costs, machine, request.microbatches, spared, request.options, activations, pins, before
-        )
+        given = model, costs, machine, request.microbatches, spared, request.options, activations
+        pipeline = lay_out(*given, pins, before, timelines)
         plan = pinned or _plan(placed, pipeline, costs, machine)
         require_host(request.options, machine.device, max(rank.host_bytes for rank in plan.rank_plans))
         return Built(plan, model, pipeline)

@@ -184,7 +184,8 @@ def _build(
     machine = Machine.of(profiler.cluster, profile.mesh(region.mesh), point.zero_ranks)
     placed = replace(profile.placed, request=replace(request, mesh=machine.mesh))
     known = {search.costing.spared_bytes: layout}
-    return finish(placed, profile.costs_on(machine), profile.activations, None, measured, known)
+    timelines = search.costing.timelines
+    return finish(placed, profile.costs_on(machine), profile.activations, None, measured, known, timelines)
 
 
 def _best(search: Search, found: Found, measured: Callable[[Built], Built] | None) -> tuple[Built, Outcome]:
