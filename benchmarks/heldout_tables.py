@@ -72,7 +72,7 @@ def foundry(file: str, rows: Sequence[Row], gpu: str) -> Table:
             options["reduce_dtype"] = "bfloat16"
         seconds = batch * sizes.sequence / float(row["tokens_per_second"])
         name = f"{row['model']} s{row['seq']} b{microbatch} on {gpus}{' full' if is_full else ''}"
-        more: dict[str, Any] = {"options": options, "attention": _FLASH_1[gpu]}
+        more: dict[str, Any] = {"options": options, "attention": _FLASH_1[gpu], "copies_gathered": False}
         runs.append(Run(name, gpu, sizes, {"dp": gpus}, microbatch, batch, seconds, **more))
     return Table(f"MPT, FSDP ({gpu.upper()})", file, runs, out)
 

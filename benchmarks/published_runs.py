@@ -41,6 +41,7 @@ from autopar.planner.zero import MoveCosts
 from autopar.rules import lookup
 from autopar.rules.base import Op
 from autopar.schedules import simulate_timeline
+from autopar.schedules.weight_moves import MessageSizes
 from autopar.spmd import R, Type
 
 Sizes = GptSizes | LlamaSizes
@@ -76,13 +77,15 @@ class Run:
     """Between products that tp splits, each of its ranks computes for all tokens, as before sequence parallelism."""
     late_sums: bool = False
     """Gradients are summed over ranks after the last backward, none of them beside it."""
-    copies_gathered: bool = False
-    """Weights that are gathered for a pass arrive in one buffer, and are copied to where they are used on the stream of
-    passes, as by FSDP2 (``foreach_all_gather_copy_out`` of torch.distributed)."""
+    copies_gathered: bool | None = None
+    """Weights that are gathered for a pass arrive in one buffer, and are all copied to where they are used on the
+    stream of passes, as by FSDP2 (``foreach_all_gather_copy_out`` of torch.distributed); or (False) none are, since a
+    layer has one flat weight (``FlatParameter`` of FSDP1). None: as by our programs, which copy small ones."""
     waits_for_gathers: bool = False
     """No weights are gathered, or gradients scattered, beside passes, as by DeepSpeed's ZeRO-3 until summer 2021: "each
     all_gather calls torch.cuda.synchronize()" (github.com/deepspeedai/DeepSpeed, pull/1188; issues/1069 has prefetches
-    that were skipped). What is computed again is gathered again (arXiv 2104.07857, section 4.1)."""
+    that were skipped). What is computed again is gathered again (arXiv 2104.07857, section 4.1). Weights travel one by
+    one, but for the norms and biases of a layer."""
     attention: tuple[float, float] | None = None
     """Shares of the peak rate that its kernels of fused attention reach on long sequences, forward and backward; None:
     those of the cost models, of today's kernels."""
@@ -223,8 +226,8 @@ def _planned(model: Model, run: Run) -> _Planned:
     if run.recomputed is not None:
         pipeline = recomputing(built, run.request, run.recomputed)
     more = _late_seconds(built, run.request) if run.late_sums else 0.0
-    if run.copies_gathered:
-        more += _copied_seconds(built, run.request)
+    if run.copies_gathered is not None:
+        more += _copied_seconds(built, run.request, everything=run.copies_gathered)
     if run.waits_for_gathers:
         more += _waited_seconds(built, run.request)
     if run.attention is not None:
@@ -268,12 +271,16 @@ def _late_seconds(built: Built, request: Request) -> float:
     return late.makespan_seconds - timeline.makespan_seconds
 
 
-def _copied_seconds(built: Built, request: Request) -> float:
-    """Of copying all weights once more for each forward and backward of a step, where there is one stage.
+def _copied_seconds(built: Built, request: Request, *, everything: bool) -> float:
+    """What a step takes longer if each of its forwards and backwards copies ``everything`` that it gathers, or nothing,
+    instead of what programs of ours copy, where there is one stage.
 
     Raises ValueError where there are several: passes of one may wait for others'.
     """
     _check_one_stage(built)
+    pipeline, machine = built.pipeline, Machine.of(request.cluster, request.mesh)
+    moves = MoveCosts(built.model, request.options, machine, pipeline.stages, pipeline.schedule.placement)
+    ours = moves.unpack_seconds(pipeline.stages[0])
     device, known = request.cluster.device, {}
     for call in built.model.calls:
         known |= {
@@ -282,7 +289,7 @@ def _copied_seconds(built: Built, request: Request) -> float:
         }
     weights = [meta for meta in known.values() if meta.needs_grad]  # else a buffer
     each = sum(step.copy_seconds(w.numel, w.dtype.itemsize, w.dtype.itemsize, device) for w in weights)
-    return 2 * request.microbatches * each
+    return 2 * request.microbatches * ((each if everything else 0.0) - ours)
 
 
 def _waited_seconds(built: Built, request: Request) -> float:
@@ -292,12 +299,14 @@ def _waited_seconds(built: Built, request: Request) -> float:
     """
     _check_one_stage(built)
     pipeline, machine = built.pipeline, Machine.of(request.cluster, request.mesh)
-    moves = MoveCosts(built.model, request.options, machine, pipeline.stages, pipeline.schedule.placement)
     (stage,), (slowed,), costs = pipeline.stages, pipeline.slowed, pipeline.timeline.costs
+    moves = MoveCosts(built.model, request.options, machine, pipeline.stages, pipeline.schedule.placement)
+    copied = moves.unpack_seconds(stage)
+    moves = replace(moves, sizes=one_by_one(request.mesh.dp))
     alone = replace(
         costs,
-        forward_seconds=(costs.forward_seconds[0] - slowed.forward,),
-        backward_seconds=(costs.backward_seconds[0] - slowed.backward,),
+        forward_seconds=(costs.forward_seconds[0] - slowed.forward - copied,),
+        backward_seconds=(costs.backward_seconds[0] - slowed.backward - copied,),
         gather_seconds=(0.0,),
         scatter_seconds=(0.0,),
     )
@@ -305,6 +314,11 @@ def _waited_seconds(built: Built, request: Request) -> float:
     each = gathers * moves.gather_seconds(stage) + moves.scatter_seconds(stage)
     passes = simulate_timeline(pipeline.schedule, alone).makespan_seconds
     return passes + request.microbatches * each - pipeline.timeline.makespan_seconds
+
+
+def one_by_one(ranks: int) -> MessageSizes:
+    """Under which each weight of a MiB or more travels by itself around so many ``ranks``."""
+    return MessageSizes(part_bytes=2**20 // ranks)
 
 
 def _attention_seconds(built: Built, request: Request, shares: tuple[float, float]) -> float:

@@ -144,15 +144,18 @@ def test_runs_are_planned_as_their_systems_ran(fidelity: ModuleType) -> None:
 
 @pytest.mark.slow
 def test_copies_of_gathered_weights_take_their_time(fidelity: ModuleType) -> None:
-    """Each weight read and written once more, for a forward and a backward of each microbatch."""
+    """Each weight read and written once more, for a forward and a backward of each microbatch; of our programs, those
+    of layers, which are small, and the part of them that a rank sends."""
     runs = importlib.import_module("published_runs")
     sizes = runs.LlamaSizes(5, 1024, 8, 2, 2048, 8192, 512, plain=True)
     run = runs.Run("small", "a100", sizes, {"dp": 16}, 1, 32, 1.0, options={"zero": 3})
-    plain, copied = runs.predictions([run, replace(run, copies_gathered=True)])
+    all_, none = replace(run, copies_gathered=True), replace(run, copies_gathered=False)
+    plain, copied, flat = runs.predictions([run, all_, none])
     layer = 1024 * (2 * 1024 + 2 * 256 + 3 * 2048 + 2)
     elements = 5 * layer + 1024 * (2 * 8192 + 1)
     rate = runs.Cluster.load("a100").device.achievable_memory_bytes_per_second
-    assert copied.seconds - plain.seconds == pytest.approx(2 * 2 * elements * 2 * 2 / rate, rel=1e-6)
+    assert copied.seconds - flat.seconds == pytest.approx(2 * 2 * elements * 2 * 2 / rate, rel=1e-6)
+    assert plain.seconds - flat.seconds == pytest.approx(2 * 2 * 5 * layer * (1 + 1 / 16) * 2 * 2 / rate, rel=1e-6)
 
 
 @pytest.mark.slow
@@ -167,8 +170,11 @@ def test_passes_that_wait_for_gathers_have_none_beside_them(fidelity: ModuleType
     pipeline, machine = found.pipeline, runs.Machine.of(run.request.cluster, run.mesh)
     costs, (slowed,) = pipeline.timeline.costs, pipeline.slowed
     moves = runs.MoveCosts(found.built.model, run.request.options, machine, pipeline.stages, (0,))
+    copied = moves.unpack_seconds(pipeline.stages[0])
+    moves = replace(moves, sizes=runs.one_by_one(16))
+    assert copied > 0
     assert slowed.forward > 0
-    passes = costs.forward_seconds[0] + costs.backward_seconds[0] - slowed.forward - slowed.backward
+    passes = costs.forward_seconds[0] + costs.backward_seconds[0] - slowed.forward - slowed.backward - 2 * copied
     moved = gathers * moves.gather_seconds(pipeline.stages[0]) + moves.scatter_seconds(pipeline.stages[0])
     once = costs.begin_seconds[0] + costs.reduce_seconds[0] + costs.step_seconds[0] + costs.end_seconds[0]
     assert found.seconds == pytest.approx(2 * (passes + moved) + once, rel=1e-6)

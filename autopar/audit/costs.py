@@ -229,7 +229,8 @@ class SeenCosts:
     def _first_gathered(self, stage: int) -> float:
         if self.seen[self.schedule.placement[stage]].on_host:
             return self._gathered(stage)
-        return step.left_seconds(self._gathered(stage), self.layers[stage], self._forward(stage))
+        mine = self.seen[self.schedule.placement[stage]]
+        return step.left_seconds(self._gathered(stage), mine.places[stage], self._forward(stage))
 
     def _gathered(self, stage: int) -> float:
         return self._gathering(stage).seconds + self.prices.fetched(self._gathers(stage))

@@ -101,9 +101,10 @@ class Prices:
         return self._forwards(ran for ran in phase.ops if ran.again and (ran.is_done or ran.started))
 
     def casts(self, phase: Phase) -> float:
-        """Of copies of masters in another dtype."""
+        """Of copies of masters in another dtype, and of weights because they travel together."""
         device = self.cluster.device
-        return math.fsum(step.copy_seconds(count, *sizes, device) for sizes, count in phase.casts.items())
+        cast = math.fsum(step.copy_seconds(count, *sizes, device) for sizes, count in phase.casts.items())
+        return cast + step.copy_seconds(phase.packed_bytes, 1, 1, device)
 
     def fetched(self, phases: Iterable[Phase]) -> float:
         """Of masters on the host: cast there, while others are copied to the device."""

@@ -59,6 +59,9 @@ _TRAVELS: Final = frozenset({DISPATCH, DISPATCH_START, DISPATCH_END, COMBINE})
 _TURNS: Final = "cat.default"
 """Ops in which rows travel to experts or back, and the kernel that lays them out for the next hop."""
 
+PACKS, UNPACKS = "cat.default", "copy_.default"
+"""Kernels that lay weights out to travel together, and that copy them from where they arrive."""
+
 _NUMBERS: Final = 4
 """So many of each token are its statistics."""
 
@@ -172,7 +175,8 @@ class Phase:
     """What one action did: ops of the text, and messages and products that are no op's; of a split vocabulary's passes
     all ``kernels`` beside; bytes that go to the host or come back; ``casts``, elements of masters of which copies of
     another dtype are made, by bytes of an element before and after; ``fetched`` the same of all masters on the host of
-    which there are copies on the device."""
+    which there are copies on the device; ``packed_bytes`` of weights that were copied to travel together, or from where
+    they did."""
 
     ops: list[Ran] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
@@ -181,6 +185,7 @@ class Phase:
     copied_bytes: int = 0
     casts: Counter[tuple[int, int]] = field(default_factory=Counter)
     fetched: Counter[tuple[int, int]] = field(default_factory=Counter)
+    packed_bytes: int = 0
 
 
 class Log:
@@ -192,6 +197,7 @@ class Log:
         self.kind, self._at = "", (-1, -1)
         self.gradients: defaultdict[Where, Counter[Moved]] = defaultdict(Counter)
         self._casting = False
+        self._packing = ""  # the kernel that packs, or unpacks
         self._summing: list[tuple[int, str]] = []  # stages whose gradients are added up, the innermost last
         self._phase = self.phases[""]
         self._running: Ran | None = None  # in a forward
@@ -311,6 +317,20 @@ class Log:
         finally:
             self._casting = False
 
+    @contextmanager
+    def packing(self, kernel: str) -> Iterator[None]:
+        """Within, ``kernel`` copies weights that travel together."""
+        self._packing = kernel
+        try:
+            yield
+        finally:
+            self._packing = ""
+
+    def packed(self, name: str, made: Sequence[Tensor]) -> None:
+        """A kernel ran: of one that copies weights that travel together, bytes count."""
+        if self._packing and name == self._packing and made:
+            self._phase.packed_bytes += made[0].nbytes
+
     def fetch(self, master: Tensor, copy: Tensor) -> None:
         """A copy of a master on the host is made."""
         self._phase.fetched[master.element_size(), copy.element_size()] += master.numel()
@@ -399,6 +419,7 @@ class Kernels(DispatchMode):  # type: ignore[misc]
         self._log.turned(func.__name__, made)
         self._log.moved(func.__name__, given, made)
         self._log.cast(func.__name__, given, made)
+        self._log.packed(func.__name__, made)
         formula = _formula(func)
         flops = formula(*args, **kwargs, out_val=result) if formula else 0
         self._log.products(flops)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ from autopar.audit.record import (
     LOADS,
     LOSS,
     MADE,
+    PACKS,
     PUT_OFF,
     SENT,
     TOTALS,
+    UNPACKS,
     Calls,
     Kernels,
     Log,
@@ -38,6 +41,7 @@ from autopar.runtime.modules import dtype_of
 from autopar.runtime.program import Parameter
 from autopar.runtime.shards import Positions, stored_shape
 from autopar.runtime.store import Unit
+from autopar.runtime.vocabulary import VOCABULARY
 from autopar.schedules.actions import Action, Schedule
 from autopar.simulate.alone import run_alone
 from autopar.storages import fake_tensors
@@ -48,13 +52,15 @@ class Seen:
     """What one rank did in a step with the first and the last microbatch (and one that a stage offloads, where these
     aren't): by action, as its text. ``updated`` is how many elements of parameters its optimizer updates; ``gradients``
     how many of gradients were moved. ``on_host``: that is where masters lie; ``returned`` are bytes of their gradients,
-    by the stage that sums them."""
+    by the stage that sums them.
+    ``places``: at how many units of a stage, by its number, its first forward waits for weights."""
 
     phases: Mapping[str, Phase]
     updated: int
     gradients: Mapping[Where, Counter[Moved]]
     on_host: bool
     returned: Mapping[int, int]
+    places: Mapping[int, int]
 
 
 def see(job: Job, batch: Mapping[str, Tensor]) -> list[Seen]:
@@ -101,10 +107,11 @@ def _see(job: Job, batch: Mapping[str, Tensor], rank: int, microbatches: Collect
             updated = sum(parameter.numel() for parameter in executor.masters.values())
             on_host = masters_on_host(executor.options.offload)
             returned = {stage: _returned_bytes(reducer) for stage, reducer in executor.reducers.items() if on_host}
+            places = {stage: sum(map(_is_sent, units)) for stage, units in _sequences(executor)}
             _watch(executor, log, microbatches, on_host=on_host)
             with Kernels(log), Calls(log):
                 executor.step(given)
-        return Seen(log.phases, updated, dict(log.gradients), on_host, returned)
+        return Seen(log.phases, updated, dict(log.gradients), on_host, returned, places)
 
     return run_alone(program, rank, job.mesh.world, on_call=log.sent)
 
@@ -122,9 +129,13 @@ def _watch(executor: Executor, log: Log, microbatches: Collection[int], *, on_ho
         setattr(executor, name, _within(phase, getattr(executor, name), log))
     for stage, reducer in executor.reducers.items():
         _watch_sums(reducer, stage, log)
-    stores = executor.stores.values()
-    for unit in {unit for store in stores for unit in (*store.roots, *(unit for unit, _ in store.sequence))}:
-        _watch_copies(unit, log, on_host=on_host)  # a root of several stages once
+    known: set[Unit] = set()
+    for stage, store in executor.stores.items():
+        action = Action("GATHER_V") if stage == VOCABULARY else Action("GATHER", stage=stage)
+        for unit in (*store.roots, *(unit for unit, _ in store.sequence)):
+            if unit not in known:  # a root of several stages once
+                _watch_copies(unit, log, on_host=on_host, phase=str(action) if store.resident else "")
+            known.add(unit)
     modules = [*executor.stages.values(), *([executor.vocabulary[0]] if executor.vocabulary else [])]
     for module in modules:
         namespace = type(module).__init__.__globals__
@@ -153,20 +164,33 @@ def _watch_sums(reducer: Reducer, stage: int, log: Log) -> None:
             _watch_method(bucket, name, stage, ENDED, log)
 
 
-def _watch_copies(unit: Unit, log: Log, *, on_host: bool) -> None:
+def _sequences(executor: Executor) -> Iterator[tuple[int, list[Unit]]]:
+    yield from ((stage, [unit for unit, _ in store.sequence]) for stage, store in executor.stores.items())
+
+
+def _is_sent(unit: Unit) -> bool:
+    return any(copy.shard.size > 1 for copy in unit.copies)
+
+
+def _watch_copies(unit: Unit, log: Log, *, on_host: bool, phase: str) -> None:
     """Copies are made of masters when the unit starts. On a CPU, which is the host as well, it casts those that lie
-    there as if they didn't."""
-    start = unit.start
+    there as if they didn't. What is made once a step is of its GATHER, the ``phase``, whenever that happens."""
+    start, wait = unit.start, unit.wait
 
-    def called() -> None:
-        if not on_host:
-            with log.casting():
-                return start()
-        for copy in unit.copies:
-            log.fetch(copy.master, copy.whole)
-        return start()
+    def starting() -> None:
+        with log.within(phase) if phase else nullcontext(), log.packing(PACKS):
+            if not on_host:
+                with log.casting():
+                    return start()
+            for copy in unit.copies:
+                log.fetch(copy.master, copy.whole)
+            return start()
 
-    unit.start = called  # type: ignore[method-assign]
+    def waiting() -> None:
+        with log.within(phase) if phase else nullcontext(), log.packing(UNPACKS):
+            wait()
+
+    unit.start, unit.wait = starting, waiting  # type: ignore[method-assign]
 
 
 def _watch_method(item: object, name: str, stage: int, place: str, log: Log) -> None:

@@ -24,7 +24,7 @@ PARTS: Final = {
     "backward": "backward passes of layers, without what they send and recompute",
     "recomputation": "what backwards compute again",
     "accumulation": "gradients added up over microbatches, where no product does that itself",
-    "casts": "masters cast to the dtype that is computed with, before they are gathered",
+    "casts": "masters cast to the dtype that is computed with, and copies of weights that travel together",
     "contention": "what passes take longer because collectives beside them hold multiprocessors",
     "vocabulary": "passes of layers that are split over the pipeline, with what they send on other axes",
     "collectives": "what layers send inside of their passes",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -25,7 +25,7 @@ from autopar.cost_models import step
 from autopar.graph import info
 from autopar.options import Options, masters_on_host
 from autopar.planner.block_costs import put_off_weights
-from autopar.planner.packing import Kind, alone
+from autopar.planner.packing import Kind, Weight, alone
 from autopar.planner.zero import MoveCosts
 
 
@@ -152,8 +152,9 @@ class GradientCosts:
         if all(summed.is_in_place for summed in kept.values()):
             return kept
         weights = [weight for weight in self.moves.weights(calls) if weight.name in kept]
-        kinds = {name: None if s.is_in_place else Kind(s.shards, s.master) for name, s in kept.items()}
-        return alone(weights, kinds, {name for name, summed in kept.items() if summed.is_scattered})
+        kinds = kinds_of(self.moves, weights, kept)
+        scattered = {name for name, summed in kept.items() if summed.is_scattered}
+        return alone(weights, kinds, scattered, self.moves.sizes)
 
     def _summed(self, name: str, node: fx.Node) -> Summed:
         moves, dtype = self.moves, info(node).meta.dtype
@@ -166,6 +167,14 @@ class GradientCosts:
     def _put_off(self) -> frozenset[fx.Node]:
         blocks = self.moves.model.blocks if self.split else ()
         return frozenset(node for block in blocks for node in put_off_weights(block))
+
+
+def kinds_of(moves: MoveCosts, weights: Iterable[Weight], kept: Mapping[str, Summed]) -> dict[str, Kind | None]:
+    """What :func:`autopar.planner.packing.alone` asks of gradients that are ``kept`` so."""
+    return {
+        weight.name: None if summed.is_in_place else Kind(summed.shards, summed.master, moves.ring(weight))
+        for weight, summed in ((weight, kept[weight.name]) for weight in weights)
+    }
 
 
 def summed_as(dtype: torch.dtype, master: torch.dtype, shards: int, options: Options, *, is_summed: bool) -> Summed:

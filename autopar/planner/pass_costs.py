@@ -43,8 +43,9 @@ class Work:
 
 
 class Casts(NamedTuple):
-    """Seconds of making copies of masters in another dtype: by pipeline rank, those that are made ``once`` a step,
-    before its first action; by stage, those of each pass that gathers its weights."""
+    """Seconds of making copies of masters in another dtype, and of weights because they travel together: by pipeline
+    rank, those that are made ``once`` a step, before its first action; by stage, those of each pass that gathers its
+    weights."""
 
     once: tuple[float, ...]
     passes: tuple[float, ...]
@@ -110,8 +111,8 @@ def priced(work: Work, draft: Schedule, stages: Sequence[Sequence[int]], chosen:
 
 def _casts(moves: MoveCosts, tables: Sequence[int], ranks: int) -> Casts:
     """A split vocabulary's are made once a step."""
-    each = tuple(map(moves.cast_seconds, moves.stages))
-    once = [moves.cast_seconds(tables, ranks) if tables else 0.0] * ranks
+    each = tuple(moves.cast_seconds(stage) + moves.unpack_seconds(stage) for stage in moves.stages)
+    once = [moves.cast_seconds(tables, ranks) + moves.unpack_seconds(tables, ranks) if tables else 0.0] * ranks
     if moves.streams:
         return Casts(tuple(once), each)
     for home, seconds in zip(moves.placement, each, strict=True):

@@ -2,10 +2,11 @@
 
 A pass of one call holds what its block works in (:mod:`autopar.planner.working`). Where weights are gathered for each
 pass, it also holds those of its own unit (a layer with the code behind it, in the order of the pass, or the code ahead
-of the first layer) and of the next one, which is on its way: packed too, if it is small, and with this rank's part of
-it where that was cast (:mod:`autopar.runtime.streaming`, :mod:`autopar.runtime.store`). Where gradients are scattered
-in every backward, each waits until those are made that are sent before it or with it, and is sent as a message that
-lives until two more have been (:mod:`autopar.runtime.grads`); the last two of a backward live until the next one's.
+of the first layer) and of the next one, which is on its way: packed, where it is small, and with this rank's part of it
+where that was cast or packed (:mod:`autopar.runtime.streaming`, :mod:`autopar.runtime.store`). Where gradients are
+scattered in every backward, each waits until those are made that are sent before it or with it, and is sent as a
+message that lives until two more have been (:mod:`autopar.runtime.grads`); the last two of a backward live until the
+next one's.
 
 All bytes are beside what the stage keeps of the calls up to this one. What later calls keep isn't there yet in a
 forward, and gone in a backward.
@@ -25,7 +26,7 @@ from autopar.passes.recompute import own_modules
 from autopar.planner.alike import Alike
 from autopar.planner.rank_memory import StageWeights, Storage, Weight
 from autopar.planner.working import Working
-from autopar.schedules.weight_moves import BUCKET_BYTES, LARGE_BYTES
+from autopar.schedules.weight_moves import MESSAGES
 
 IN_FLIGHT: Final = 2
 """Messages of one stage's gradients that may be under way when another one is made."""
@@ -138,8 +139,8 @@ def _of_walk(rows: Sequence[Sequence[Weight | None]], layers: Sequence[bool]) ->
         for weight in filter(None, row):
             there[unit] += weight.copied
             coming[unit] += weight.coming
-    found = [there[unit] + there[unit + 1] + (coming[unit + 1] if unit else 0) for unit in units]
-    return found, sum(there[:2]) + sum(coming[:2])
+    found = [there[unit] + (coming[unit + 1] if unit else there[1]) for unit in units]
+    return found, sum(coming[:2])
 
 
 class _Flight:
@@ -182,12 +183,12 @@ def _messages(row: Sequence[Weight | None]) -> Iterator[list[int]]:
     for place, weight in reversed(list(enumerate(row))):
         if weight is None or weight.shards == 1:
             continue
-        if weight.bytes_ >= LARGE_BYTES:
+        if weight.bytes_ >= MESSAGES.large(weight.shards):
             yield [place]
             continue
         together = open_.setdefault(weight.shards, [])
         together.append(place)
-        if sum(each.bytes_ for at in together if (each := row[at])) >= BUCKET_BYTES:
+        if sum(each.bytes_ for at in together if (each := row[at])) >= MESSAGES.of_pass(weight.shards):
             yield open_.pop(weight.shards)
     yield from open_.values()
 

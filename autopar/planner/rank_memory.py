@@ -19,7 +19,7 @@ from autopar.graph import Info, Meta, Model, ParameterInfo, info
 from autopar.mesh import Mesh
 from autopar.options import Options, masters_on_host, weights_streamed
 from autopar.passes.vocabulary import VOCABULARY, vocabulary_dims
-from autopar.schedules.weight_moves import LARGE_BYTES
+from autopar.schedules.weight_moves import MESSAGES
 from autopar.spmd import Type, row_dims, rows_shape
 
 MOMENTS = 2
@@ -156,8 +156,9 @@ def parameter_state(
 @dataclass(frozen=True)
 class Weight:
     """A trained one: ``bytes_`` as it is computed with, ``sent`` of its gradient as it travels, ``shards`` of its rows.
-    ``copied``: bytes of a copy that is made of its master (0: it is its own master), ``coming`` of what holds it beside
-    that on the way. ``is_cast``: whether its gradient is sent in another dtype than it is made in."""
+    ``copied``: bytes of a copy that is made of its master (0: it is its own master), ``coming`` of what holds it on the
+    way: the copy, or the message that it is packed in, and this rank's part. ``is_cast``: whether its gradient is sent
+    in another dtype than it is made in."""
 
     bytes_: int
     sent: int
@@ -202,13 +203,13 @@ def _weight(known: ParameterInfo, data: Info, storage: Storage) -> Weight | None
     meta, master, travels = data.meta, known.master or data.meta.dtype, storage.options.reduce_dtype
     sent = getattr(torch, travels) if travels else master
     shards, away = storage.shards(data.types()), masters_on_host(storage.options.offload)
-    is_other, is_packed = master != meta.dtype or away, meta.bytes < LARGE_BYTES
-    coming = (meta.bytes if is_packed else 0) + (meta.bytes // shards if is_packed or is_other else 0)
+    is_other, is_packed = master != meta.dtype or away, meta.bytes < MESSAGES.large(shards)
+    copied = meta.bytes if shards > 1 or is_other else 0
     return Weight(
         bytes_=meta.bytes,
         sent=meta.numel * sent.itemsize,
         shards=shards,
-        copied=meta.bytes if shards > 1 or is_other else 0,
-        coming=coming if shards > 1 else 0,
+        copied=copied,
+        coming=copied + (meta.bytes // shards if shards > 1 and (is_packed or is_other) else 0),
         is_cast=sent != meta.dtype,
     )

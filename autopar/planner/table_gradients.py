@@ -18,8 +18,8 @@ from autopar.cluster import Device
 from autopar.cost_models import step
 from autopar.graph import info
 from autopar.passes.vocabulary import vocabulary_calls
-from autopar.planner.gradients import Summed, summed_as
-from autopar.planner.packing import Kind, alone
+from autopar.planner.gradients import Summed, kinds_of, summed_as
+from autopar.planner.packing import alone
 from autopar.planner.rank_memory import rank_shape, table_dims
 from autopar.planner.vocabulary_costs import VocabularyCost
 from autopar.planner.zero import MoveCosts
@@ -88,7 +88,7 @@ def _alone(moves: MoveCosts, calls: Sequence[int], tables: Mapping[str, _Table])
     """Those that are sent without a copy."""
     weights = [weight for weight in moves.weights(calls, moves.machine.sizes["pp"]) if weight.name in tables]
     kept = {name: table.summed for name, table in tables.items()}
-    return alone(weights, {n: None if s.is_in_place else Kind(s.shards, s.master) for n, s in kept.items()}, ())
+    return alone(weights, kinds_of(moves, weights, kept), (), moves.sizes)
 
 
 def _copied(table: _Table, microbatches: int, device: Device) -> float:

@@ -23,9 +23,9 @@ from autopar.passes.hoist import parameter_sums
 from autopar.passes.recompute import own_modules
 from autopar.planner.alike import Alike
 from autopar.planner.block_costs import DataLine, Machine
-from autopar.planner.packing import Weight, gathers, scatters, units_of
+from autopar.planner.packing import Message, Weight, gathers, places, scatters, units_of
 from autopar.planner.rank_memory import rank_shape, stored_elements, table_dims
-from autopar.schedules.weight_moves import WeightMoves
+from autopar.schedules.weight_moves import MESSAGES, MessageSizes, WeightMoves
 
 _NONE: Final = frozenset[str]()
 _NOTHING: Final = Collectives(0.0, 0.0)
@@ -79,7 +79,7 @@ class MoveCosts:
 
     Masters on the host are cast there (``host_memory_bytes_per_second`` of the device), and copied at its
     ``host_bytes_per_second``: this rank's part, before it is gathered, and back once its gradient is summed. ``stages``
-    and their ``placement`` say which weights are tied across ranks.
+    and their ``placement`` say which weights are tied across ranks, ``sizes`` what travels in one message.
     """
 
     model: Model
@@ -87,6 +87,7 @@ class MoveCosts:
     machine: Machine
     stages: Sequence[Sequence[int]] = ()
     placement: Sequence[int] = ()
+    sizes: MessageSizes = MESSAGES
 
     def gather_seconds(self, calls: Sequence[int], parts: int = 1) -> float:
         """One gather of all weights of ``calls``, in the dtype that is computed with: small ones of a layer together.
@@ -103,7 +104,7 @@ class MoveCosts:
         key = self.key(calls), parts
         if key not in self._gathers:
             moved = _Moved()
-            for message in gathers(self.weights(calls, parts, borrowed=self.streams)):
+            for message in self._messages(calls, parts):
                 line = message.weights[0].line
                 self._send(moved, "all_gather", message.bytes_, self.shards(line), line.shard)
                 moved.copied.append(self._host(message.bytes_, line))
@@ -112,6 +113,27 @@ class MoveCosts:
                 moved.copied.append(max(0.0, cast - math.fsum(moved.copied)))
             self._gathers[key] = moved
         return self._gathers[key]
+
+    def _messages(self, calls: Sequence[int], parts: int) -> list[Message]:
+        """Those of that gather."""
+        key = self.key(calls), parts
+        if key not in self._found_messages:
+            once = parts > 1 or not self.streams  # rows of tables stay from step to step
+            self._found_messages[key] = list(
+                gathers(self.weights(calls, parts, borrowed=self.streams), once=once, sizes=self.sizes)
+            )
+        return self._found_messages[key]
+
+    @cached_property
+    def _found_messages(self) -> dict[tuple[Hashable, int], list[Message]]:
+        return {}
+
+    def unpack_seconds(self, calls: Sequence[int], parts: int = 1) -> float:
+        """Of copying, in one gather, what travels in one message with others: the rank's part of it to where it is sent
+        from, and all of it from where it arrives. ``parts`` as in :meth:`gather_seconds`."""
+        packed = (message for message in self._messages(calls, parts) if message.is_packed)
+        copied = math.fsum(m.bytes_ + m.bytes_ / m.weights[0].shards for m in packed)
+        return step.copy_seconds(copied, 1, 1, self.machine.device)
 
     def _send(self, moved: _Moved, kind: str, bytes_: int, size: int, link: Link) -> None:
         """One more collective, if there is anything to send."""
@@ -209,7 +231,11 @@ class MoveCosts:
         seconds = self.gather_seconds(calls)
         if self.options.zero == 3 or self._on_host:
             return seconds
-        return step.left_seconds(seconds, len(calls), forward_seconds)
+        return step.left_seconds(seconds, self.places(calls), forward_seconds)
+
+    def places(self, calls: Sequence[int]) -> int:
+        """At how many units of a stage its first forward waits for weights."""
+        return places(self._messages(calls, 1))
 
     def scatter_seconds(self, calls: Sequence[int]) -> float:
         """One SCATTER of their gradients."""
@@ -222,7 +248,7 @@ class MoveCosts:
         key = self.key(calls)
         if key not in self._scatters:
             moved = _Moved()
-            for message in scatters(list(self.weights(calls))):
+            for message in scatters(list(self.weights(calls)), self.sizes):
                 line = message.weights[0].line
                 self._send(moved, "reduce_scatter", message.bytes_, self.shards(line), line.shard)
             self._scatters[key] = moved.collectives
@@ -315,6 +341,11 @@ class MoveCosts:
         if over.is_other:
             return self._joint(over, shards)
         return (line.size, line.whole) if shards == 1 else (line.size // shards, line.replicate)
+
+    def ring(self, weight: Weight) -> int:
+        """How many ranks the terms of its gradient go around: those that share its rows, or else all that have any."""
+        assert isinstance(weight.over, _Over)
+        return weight.shards if weight.shards > 1 else self._rest(weight.over)[0]
 
     def _over(self, name: str, node: fx.Node) -> _Over:
         """The same object, with the same line, for all that are equal."""
@@ -414,11 +445,12 @@ class MoveCosts:
             is_sent = bool(over.axes) and self.model.parameters[name].trainable
             yield Weight(
                 name,
-                units[call],
+                0 if parts > 1 else units[call],  # split tables are in a module without layers
                 as_used=math.prod(shape) * meta.dtype.itemsize,
                 gathered=self.whole_elements(name, node, parts) * meta.dtype.itemsize,
                 sent=self._sent_bytes(name, node) if is_sent else 0,
                 line=over.line,
+                shards=self.shards(over.line),
                 over=over,
                 spanning=users.get(name, 1) > 1,
                 tied=name in self._tied,

@@ -33,7 +33,7 @@ from autopar.runtime.versions import WeightVersions
 from autopar.runtime.vocabulary import VOCABULARY, VocabularyPasses
 from autopar.schedules import Action, Schedule
 from autopar.schedules.flow import VOCABULARY_KINDS
-from autopar.schedules.weight_moves import BUCKET_BYTES, followers, moves_of
+from autopar.schedules.weight_moves import MESSAGES, MessageSizes, followers, moves_of
 
 Gradients = dict[str, Tensor]
 _BACKWARDS = ("B", "I", "W")
@@ -50,7 +50,8 @@ class Executor:
     over ranks, before clipping; the attribute ``on_action`` each action before it runs. Raises ScheduleError where the
     actions are about other stages than those given. ``scaler`` scales the loss; a step that it finds not finite
     changes nothing. ``routers`` are those of all stages (None: of this rank's, which then are all there are).
-    ``streams`` are by stage number, of those whose weights are gathered for each pass.
+    ``streams`` are by stage number, of those whose weights are gathered for each pass. ``sizes`` are those of messages
+    in which gradients travel.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Executor:
         clip_norm: float | None = None,
         options: Options | None = None,
         scaler: LossScaler | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
+        sizes: MessageSizes = MESSAGES,
         on_gradients: Callable[[Gradients], None] | None = None,
         routers: Sequence[Router] | None = None,
     ) -> None:
@@ -83,7 +84,7 @@ class Executor:
         self.stores = dict(stores or {stage: Store(module) for stage, module in self._modules().items()})
         self.streams = {stage: Streaming(store) for stage, store in self.stores.items() if not store.resident}
         self._following = followers(self.actions)
-        self.reducers = self._reducers(schedule, bucket_bytes)
+        self.reducers = self._reducers(schedule, sizes)
         self._owners: dict[Tensor, Reducer] = {p: r for r in self.reducers.values() for p in r.parameters.values()}
         self._pipe = Pipe(axes, schedule.placement)
         self._passes = VocabularyPasses(*vocabulary, schedule, axes, scaler) if vocabulary else None
@@ -178,7 +179,7 @@ class Executor:
     def _all_programs(self) -> list[Program | VocabularyProgram]:
         return [*self.programs.values(), *([self.vocabulary[1]] if self.vocabulary else [])]
 
-    def _reducers(self, schedule: Schedule, bucket_bytes: int) -> dict[int, Reducer]:
+    def _reducers(self, schedule: Schedule, sizes: MessageSizes) -> dict[int, Reducer]:
         """One per stage, and one for the vocabulary. A weight of several stages here belongs to that reduced last."""
         numbers = list(dict.fromkeys(action.stage for action in self.actions if action.stage in self.stages))
         for action in self.actions:
@@ -198,7 +199,7 @@ class Executor:
                 groups,
                 self.axes,
                 schedule.placement,
-                bucket_bytes,
+                sizes,
                 without=taken,
                 masters=self.stores[number].masters,
                 scatters=moves_of(schedule).scatters and number != VOCABULARY,

@@ -30,7 +30,7 @@ from autopar.runtime.powersgd import PowerSGD
 from autopar.runtime.program import Parameter, Program, VocabularyProgram
 from autopar.runtime.shards import stored_shape
 from autopar.runtime.units import units
-from autopar.schedules.weight_moves import BUCKET_BYTES, BUCKETS, LARGE_BYTES
+from autopar.schedules.weight_moves import MESSAGES, MessageSizes
 
 _IN_FLIGHT = 2  # reduce-scatters of one pass: their full gradients can't be freed before they end
 
@@ -86,7 +86,7 @@ class Reducer:
     :mod:`autopar.passes.untrained`). Parameters in ``without`` are
     another reducer's: those that two stages of one rank share. ``masters`` by name are what the optimizer updates,
     where that isn't the module's parameter. ``reduce_dtype`` is what is sent (None: the master's). With ``powersgd``,
-    matrices are summed over dp in so low a rank.
+    matrices are summed over dp in so low a rank. ``sizes`` of messages are the same on all ranks.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Reducer:
         groups: Groups,
         axes: Axes,
         placement: Sequence[int],
-        bucket_bytes: int = BUCKET_BYTES,
+        sizes: MessageSizes = MESSAGES,
         *,
         without: Collection[nn.Parameter] = (),
         masters: Mapping[str, nn.Parameter] | None = None,
@@ -114,7 +114,7 @@ class Reducer:
         self.parameters = {p.name: module.get_parameter(p.name) for p in trainable}
         self.masters = {name: (masters or {}).get(name, p) for name, p in self.parameters.items()}
         self._flying: deque[Bucket] = deque()
-        made = _Buckets(self, groups, axes, reduce_dtype, scatters, bucket_bytes, powersgd)
+        made = _Buckets(self, groups, axes, reduce_dtype, scatters, sizes, powersgd)
         readers = program.readers if isinstance(program, Program) else {}
         self._buckets = list(made.all(units(module, program.parameters, readers=readers)))
         self._shared = made.shared
@@ -275,7 +275,7 @@ class _Buckets:
 
     A program lists its parameters in the order of their use; the backward goes the other way. Copies of tied
     weights lie at different places of stages that differ otherwise: they go in the order of their names, last.
-    Where everything would fit into a few buckets, they are smaller, or no sum could begin before the end.
+    How large buckets are, :mod:`autopar.schedules.weight_moves` says.
     """
 
     def __init__(
@@ -285,15 +285,15 @@ class _Buckets:
         axes: Axes,
         reduce_dtype: torch.dtype | None,
         scatters: bool,
-        bucket_bytes: int,
+        sizes: MessageSizes,
         powersgd: int,
     ) -> None:
         self.shared: list[tuple[Place, Bucket]] = []
         self._powersgd = powersgd
         self._reducer, self._groups, self._axes = reducer, groups, axes
-        self._reduce_dtype, self._scatters, self._limit = reduce_dtype, scatters, bucket_bytes
+        self._reduce_dtype, self._scatters, self._sizes = reduce_dtype, scatters, sizes
         self._size = {p.name: math.prod(p.shape) * dtype_of(p.dtype).itemsize for p in reducer.specs.values()}
-        self._small = min(bucket_bytes, max(sum(self._size.values()) // BUCKETS, LARGE_BYTES))
+        self._all = sum(self._size.values())
 
     def all(self, unit_of: Mapping[str, int]) -> Iterator[Bucket]:
         specs = list(self._reducer.specs.values())
@@ -301,14 +301,16 @@ class _Buckets:
         tied = sorted((p for p in specs if p.shared_stages), key=lambda p: p.name)
         per_pass = [p for p in backward if self._per_pass(p)]
         for _, unit in groupby(per_pass, lambda p: unit_of[p.name]):
-            yield from self._filled(list(unit), self._limit)
-        yield from self._filled([p for p in backward if not self._per_pass(p)], self._small)
-        yield from self._filled(tied, self._limit)
+            yield from self._filled(list(unit), self._sizes.of_pass)
+        ended = [p for p in backward if not self._per_pass(p)]
+        yield from self._filled(ended, lambda ranks: self._sizes.of_step(ranks, self._all))
+        yield from self._filled(tied, self._sizes.of_pass)
 
     def _per_pass(self, parameter: Parameter) -> bool:
         return self._scatters and parameter.zero > 1
 
-    def _filled(self, parameters: Sequence[Parameter], limit: int) -> Iterator[Bucket]:
+    def _filled(self, parameters: Sequence[Parameter], limit: Callable[[int], int]) -> Iterator[Bucket]:
+        """``limit``: bytes of a bucket, by how many ranks sum it."""
         open_buckets: dict[object, list[str]] = {}
         for parameter in parameters:
             key = self._key(parameter)
@@ -318,7 +320,7 @@ class _Buckets:
                 yield self._bucket([parameter.name])
                 continue
             open_buckets.setdefault(key, []).append(parameter.name)
-            if sum(self._size[name] for name in open_buckets[key]) >= limit:
+            if sum(self._size[name] for name in open_buckets[key]) >= limit(self._ranks(parameter)):
                 yield self._bucket(open_buckets.pop(key))
         for names in open_buckets.values():
             yield self._bucket(names)
@@ -349,9 +351,15 @@ class _Buckets:
 
     def _goes_alone(self, parameter: Parameter) -> bool:
         """Large, and sent without a copy if it doesn't share a bucket."""
-        large = self._size[parameter.name] >= LARGE_BYTES
+        large = self._size[parameter.name] >= self._sizes.large(self._ranks(parameter))
         stored = parameter.zero * math.prod(stored_shape(parameter))
         return large and parameter.zero > 1 and stored == math.prod(parameter.shape)
+
+    def _ranks(self, parameter: Parameter) -> int:
+        """How many ranks its terms go around: those that share its rows, or else all that have terms."""
+        if parameter.zero > 1:
+            return parameter.zero
+        return len(reduce_ranks(parameter, self._axes, self._reducer.placement))
 
     def _bucket(self, names: Sequence[str]) -> Bucket:
         spec = self._reducer.specs[names[0]]

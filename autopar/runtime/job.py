@@ -37,11 +37,11 @@ from autopar.runtime.optimizers import (
 from autopar.runtime.powersgd import require_linear_sums
 from autopar.runtime.program import Parameter, Program, VocabularyProgram
 from autopar.runtime.scaling import LossScaler
-from autopar.runtime.store import Store
+from autopar.runtime.store import Departures, Store
 from autopar.runtime.vocabulary import VOCABULARY
 from autopar.runtime.weights import Source, materialize, unshard, unstacked, whole
 from autopar.schedules import Schedule
-from autopar.schedules.weight_moves import moves_of
+from autopar.schedules.weight_moves import MESSAGES, MessageSizes, moves_of
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Job:
     ``schedule`` says which pipeline rank holds which stages. ``vocabulary`` is the text of vocabulary layers that are
     split over the pipeline; None: they are in its stages. ``optimizer`` makes each rank's from its
     :class:`autopar.runtime.optimizers.Parameters`; ``scheduler`` makes a scheduler of it, stepped when it is.
+    ``sizes`` are those of messages in which weights and gradients travel.
     """
 
     texts: tuple[str, ...]
@@ -63,6 +64,7 @@ class Job:
     vocabulary: str | None = None
     options: Options = field(default_factory=Options)
     scheduler: SchedulerMaker | None = None
+    sizes: MessageSizes = MESSAGES
 
     def __post_init__(self) -> None:
         if self.schedule.is_asynchronous and self.clip_norm is not None:
@@ -210,14 +212,15 @@ def build_stores(job: Job, axes: Axes) -> dict[int, Store]:
     on_host = masters_on_host(job.options.offload)
     resident = moves_of(job.schedule).gathers != "pass"
     shared: dict[str, Store] = {}
+    sent: dict[str, Any] = {"host": on_host, "departures": Departures(), "sizes": job.sizes}
     for stage in job.stages(axes.rank):
         module, program = job.programs[stage].stage(axes), job.programs[stage].program
         others = {p.name: shared[p.name] for p in program.parameters if p.name in shared}
-        found[stage] = Store.load(module, program, axes, job.source, host=on_host, resident=resident, others=others)
+        found[stage] = Store.load(module, program, axes, job.source, resident=resident, others=others, **sent)
         shared |= {p.name: found[stage] for p in program.parameters if p.shared_stages and p.name not in shared}
     if (loaded := job.vocabulary_program) is not None:
         vocabulary = loaded.vocabulary(axes)
-        found[VOCABULARY] = Store.load(vocabulary, loaded.program, axes, job.source, host=on_host)
+        found[VOCABULARY] = Store.load(vocabulary, loaded.program, axes, job.source, **sent)
     return found
 
 
@@ -243,6 +246,7 @@ def start(job: Job, axes: Axes, *, on_gradients: Callable[[dict[str, Tensor]], N
         scaler=LossScaler() if job.options.precision == "fp16" else None,
         on_gradients=on_gradients,
         routers=routers,
+        sizes=job.sizes,
     )
 
 

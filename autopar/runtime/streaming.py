@@ -109,10 +109,12 @@ class Streaming:
         place = index if self._kind == "F" else len(self._units) - 1 - index
         self._release(self._walk.units[:place])
         needed = self._walk.group(place)
-        for unit in (*needed, *(self._walk.group(place + len(needed)) or self._ahead)):
+        for unit in needed:
             unit.hold(self)
         for unit in needed:
-            unit.wait()
+            unit.wait()  # first, since what travels together needs memory twice until it is there
+        for unit in self._walk.group(place + len(needed)) or self._ahead:
+            unit.hold(self)
 
     def _first(self, kind: str) -> list[Unit]:
         """What a pass needs before its first layer, and that layer."""

@@ -9,13 +9,28 @@ SC 2020), in another dtype, or on the host. Passes compute with *working copies*
   layers of a forward are still there for its backward, and a pass goes on to gather the first layers of the next.
 
 All ranks that share masters run one list on one program, so they start the same collectives in the same order.
+
+How much travels in one message (:class:`MessageSizes`). On a ring of n ranks a message takes n - 1 hops, of one n-th
+part each, so it takes n - 1 latencies however small it is: what is large depends on the number of ranks, which is all
+that programs know of links. So, on n ranks,
+
+* what has n parts of :attr:`MessageSizes.part_bytes`, or more, travels by itself, from its own memory and to it;
+* what has less travels with others, at the price of a copy to where it is used: two sweeps over memory, a small part of
+  the latency that they save;
+* what travels once a step (weights for the first forward, gradients of the last backward) is put together over layers,
+  until it has that size (gradients: at least that of ``bucket_bytes``); but a stage has several messages
+  (:data:`BUCKETS`), since a layer of the first forward waits for all of the message that it is in, and one of gradients
+  begins when its last one is there;
+* what travels in each pass (weights under ZeRO 3, gradients under ZeRO 2 and 3) is put together within a layer: there
+  is memory for no more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from autopar.schedules.actions import Action, Schedule
 
@@ -24,14 +39,72 @@ PASSES: Final = ("F", "B", "I")
 
 GATHERS: Final = ("GATHER", "GATHER_V", "GATHER_F", "GATHER_B")
 
-LARGE_BYTES: Final = 2**20
-"""A weight of so many bytes travels by itself, without a copy; smaller ones of a layer are packed."""
-
-BUCKET_BYTES: Final = 25 * 2**20
-"""Gradients that travel together are sent once there are so many bytes of them."""
-
 BUCKETS: Final = 8
-"""So many buckets a stage has at least, of what is sent at the end of a step, or no sum could begin before it."""
+"""So many messages a stage has at least, of what is sent once a step and not large."""
+
+
+@dataclass(frozen=True)
+class MessageSizes:
+    """From which size on messages are large, in bytes of the whole message: with ``part_bytes`` for each rank.
+
+    By the preset ``h100``, a hop of a message that is just large takes 1.4 µs on NVLink and 14 µs on a network card,
+    beside latencies of 1.9 and 4 µs; copying all of the message, 0.35 µs for each of its ranks. With parts of a quarter
+    and of twice the size, steps of Llama-3-70B on 512 of them are longer. ``bucket_bytes``: gradients that travel
+    together have as much before they are sent, however few ranks there are (that of PyTorch's DDP: Li et al., VLDB
+    2020, section 5.3). ``least_bytes``: nor is anything that could wait for more sent with less, however small the
+    stage is.
+    """
+
+    part_bytes: int = 2**19
+    bucket_bytes: int = 25 * 2**20
+    least_bytes: int = 2**20
+
+    def large(self, ranks: int) -> int:
+        """A weight, or a gradient, of so many bytes travels by itself around a ring of so many ranks."""
+        return ranks * self.part_bytes
+
+    def of_pass(self, ranks: int) -> int:
+        """Gradients that travel together are sent in each backward once there are so many bytes of them."""
+        return max(self.bucket_bytes, self.large(ranks))
+
+    def of_step(self, ranks: int, stage_bytes: int) -> int:
+        """What travels together once a step is sent once there is so much of it, of ``stage_bytes`` in all."""
+        return min(self.of_pass(ranks), max(stage_bytes // BUCKETS, self.least_bytes))
+
+
+MESSAGES: Final = MessageSizes()
+
+
+class Travels(NamedTuple):
+    """A weight that is gathered once a step: the unit of its stage that uses it first (units are counted in the order
+    of their use), the ring that it goes around, so many ranks, and its bytes."""
+
+    unit: int
+    ring: Hashable
+    ranks: int
+    bytes_: int
+
+
+def joined_units(weights: Sequence[Travels], sizes: MessageSizes = MESSAGES) -> list[int]:
+    """The unit with which each weight of a stage is gathered: its own if it is large, else the first of its message.
+
+    One message has the small weights of a ring that consecutive units use first, all of each unit.
+    """
+    total = sum(weight.bytes_ for weight in weights)
+    is_small = [weight.bytes_ < sizes.large(weight.ranks) for weight in weights]
+    small: Counter[tuple[int, Hashable, int]] = Counter()
+    for weight, counts in zip(weights, is_small, strict=True):
+        if counts:
+            small[weight.unit, weight.ring, weight.ranks] += weight.bytes_
+    first: dict[tuple[int, Hashable], int] = {}
+    waiting: dict[Hashable, tuple[int, int]] = {}  # by ring, the first unit of its next message, and bytes of that
+    for (unit, ring, ranks), bytes_ in sorted(small.items(), key=lambda item: item[0][0]):
+        begun, before = waiting.pop(ring, (unit, 0))
+        first[unit, ring] = begun
+        if before + bytes_ < sizes.of_step(ranks, total):
+            waiting[ring] = begun, before + bytes_
+    pairs = zip(weights, is_small, strict=True)
+    return [first[weight.unit, weight.ring] if counts else weight.unit for weight, counts in pairs]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from autopar.planner.modes import MODES
 from autopar.planner.pass_memory import passing_bytes
 from autopar.planner.rank_memory import Storage
 from autopar.schedules.registry import SCHEDULES
-from autopar.schedules.weight_moves import LARGE_BYTES
+from autopar.schedules.weight_moves import MESSAGES
 from autopar.search.costing import Costing, seconds_of, splits_further, splits_head
 from autopar.search.gradients import Adding, Kind, Sums, adding
 from autopar.search.hulls import Array
@@ -267,7 +267,8 @@ class Outlook:
             root, block = self.scaler.root, self.scaler.block
             spread = self._spread(mesh)
             sizes = layer_sizes(root, block).get((), [])
-            large = sum(size // mesh.tp >= LARGE_BYTES for size in sizes) if mesh.experts == 1 else 0
+            least = MESSAGES.large(mesh.zero_shards(way[1]))
+            large = sum(size // mesh.tp >= least for size in sizes) if mesh.experts == 1 else 0
             whole, kinds = self._weights_of(root).get((), Weights(0, 0, 0)), self._kinds_of(root)
             lines = {line: whole.times(share) for line, share in spread.items()}
             parts = [(k._replace(split=line), share * n) for line, share in spread.items() for k, n in kinds.items()]
@@ -293,7 +294,9 @@ class Outlook:
             for axes, each in weights.items():
                 lines[mesh.data_axes(axes)] = lines.get(mesh.data_axes(axes), Weights(0, 0, 0)) + each
             for axes, sizes in layer_sizes(profile, self.scaler.block).items():
-                large[mesh.data_axes(axes)] += sum(size >= LARGE_BYTES for size in sizes)
+                line = mesh.data_axes(axes)
+                least = MESSAGES.large(mesh.zero_shards(way[1], line) if line else 1)
+                large[line] += sum(size >= least for size in sizes)
             partly = {mesh.data_axes(s) for s, each in profile.weights.items() if profile.summed.get(s) != each}
             summed = set(lines) - partly
             stored = self._stored(mesh, lines, way, summed, large)
@@ -314,10 +317,11 @@ class Outlook:
         """The same if weights of these ``sizes`` were split as far as axes go."""
         zero, zero_ranks, offload = way
         split = mesh.tp * max(1, mesh.experts)
-        if not zero or mesh.zero_shards(zero_ranks) == 1:
+        shards = mesh.zero_shards(zero_ranks)
+        if not zero or shards == 1:
             return {}
-        small = sum(size for size in sizes if size < LARGE_BYTES)
-        messages = [small, *(size for size in sizes if size >= LARGE_BYTES)] if small else sizes
+        small = sum(size for size in sizes if size < MESSAGES.large(shards))
+        messages = [small, *(size for size in sizes if size >= MESSAGES.large(shards))] if small else sizes
         sent = self.costing.sent_bytes(weights) / max(1, weights.copies)
         flying = sent * sum(messages[:2]) / split if zero >= 2 else 0.0
         streams = weights_streamed(zero, offload)

@@ -118,7 +118,7 @@ def test_what_collectives_slow_is_a_part_of_its_own(schedule: str, zero: int) ->
         assert ours.forward_seconds[stage] == pytest.approx(theirs.forward_seconds[stage] + more.forward)
         assert ours.backward_seconds[stage] == pytest.approx(theirs.backward_seconds[stage] + more.backward)
         assert more.backward > 0
-        assert (more.forward > 0) == (zero > 0)
+        assert (more.forward > 0) == (zero == 3), "of a model this small, what a step gathers is one message"
         if schedule == "zb-h1":
             assert ours.weight_seconds[stage] == pytest.approx(theirs.weight_seconds[stage] + more.weights)
             assert more.weights == more.backward, "weights are gathered once a step"

@@ -77,8 +77,9 @@ def test_each_level_moves_what_it_splits(model: Any) -> None:
     assert plain.reduce_seconds(CALLS) == seconds("all_reduce", DEPTH * UNIT, 4)
     assert plain.gather_seconds(CALLS) == plain.scatter_seconds(CALLS) == one.scatter_seconds(CALLS) == 0
     assert one.reduce_seconds(CALLS) == seconds("reduce_scatter", DEPTH * UNIT, 4)
+    assert one.gather_seconds(CALLS) == two.gather_seconds(CALLS) == seconds("all_gather", DEPTH * UNIT, 4)
+    assert three.gather_seconds(CALLS) == pytest.approx(DEPTH * seconds("all_gather", UNIT, 4))
     for costs_ in (two, three):
-        assert costs_.gather_seconds(CALLS) == pytest.approx(DEPTH * seconds("all_gather", UNIT, 4))
         assert costs_.scatter_seconds(CALLS) == pytest.approx(DEPTH * seconds("reduce_scatter", UNIT, 4))
         assert costs_.reduce_seconds(CALLS) == 0
 
@@ -113,6 +114,18 @@ def test_casts_of_masters_by_hand(model: Any) -> None:
     assert away.cast_seconds(CALLS) == 0.0
 
 
+def test_copies_of_what_travels_together_by_hand(model: Any) -> None:
+    """Read and written: a quarter of it where it is sent from, all of it where it arrives; once a step, of all layers
+    here, which are small. A layer has one weight, which travels by itself in each pass."""
+    rate = Cluster.load("h100").device.achievable_memory_bytes_per_second
+    copied = 2 * (DEPTH * UNIT + DEPTH * UNIT // 4) / rate
+    for zero, wanted in ((0, 0.0), (1, copied), (2, copied), (3, 0.0)):
+        assert costs(model, 4, zero=zero).unpack_seconds(CALLS) == pytest.approx(wanted)
+    assert costs(model, 4, zero=1).unpack_seconds(CALLS[:1]) == 0.0
+    assert costs(model, 4, zero=1).places(CALLS) == 1
+    assert costs(model, 4, zero=3).places(CALLS) == DEPTH
+
+
 @pytest.mark.parametrize("slow", [False, True])
 def test_the_host_casts_beside_its_copies(model: Any, slow: bool) -> None:
     """Masters of 8 bytes: 12 of an element in the host's memory, 4 on the way to the device; the slower one counts."""
@@ -132,6 +145,9 @@ class _Fixed(MoveCosts):
 
     def gather_seconds(self, calls: Sequence[int], parts: int = 1) -> float:
         return float(len(calls))
+
+    def places(self, calls: Sequence[int]) -> int:
+        return len(calls)
 
 
 @pytest.mark.parametrize("layer_seconds", [0.3, 1.0, 2.5])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -19,10 +21,12 @@ from autopar.runtime import Parameter
 from autopar.runtime.job import start
 from autopar.runtime.shards import stored_shape
 from autopar.runtime.units import layers, units
-from autopar.schedules.weight_moves import followers
+from autopar.schedules.weight_moves import MessageSizes, followers
 from tests.fast_cluster import FAST
 from tests.models import Case, Float64, llama, make, prepared
 from tests.pinned import compile_pinned
+from tests.ranks import test_parity as parity
+from tests.ranks.test_optimizers import muon_and_adamw
 from tests.ranks.test_parity import verified
 
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -96,6 +100,72 @@ SAMPLE: list[tuple[dict[str, int], dict[str, Any]]] = [
 def test_a_sample(mesh: dict[str, int], options: dict[str, Any]) -> None:
     """A few of those above, for the fast tier: sizes of 3 to 12 rows, which mostly don't divide."""
     check(lambda: make("mlp", 24), mesh, microbatches=2, **options)
+
+
+SIZES = {
+    "apart": MessageSizes(part_bytes=1),  # all is large but what is a scalar
+    "several": MessageSizes(part_bytes=2**8, bucket_bytes=1, least_bytes=1),  # biases are small; messages are an eighth
+}
+"""Of messages: by those of programs, all of models this small is one."""
+
+
+def check_sizes(
+    sizes: str,
+    case: Callable[[], Case],
+    mesh: dict[str, int],
+    optimizer_of: Callable[[nn.Module], Any] = lambda _: parity.optimizer,
+    **options: Any,
+) -> None:
+    """As :func:`check`, but that messages are other."""
+    with Float64():
+        made = prepared(case)
+        given = {"optimizer": optimizer_of(made.model), "clip_norm": 0.5, "microbatches": 2, **options}
+        gpus = math.prod(mesh.values())
+        job = compile_pinned(made.model, gpus, sample=made.batch, loss=made.loss, mesh=mesh, cluster=FAST, **given)
+        changed = copy(job)
+        changed._job = job.job.like(sizes=SIZES[sizes])
+        result = changed.verify(made.batch)
+    assert result.tolerance == 1e-9
+    assert result.ok, str(result)
+    plain, other = (_messages(each, made.batch) for each in (job, changed))
+    assert other > plain or "zero" not in options, "this is another way to send weights, or the test is none"
+
+
+def _messages(job: autopar.ParallelModel, batch: Any) -> int:
+    def program(rank: int) -> None:
+        start(job.job, job.job.axes(rank, "cpu")).step(job._tensors(batch))
+
+    traffic = simulate.run(program, job.plan.mesh.world).traffic[0]
+    return sum(sent.calls for sent in traffic if sent.operation in ("all_gather", "reduce_scatter"))
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("mesh", "options"), SAMPLE, ids=str)
+def test_a_sample_in_other_messages(mesh: dict[str, int], options: dict[str, Any], sizes: str) -> None:
+    check_sizes(sizes, lambda: make("mlp", 24), mesh, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ({"pp": 2, "dp": 2}, {"zero": 1}),
+        ({"pp": 2, "dp": 2}, {"zero": 1, "schedule": "interleaved", "chunks": 2, "microbatches": 4}),
+        ({"dp": 3}, {"zero": 1, "recompute": "full"}),
+        ({"dp": 3}, {"zero": 2}),
+        ({"pp": 2, "dp": 2}, {"zero": 3, "schedule": "zb-v", "microbatches": 4}),
+        ({"dp": 2, "tp": 2}, {"zero": 3, "recompute": "full"}),
+        ({"pp": 2, "dp": 2}, {"zero": 2, "schedule": "v-half", "vocabulary": "vocab-2", "microbatches": 4}),
+        ({"pp": 2, "dp": 2}, {"zero": 1, "offload": ("optimizer",)}),
+        ({"dp": 2}, {"zero": 1, "offload": ("parameters",)}),
+        ({"dp": 2}, {"zero": 1, "optimizer_of": muon_and_adamw}),
+        ({"dp": 2}, {"zero": 3, "optimizer_of": muon_and_adamw}),
+    ],
+    ids=str,
+)
+def test_other_messages(mesh: dict[str, int], options: dict[str, Any], sizes: str) -> None:
+    check_sizes(sizes, model(24, tied=True), mesh, **options)
 
 
 @pytest.mark.slow
@@ -200,7 +270,7 @@ def peak_bytes(job: autopar.ParallelModel) -> int:
 def test_no_more_is_held_than_has_to_be() -> None:
     """In units of a layer: masters and their gradients are a dp-th each; beside them, a few layers at a time. Layers
     are so large that they travel by themselves."""
-    depth, width, dp = 16, 384, 4
+    depth, width, dp = 16, 512, 4
     jobs = {zero: layers_job(dp, depth=depth, width=width, microbatches=2, zero=zero) for zero in (0, 1, 2, 3)}
     peaks = {zero: peak_bytes(job) / (8 * width * width) for zero, job in jobs.items()}
     part, slack, bucket = depth / dp, 1.0, 1  # activations are small; a bucket is a layer

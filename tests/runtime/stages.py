@@ -32,6 +32,7 @@ from autopar.runtime import (
 )
 from autopar.runtime.executor import Executor
 from autopar.schedules import generate, lower
+from autopar.schedules.weight_moves import MessageSizes
 from autopar.spmd import parse
 from tests.runtime.ranks import part
 
@@ -220,6 +221,6 @@ def make_executor(
         axes,
         torch.optim.AdamW(module.parameters(), lr=1e-2),
         clip_norm=clip_norm,
-        bucket_bytes=bucket_bytes,
+        sizes=MessageSizes(part_bytes=1, bucket_bytes=bucket_bytes),
         on_gradients=on_gradients,
     )

@@ -16,6 +16,7 @@ from autopar.runtime import Axes, Axis, Parameter, Program, buckets
 from autopar.runtime.clip import clip_, global_norm
 from autopar.runtime.grads import Reducer, launch_shared, reduce_groups, reduce_ranks
 from autopar.runtime.job import start
+from autopar.schedules.weight_moves import MessageSizes
 from tests.models import make
 from tests.pinned import compile_pinned
 from tests.runtime.ranks import on_ranks
@@ -42,7 +43,7 @@ def reducer_of(axes: Axes, module: Chain, *, bucket_bytes: int = 64, reduce: tup
     dtype = str(module.a.dtype).removeprefix("torch.")
     specs = tuple(Parameter(name, (4,), (4,), dtype, {}, reduce) for name, _ in module.named_parameters())
     program = Program(0, 1, axes.mesh.to_json(), 1, (), (), (), (), specs)
-    return Reducer(module, program, reduce_groups([program], axes, (0,)), axes, (0,), bucket_bytes)
+    return Reducer(module, program, reduce_groups([program], axes, (0,)), axes, (0,), MessageSizes(1, bucket_bytes))
 
 
 def storages(module: nn.Module) -> list[int]:

@@ -16,9 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from autopar.errors import ScheduleError
 from autopar.mesh import Mesh
-from autopar.runtime import Axes, Axis, Parameter, Program, buckets, grads, linear, matmul
+from autopar.runtime import Axes, Axis, Parameter, Program, buckets, linear, matmul
 from autopar.runtime.grads import Reducer, reduce_groups
 from autopar.runtime.later import Later, Place, accumulate
+from autopar.schedules.weight_moves import MessageSizes
 from autopar.simulate.memory import MemoryTracker
 from tests.runtime.ranks import on_ranks
 
@@ -298,7 +299,7 @@ def reducer_of(layer: Layer, axes: Axes, reduce: tuple[str, ...], bucket_bytes: 
     shapes = {name: tuple(parameter.shape) for name, parameter in layer.named_parameters()}
     specs = tuple(Parameter(name, shape, shape, "float64", {}, reduce) for name, shape in shapes.items())
     program = Program(0, 1, axes.mesh.to_json(), 1, (), (), (), (), specs)
-    return Reducer(layer, program, reduce_groups([program], axes, (0,)), axes, (0,), bucket_bytes)
+    return Reducer(layer, program, reduce_groups([program], axes, (0,)), axes, (0,), MessageSizes(1, bucket_bytes, 1))
 
 
 def whole_gradients(axes: Axes, microbatches: int) -> dict[str, Tensor]:
@@ -373,7 +374,6 @@ def test_sums_start_when_the_last_product_of_their_bucket_is_added(monkeypatch: 
 
     def program(axes: Axes) -> None:
         layer = Layer(axes)
-        monkeypatch.setattr(grads, "LARGE_BYTES", 1)
         reducer = reducer_of(layer, axes, ("dp",))
         names = {id(parameter): name for name, parameter in layer.named_parameters()}
         h, ids, grad = part(axes.rank)

@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +19,11 @@ from autopar.mesh import Mesh
 from autopar.runtime import Axes, Parameter, Program, declare
 from autopar.runtime.grads import Reducer, reduce_groups
 from autopar.runtime.modules import dtype_of
-from autopar.runtime.store import Copy, Store
+from autopar.runtime.store import Copy, Departures, Store
 from autopar.runtime.streaming import Streaming
 from autopar.runtime.units import SPANNING, units
 from autopar.runtime.weights import StateSource, materialize, unshard
+from autopar.schedules.weight_moves import MESSAGES, MessageSizes
 from tests.runtime.ranks import on_ranks
 
 WIDTH, DEPTH = 5, 3
@@ -76,7 +78,14 @@ def program_of(mesh: Mesh, zero: int, dtype: str = "float64", master: str = "", 
     return replace(program, spanning=("scale",) if spanning else ())
 
 
-def load(axes: Axes, program: Program, **options: bool) -> Store:
+APART = MessageSizes(part_bytes=1)
+"""Everything is large, and travels by itself."""
+
+PAIRS = MessageSizes(part_bytes=2**20, bucket_bytes=1, least_bytes=2 * 8 * WIDTH * WIDTH)
+"""Everything is small; two layers are a message."""
+
+
+def load(axes: Axes, program: Program, **options: Any) -> Store:
     first = program.parameters[0]
     module = Stage(dtype_of(first.dtype), again=bool(program.spanning))
     source = StateSource(state(dtype_of(first.master or first.dtype)))
@@ -86,12 +95,15 @@ def load(axes: Axes, program: Program, **options: bool) -> Store:
 @pytest.mark.parametrize("zero_ranks", [0, 2])
 @pytest.mark.parametrize("host", [False, True])
 @pytest.mark.parametrize(("dtype", "master"), [("float64", ""), ("bfloat16", "float32")])
-def test_copies_are_whole_whatever_is_stored(dtype: str, master: str, host: bool, zero_ranks: int) -> None:
+@pytest.mark.parametrize("sizes", [MESSAGES, APART, PAIRS])
+def test_copies_are_whole_whatever_is_stored(
+    sizes: MessageSizes, dtype: str, master: str, host: bool, zero_ranks: int
+) -> None:
     mesh = Mesh(dp=4)
 
     def program(rank: int) -> dict[str, Tensor]:
         axes = Axes.build(mesh, rank, "cpu", zero_ranks=zero_ranks)
-        store = load(axes, program_of(mesh, zero_ranks or 4, dtype, master), host=host)
+        store = load(axes, program_of(mesh, zero_ranks or 4, dtype, master), host=host, sizes=sizes)
         store.gather()
         store.ready()
         wanted = state(dtype_of(master or dtype))
@@ -348,7 +360,7 @@ def test_layers_of_the_first_forward_wait_for_their_own_weights_alone() -> None:
     mesh = Mesh(dp=4)
 
     def program(rank: int) -> tuple[list[int], Tensor]:
-        store = load(Axes.build(mesh, rank, "cpu"), program_of(mesh, 4))
+        store = load(Axes.build(mesh, rank, "cpu"), program_of(mesh, 4), sizes=APART)
         layers = [layer for _, layer in store.sequence if layer is not None]
         coming: list[int] = []
         for microbatch in range(2):
@@ -374,6 +386,128 @@ def test_layers_of_the_first_forward_wait_for_their_own_weights_alone() -> None:
     for coming, loss in simulate.run(program, 4).results:
         assert coming == [3, 2, 0, 0, 0, 0]  # with the last layer, the code behind it
         assert torch.equal(loss, expected)
+
+
+def test_layers_of_the_first_forward_wait_for_the_message_that_they_are_in() -> None:
+    """``scale`` and two layers are one, the last layer and ``shift`` the other, which is there with the last layer."""
+    mesh = Mesh(dp=4)
+
+    def program(rank: int) -> tuple[list[int], Tensor]:
+        store = load(Axes.build(mesh, rank, "cpu"), program_of(mesh, 4), sizes=PAIRS)
+        coming: list[int] = []
+        store.gather()
+        for i in range(DEPTH):
+            layer = store.module.get_submodule(f"layers.{i}")
+            layer.register_forward_hook(lambda *_: coming.append(sum(u.is_under_way for u, _ in store.sequence)))
+        with store.arriving():
+            loss = store.module(X)
+        assert [[copy.spec.name for copy in unit.copies] for unit, _ in store.sequence] == [
+            ["scale", *LAYERS[:2]],
+            [LAYERS[2], "shift"],
+        ]
+        return coming, loss.detach()
+
+    whole = Stage()
+    materialize(whole, program_of(Mesh(), 1), lambda spec: nn.Parameter(state()[spec.name]))
+    found = simulate.run(program, 4)
+    for coming, loss in found.results:
+        assert coming == [1, 1, 0]
+        assert torch.equal(loss, whole(X).detach())
+    assert {sent.calls for traffic in found.traffic for sent in traffic if sent.operation == "all_gather"} == {2}
+
+
+class Pair(nn.Module):
+    """Two weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        declare(self, "up", (WIDTH, WIDTH), torch.float64)
+        declare(self, "down", (WIDTH, WIDTH), torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(x @ self.up.t()) @ self.down
+
+
+class Pairs(nn.Module):
+    def __init__(self, depth: int = DEPTH) -> None:
+        super().__init__()
+        self.depth = depth
+        for i in range(depth):
+            declare(self, f"layers.{i}", Pair())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in range(self.depth):
+            x = self.layers[i](x)
+        return x.square().sum()
+
+
+def pairs(depth: int = DEPTH) -> tuple[Program, dict[str, Tensor]]:
+    """For two ranks, with values of the weights."""
+    names = [f"layers.{i}.{name}" for i in range(depth) for name in ("up", "down")]
+    specs = tuple(Parameter(name, (WIDTH, WIDTH), (WIDTH, WIDTH), "float64", zero=2) for name in names)
+    random = torch.Generator().manual_seed(0)
+    values = {name: torch.randn(WIDTH, WIDTH, generator=random, dtype=torch.float64) for name in names}
+    return Program(0, 1, Mesh(dp=2).to_json(), 1, (), (), (), (), specs), values
+
+
+def test_few_messages_are_under_way_where_they_need_memory_twice() -> None:
+    """Of five of one store and one of another, in order; a wait for a late one waits for those before it."""
+    single = MessageSizes(part_bytes=2**20, bucket_bytes=1, least_bytes=1)
+
+    def program(rank: int) -> None:
+        axes, departures = Axes.build(Mesh(dp=2), rank, "cpu"), Departures(twice_bytes=1)
+        stores, shared = [], {"departures": departures, "sizes": single}
+        for depth in (5, 1):
+            program, values = pairs(depth)
+            stores.append(Store.load(Pairs(depth), program, axes, StateSource(values), **shared))  # type: ignore[arg-type]
+        first, second = ([unit for unit, _ in store.sequence] for store in stores)
+        assert [len(unit.copies) for unit in (*first, *second)] == [2] * 6
+        for store in stores:
+            store.gather()
+        assert [unit.is_under_way for unit in (*first, *second)] == [True, True, False, False, False, False]
+        assert all(map(departures.is_coming, (*first, *second)))
+        departures.wait(first[0])
+        assert [unit.is_under_way for unit in (*first, *second)] == [False, True, True, False, False, False]
+        departures.wait(second[0])
+        assert not any(map(departures.is_coming, first[:4]))
+        for store in stores:
+            store.ready()
+            for name, parameter in store.module.named_parameters():
+                assert torch.equal(parameter, pairs(5)[1][name])
+
+    simulate.run(program, 2)
+
+
+@pytest.mark.parametrize(("sizes", "messages"), [(MESSAGES, 1), (APART, 2)])
+def test_weights_of_a_layer_stream_in_one_message_or_by_themselves(sizes: MessageSizes, messages: int) -> None:
+    """In one, they have no memory of their own until they are there."""
+    program, values = pairs()
+    names = list(values)
+
+    def step(rank: int) -> list[Tensor]:
+        axes = Axes.build(Mesh(dp=2), rank, "cpu")
+        store = Store.load(Pairs(), program, axes, StateSource(values), resident=False, sizes=sizes)
+        stream = Streaming(store)
+        stream.prefetch("F")
+        assert there(store) == ([] if messages == 1 else names[:2])
+        with stream.running("F", "B"):
+            loss = store.module(X)
+        assert there(store) == names[-2:]
+        with stream.running("B", ""):
+            loss.backward()
+        return [parameter.grad for parameter in store.module.parameters() if parameter.grad is not None]
+
+    whole = Pairs()
+    for name, value in values.items():
+        path, _, leaf = name.rpartition(".")
+        setattr(whole.get_submodule(path), leaf, nn.Parameter(value.clone()))
+    whole(X).backward()
+    found = simulate.run(step, 2)
+    for gradients_ in found.results:
+        for gradient, parameter in zip(gradients_, whole.parameters(), strict=True):
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-14, atol=1e-14)
+    gathers = {sent.calls for traffic in found.traffic for sent in traffic if sent.operation == "all_gather"}
+    assert gathers == {messages * (2 * DEPTH - 1)}, "the last layer is still there for the backward"
 
 
 def test_a_forward_needs_weights_that_were_gathered() -> None:

@@ -9,7 +9,16 @@ import pytest
 from autopar.errors import ArgumentError, ScheduleError
 from autopar.schedules import Action, Costs, Schedule, Timeline, check, generate, lower, parse_list, simulate_timeline
 from autopar.schedules.flow import COMPUTE
-from autopar.schedules.weight_moves import WeightMoves, followers, moves_of
+from autopar.schedules.weight_moves import (
+    BUCKETS,
+    MESSAGES,
+    MessageSizes,
+    Travels,
+    WeightMoves,
+    followers,
+    joined_units,
+    moves_of,
+)
 
 NAMES = [("1f1b", ""), ("gpipe", ""), ("interleaved", ""), ("zb-h1", ""), ("zb-v", ""), ("v-half", "vocab-2")]
 MOVES = [WeightMoves(g, s) for g in ("step", "pass") for s in (False, True)]  # type: ignore[arg-type]
@@ -126,3 +135,25 @@ def test_gather_costs_must_be_for_these_stages() -> None:
     schedule = lower(generate("1f1b", 2, 2), moves=WeightMoves("step"))
     with pytest.raises(ArgumentError, match="costs have 1 gather_seconds, but schedule '1f1b' needs 2, one per stage"):
         simulate_timeline(schedule, replace(costs(schedule, 1.0, 1.0), gather_seconds=(1.0,)))
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64, 1024])
+def test_messages_grow_with_the_ring(ranks: int) -> None:
+    """Up to an eighth of what a stage sends once a step, and at least as large as those of few ranks."""
+    assert MESSAGES.large(ranks) == ranks * MESSAGES.part_bytes
+    assert MESSAGES.of_pass(ranks) == max(MESSAGES.bucket_bytes, ranks * MESSAGES.part_bytes)
+    plenty, little = 100 * BUCKETS * MESSAGES.of_pass(ranks), MESSAGES.least_bytes
+    assert MESSAGES.of_step(ranks, plenty) == MESSAGES.of_pass(ranks)
+    assert MESSAGES.of_step(ranks, little) == MESSAGES.least_bytes
+    between = BUCKETS * (MESSAGES.least_bytes + 1)
+    assert MESSAGES.of_step(ranks, between) == MESSAGES.least_bytes + 1
+
+
+def test_what_is_gathered_once_a_step_is_joined_by_ring_over_whole_units() -> None:
+    """At least 8 bytes of a ring; unit 2 has a large weight, which goes by itself, and unit 5 is on another ring."""
+    sizes = MessageSizes(part_bytes=10, bucket_bytes=1, least_bytes=8)
+    weights = [(0, "a", 5), (1, "a", 5), (1, "a", 5), (2, "a", 20), (2, "a", 1), (4, "a", 6), (5, "b", 3), (6, "a", 1)]
+    travels = [Travels(unit, ring, 2, bytes_) for unit, ring, bytes_ in weights]
+    assert joined_units(travels, sizes) == [0, 0, 0, 2, 2, 2, 5, 2]
+    assert joined_units(travels, MessageSizes(part_bytes=0)) == [unit for unit, *_ in weights]
+    assert joined_units([]) == []

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Muon
 
 from autopar.runtime.optimizers.layout import Layout, gather
-from autopar.schedules.weight_moves import BUCKET_BYTES
+from autopar.schedules.weight_moves import MESSAGES
 
 COMPUTE_DTYPE: Final = torch.bfloat16
 """Of the iteration, and so of what is gathered."""
@@ -27,8 +27,8 @@ class ShardedMuon(Muon):
     """:class:`torch.optim.Muon` for parameters that are split over ranks.
 
     ``groups`` are parameter groups of one; ``layouts`` say how each parameter that can have a gradient is stored. All
-    ranks must step together. About :data:`autopar.schedules.weight_moves.BUCKET_BYTES` of whole matrices exist at a
-    time.
+    ranks must step together. Of whole matrices, about as much exists at a time as a bucket of gradients has at least
+    (:attr:`autopar.schedules.weight_moves.MessageSizes.bucket_bytes`).
     """
 
     def __init__(self, groups: list[dict[str, Any]], layouts: Mapping[nn.Parameter, Layout]) -> None:
@@ -55,7 +55,7 @@ class ShardedMuon(Muon):
                 update = _Update(parameter, group, self.state[parameter], self.layouts[parameter])
                 buckets = found.setdefault(tuple(axis.name for axis in update.layout.axes()), [[]])
                 buckets[-1].append(update)
-                if sum(one.layout.elements for one in buckets[-1]) * COMPUTE_DTYPE.itemsize >= BUCKET_BYTES:
+                if sum(one.layout.elements for one in buckets[-1]) * COMPUTE_DTYPE.itemsize >= MESSAGES.bucket_bytes:
                     buckets.append([])
         for split in sorted(found):
             yield from filter(None, found[split])
