@@ -58,7 +58,7 @@ def _dtype(name: str) -> torch.dtype:
 
 def _transformers(path: Path, batch: int, sequence: int, dtype: torch.dtype, meta: bool) -> Named:
     try:
-        settings = json.loads(path.read_text())
+        settings = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ArgumentError(f"can't read the config {path}: {error}") from error
     if not isinstance(settings, dict):

@@ -92,18 +92,18 @@ def _unwritable(directory: Path, error: Exception) -> ArgumentError:
 
 
 def _write(directory: Path, plan: Plan, job: Job) -> None:
-    (directory / "plan.json").write_text(plan.to_json())
+    (directory / "plan.json").write_text(plan.to_json(), encoding="utf-8")
     for stage, text in enumerate(job.texts):
-        (directory / program_file(stage)).write_text(text)
+        (directory / program_file(stage)).write_text(text, encoding="utf-8")
     if job.vocabulary is not None:
-        (directory / VOCABULARY_FILE).write_text(job.vocabulary)
-    (directory / "actions.txt").write_text(job.schedule.to_text())
+        (directory / VOCABULARY_FILE).write_text(job.vocabulary, encoding="utf-8")
+    (directory / "actions.txt").write_text(job.schedule.to_text(), encoding="utf-8")
     weights, note = job.source.save(directory)
     settings = {"mesh": plan.mesh.to_json(), "seed": job.seed, "clip_norm": job.clip_norm, "weights": weights}
     settings["options"] = job.options.model_dump()
     settings["own_optimizer"] = job.optimizer is not adamw or job.scheduler is not None
-    (directory / "job.json").write_text(json.dumps(settings, indent=1) + "\n")
-    (directory / "train.py").write_text(_TRAIN.format(world=plan.mesh.world))
+    (directory / "job.json").write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+    (directory / "train.py").write_text(_TRAIN.format(world=plan.mesh.world), encoding="utf-8")
     rows = [f"| `{program_file(stage)}` | {_who_runs(job, stage)} |" for stage in range(len(job.texts))]
     if job.vocabulary is not None:
         rows.append(f"| `{VOCABULARY_FILE}` | embedding and head, of which every rank has some rows |")
@@ -117,7 +117,7 @@ def _write(directory: Path, plan: Plan, job: Job) -> None:
         weights=weights,
         weights_note=note,
     )
-    (directory / "README.md").write_text(text)
+    (directory / "README.md").write_text(text, encoding="utf-8")
 
 
 VOCABULARY_FILE: Final = "vocabulary.py"

@@ -357,7 +357,7 @@ class Rows:
             (heavy,) = (value for value in used if not value.is_light)
             return replace(self._scaled(heavy, light[0], node), rest=rest, leading=leading)
         if op_name(node).startswith("aten.to.") and used[0].factor is not None:
-            return replace(used[0])
+            return replace(used[0], factor=self._widened_factor(used[0].factor, info(node).meta.dtype))
         if own:
             made.rows = self._with_own(node, rest)
             return made
@@ -390,6 +390,13 @@ class Rows:
             shape = info(factor).meta.shape
             factor = self.writer.call(aten.mul.Tensor, (heavy.factor, factor), shape, factor)
         return Value(heavy.rest, heavy.leading, rows=self._plain_rows(heavy, node), factor=factor)
+
+    def _widened_factor(self, factor: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """The factor of rows that are cast: their sum has its dtype where that is the wider one."""
+        shape, before = info(factor).meta.shape, info(factor).meta.dtype
+        if torch.promote_types(before, dtype) == before:
+            return factor
+        return self.writer.call(aten.to.dtype, (factor, dtype), shape, factor, dtype=dtype)
 
     def _with_own(self, node: fx.Node, rest: tuple[int, ...]) -> fx.Node:
         """A sum or product of rows with an expert's own vector."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +141,25 @@ def test_a_directory_whose_files_dont_fit_each_other_is_refused(
     (directory / file).write_text(text.replace(before, after))
     with pytest.raises(PlanError, match=words):
         read_job(directory)
+
+
+def test_files_are_the_same_whatever_the_locale(job: autopar.ParallelModel, tmp_path: Path) -> None:
+    """Comments of programs have other letters than ASCII."""
+    wanted = job.write(tmp_path / "plan")
+    code = (
+        "import sys; from pathlib import Path; from tests.test_api import compiled, read_job\n"
+        'job = compiled(gpus=4, mesh={"pp": 2, "dp": 2}, microbatches=2)\n'
+        "read_job(job.write(Path(sys.argv[1])))\n"
+    )
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    made = tmp_path / "made"
+    subprocess.run(
+        [sys.executable, "-c", code, str(made)], env=ascii_only, cwd=Path(__file__).parent.parent, check=True
+    )
+    texts = [file for file in wanted.iterdir() if file.suffix in (".py", ".txt", ".md")]
+    assert not all(file.read_bytes().isascii() for file in texts)
+    for file in texts:
+        assert (made / file.name).read_bytes() == file.read_bytes()
 
 
 def test_programs_in_the_place_of_others_are_refused(job: autopar.ParallelModel, tmp_path: Path) -> None:

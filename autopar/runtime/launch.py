@@ -38,7 +38,9 @@ def open_job(
     if not isinstance(directory, str | Path):
         raise ArgumentError(f"{directory!r} is no path; name the directory of a written job")
     job = read_job(Path(directory))
-    if optimizer is None and json.loads((Path(directory) / "job.json").read_text()).get("own_optimizer"):
+    if optimizer is None and json.loads((Path(directory) / "job.json").read_text(encoding="utf-8")).get(
+        "own_optimizer"
+    ):
         raise ArgumentError(
             "the job was compiled with an optimizer or a scheduler of its own, which isn't written; give it here "
             "again: optimizer=lambda parameters: …, scheduler=… of main in train.py, or of open_job"
@@ -51,13 +53,13 @@ def read_job(directory: Path) -> Job:
     """The job as values, with the default optimizer. Raises PlanError where files are missing, damaged, or don't fit
     each other."""
     try:
-        settings = json.loads((directory / "job.json").read_text())
-        digest = json.loads((directory / "plan.json").read_text())["digest"]
+        settings = json.loads((directory / "job.json").read_text(encoding="utf-8"))
+        digest = json.loads((directory / "plan.json").read_text(encoding="utf-8"))["digest"]
         mesh = Mesh.from_json(settings["mesh"])
-        schedule = Schedule.from_text((directory / "actions.txt").read_text())
+        schedule = Schedule.from_text((directory / "actions.txt").read_text(encoding="utf-8"))
         check(schedule)
-        texts = tuple((directory / f"stage_{i}.py").read_text() for i in range(schedule.stages))
-        vocabulary = (directory / "vocabulary.py").read_text() if schedule.head else None
+        texts = tuple((directory / f"stage_{i}.py").read_text(encoding="utf-8") for i in range(schedule.stages))
+        vocabulary = (directory / "vocabulary.py").read_text(encoding="utf-8") if schedule.head else None
         source = open_source(directory / settings["weights"], settings["seed"])
         options = Options.of(**settings["options"])
         clip_norm, seed = settings["clip_norm"], settings["seed"]
@@ -111,7 +113,7 @@ def main(script: str, *, optimizer: GivenOptimizer | None = None, scheduler: Sch
 
 
 def _all_inputs(directory: Path) -> list[Input]:
-    plan = json.loads((directory / "plan.json").read_text())
+    plan = json.loads((directory / "plan.json").read_text(encoding="utf-8"))
     return [Input(i["name"], i["path"], tuple(i["shape"]), i["dtype"], i["batch_dim"]) for i in plan["inputs"]]
 
 

@@ -12,7 +12,7 @@ from torch import nn
 import autopar
 from autopar.api import prepare
 from autopar.errors import CaptureError
-from autopar.graph import Model, op_name
+from autopar.graph import Model, info, op_name
 from tests.expert_loop_models import (
     EXPERTS,
     GUARDED,
@@ -130,6 +130,26 @@ def test_other_code_that_depends_on_values_is_refused_by_its_line(mixture: Calla
     with pytest.raises(CaptureError, match=REFUSED[mixture]) as caught:
         captured(mixture)
     assert "expert_loop_models.py:" in str(caught.value)
+
+
+class WideSum(ByWhere):
+    """Rows of experts are added up in a wider dtype than they are in."""
+
+    def mix(self, x: torch.Tensor, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x, dtype=torch.float64)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(index == e)
+            out.index_add_(0, token, (expert(x[token]) * weights[token, slot, None]).to(out.dtype))
+        return out.to(x.dtype)
+
+
+def test_rows_are_added_up_in_the_dtype_that_they_are_cast_to() -> None:
+    case = prepared(lambda: looped(WideSum, 2, layers=1), torch.float32)
+    model = prepare(case.model, case.batch)[0]
+    nodes = [node for block in model.blocks for node in block.ops]
+    (sums,) = (info(node).meta.dtype for node in nodes if "combine" in op_name(node))
+    assert sums == torch.float64
+    assert verified(case).ok
 
 
 @pytest.mark.slow
