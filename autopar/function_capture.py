@@ -5,18 +5,22 @@ its forward would be differentiated instead. So its result y is captured as ``y 
 this gradient. A backward is linear in the gradient g that it is given: b(g) = Bg, and z = Bᵀx has the gradient Bg with
 regard to x. Autograd itself transposes b: z is the derivative of ``b(g)·x`` with regard to g.
 
-``module.to(dtype)`` that changes nothing returns the module, without writing to its parameters.
+``module.to(dtype)`` that changes nothing returns the module, without writing to its parameters. A loss that asks of
+values whether they are valid doesn't ask.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from autopar.errors import CaptureError
 from autopar.source_lines import calling_line
@@ -44,6 +48,29 @@ def traceable_calls() -> Iterator[None]:
     finally:
         nn.Module.to = move  # type: ignore[method-assign]
         Function.apply = apply  # type: ignore[method-assign]
+
+
+class UncheckedLosses(TorchFunctionMode):
+    """Within it, a loss of torch that first looks whether values are valid, which a trace can't, doesn't look."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (_gaussian_nll if func is functional.gaussian_nll_loss else func)(*args, **(kwargs or {}))
+
+
+def _gaussian_nll(
+    input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+) -> Tensor:
+    """:func:`torch.nn.functional.gaussian_nll_loss` of variances that aren't negative. Those below ``eps`` count as
+    ``eps``, and have the gradient that they would have there."""
+    if not isinstance(var, Tensor):
+        var = torch.full_like(input, var)
+    elif var.shape != input.shape and var.shape == input.shape[:-1]:
+        var = var.unsqueeze(-1)
+    bounded = var + (var.clamp(min=eps) - var).detach()
+    loss = 0.5 * (bounded.log() + (input - target) ** 2 / bounded)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
 
 
 def _is_idle(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

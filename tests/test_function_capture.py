@@ -127,3 +127,29 @@ def test_nothing_is_left_overridden() -> None:
     with pytest.raises(ZeroDivisionError), traceable_calls():
         raise ZeroDivisionError
     assert (nn.Module.to, Function.__dict__["apply"]) == before
+
+
+class Likelihood(nn.Module):
+    """Of a Gaussian whose variance is made, too: one for each number (``rows`` False) or for each row."""
+
+    def __init__(self, rows: bool, **options: Any) -> None:
+        super().__init__()
+        self.mean, self.rows, self.options = nn.Linear(8, 8), rows, options
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        mean = self.mean(x)
+        variance = (mean.exp() - 0.5).relu()  # some below the least that counts
+        loss = nn.functional.gaussian_nll_loss(
+            mean, y, variance.sum(-1) if self.rows else variance, eps=0.1, **self.options
+        )
+        return loss if loss.dim() == 0 else loss.sum()
+
+
+@pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"reduction": "none", "full": True}], ids=str)
+@pytest.mark.parametrize("rows", [False, True])
+def test_a_loss_that_looks_at_values_is_captured(rows: bool, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    batch = (torch.randn(8, 8).double(), torch.randn(8, 8).double())
+    job = compile_pinned(Likelihood(rows, **options).double(), 2, sample=batch, cluster=FAST, microbatches=2)
+    result = job.verify(batch)
+    assert result.ok, str(result)
