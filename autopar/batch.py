@@ -6,7 +6,7 @@ lie deeper, in nested tuples, lists and mappings. A leaf's path joins keys and p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,8 @@ class _Leaf:
 
 
 def flatten(batch: Any) -> tuple[dict[str, torch.Tensor], Structure]:
-    """The tensors of ``batch`` by path, and the rest. Raises BatchError where there is no tensor in it."""
+    """The tensors of ``batch`` by path, and the rest. Raises BatchError where there is no tensor in it, or two of them
+    have one path."""
     tensors: dict[str, torch.Tensor] = {}
     tree = _strip(batch, "", tensors)
     if not tensors:
@@ -55,6 +56,8 @@ def flatten(batch: Any) -> tuple[dict[str, torch.Tensor], Structure]:
 def _strip(item: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(item, torch.Tensor):
         name = path or "0"
+        if name in tensors:
+            raise BatchError(f"two tensors of the batch are called {name!r}; give one another key, without dots")
         tensors[name] = item
         return _Leaf(name)
     if isinstance(item, Mapping):
@@ -62,6 +65,14 @@ def _strip(item: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(item, list | tuple) and type(item) in (list, tuple):
         return type(item)(_strip(v, f"{path}.{i}" if path else str(i), tensors) for i, v in enumerate(item))
     return item
+
+
+def readable_name(path: str, taken: Collection[str]) -> str:
+    """A name for the tensor at ``path`` that none of ``taken`` is: ``x_0`` for ``x.0``, ``input_0`` for ``0``."""
+    base = ("input_" if path[0].isdigit() else "") + path.replace(".", "_")
+    return next(
+        name for name in (base, *(f"{base}_{number}" for number in range(2, len(taken) + 3))) if name not in taken
+    )
 
 
 def _fill(tree: Any, tensors: Mapping[str, Any]) -> Any:

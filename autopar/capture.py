@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar.batch import Structure, batch_size, flatten
+from autopar.batch import Structure, batch_size, flatten, readable_name
 from autopar.documents import check_documents, check_positions, gives_positions
 from autopar.errors import BatchError, CaptureError
 from autopar.expert_capture import expert_operations
@@ -402,7 +402,7 @@ def _name_inputs(
     for name, (path, tensor) in zip(names, tensors.items(), strict=True):
         split = tensor.dim() > batch_dim and tensor.shape[batch_dim] == size
         meta = Meta(tuple(tensor.shape), tensor.dtype)
-        readable = path.replace(".", "_") if not path[0].isdigit() else f"input_{path.replace('.', '_')}"
+        readable = readable_name(path, {item.name for item in found})
         set_info(by_name[name], Info((meta,), role="input", name=readable))
         positions = split and _has_positions(tensor, batch_dim, seq_dim)
         found.append(InputInfo(readable, path, meta, batch_dim if split else None, seq_dim if positions else None))

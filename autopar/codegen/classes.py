@@ -17,6 +17,7 @@ from autopar.codegen.names import bases
 from autopar.codegen.regions import named, region_code
 from autopar.codegen.runs import Run, number, runs
 from autopar.codegen.text import STACKED, Line, Row, attribute, human_bytes, is_index, layout, literal, spans
+from autopar.errors import StageError
 from autopar.graph import INPUT_CALL, Call, Meta, Value, info
 from autopar.options import parameters_on_host
 
@@ -150,8 +151,10 @@ def vocabulary_class(job: Job, part: Part, methods: list[Line]) -> list[Line]:
 def _class(
     name: str, comment: str, declared: Iterable[Declaration], declarations: list[Line], methods: list[Line]
 ) -> list[Line]:
-    numbered = any(is_index(first) or first == STACKED for first in (d.path.split(".")[0] for d in declared))
+    declared = list(declared)
     keeps_axes = any("self.axes" in line.code for line in methods)
+    _check_names(name, declared, methods, ["axes"] if keeps_axes else [])
+    numbered = any(is_index(first) or first == STACKED for first in (d.path.split(".")[0] for d in declared))
     head = [
         Line(0, f"class {name}({'Container' if numbered else 'nn.Module'}):", comment),
         Line(1, "def __init__(self, axes: Axes) -> None:"),
@@ -159,6 +162,16 @@ def _class(
     ]
     axes = [Line(2, "self.axes = axes")] if keeps_axes else []
     return [*head, *axes, *declarations, Line(0, ""), *methods]
+
+
+def _check_names(name: str, declared: Iterable[Declaration], methods: Iterable[Line], taken: Sequence[str]) -> None:
+    """Raises StageError where a module or parameter of the model has the name of what class ``name`` has of its own."""
+    own = {*taken, *(line.code.removeprefix("def ").split("(")[0] for line in methods if line.code.startswith("def "))}
+    for each in declared:
+        if (first := each.path.split(".")[0]) in own:
+            raise StageError(
+                f"{each.path!r} can't be emitted: class {name} has its own {first!r}; rename that of the model"
+            )
 
 
 def _layers(job: Job, run: Run) -> list[Declaration]:
