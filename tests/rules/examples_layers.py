@@ -76,11 +76,11 @@ def recurrent() -> Iterator[Example]:
         given = states if kind == "lstm" else states[0]
         weights = [g(4 * gates, 6), g(4 * gates, 4), g(4 * gates), g(4 * gates)]
         rest = (True, 1, 0.0, True, False, False)
-        yield Example(getattr(aten, kind).input, (g(5, 8, 6), given, weights, *rest))
+        yield Example(getattr(aten, kind).input, (g(4, 8, 6), given, weights, *rest))
         given = [state[0] for state in states] if kind == "lstm" else states[0][0]
         yield Example(getattr(aten, f"{kind}_cell").default, (g(8, 6), detached(given), *weights))
     weights = [w for inputs in (6, 6, 8, 8) for w in (g(12, inputs), g(12, 4))]
-    yield Example(aten.gru.input, (g(5, 8, 6), g(4, 8, 4), weights, False, 2, 0.0, True, True, False))
+    yield Example(aten.gru.input, (g(4, 8, 6), g(4, 8, 4), weights, False, 2, 0.0, True, True, False))
 
 
 def detached(given: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
