@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from torch import nn
 
 import autopar
 from autopar.audit import Audit
+from autopar.audit.run import see
 from autopar.audit.step import step_seconds
 from autopar.planner import between, block_costs, contention, gradients, pass_costs, table_gradients
 from autopar.planner import zero as zero_costs
@@ -22,7 +25,7 @@ from autopar.planner.contention import Slowed
 from autopar.planner.scalars import Scalars
 from autopar.planner.vocabulary_passes import HeadPasses
 from autopar.schedules import Costs, generate, lower, simulate_timeline
-from autopar.schedules.weight_moves import WeightMoves
+from autopar.schedules.weight_moves import MESSAGES, WeightMoves
 from tests.audit.cases import FAST_PLANS, PINNED, SLOW_PLANS, Plan
 from tests.fast_cluster import BUSY, FAST
 from tests.models import MLP, Case, prepared
@@ -103,16 +106,50 @@ def test_rows_that_travel_beside_experts_slow_them(monkeypatch: pytest.MonkeyPat
     assert rows == {"stage 0: forward", "stage 0: backward", "step"}
 
 
+@pytest.mark.parametrize("price", ["cast_seconds", "unpack_seconds"])
 @pytest.mark.parametrize("zero", [1, 3])
-def test_a_wrong_price_of_casts_is_seen(zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once a step, or in each pass."""
-    right = zero_costs.MoveCosts.cast_seconds
-    monkeypatch.setattr(zero_costs.MoveCosts, "cast_seconds", lambda *given: 1.01 * right(*given))
+def test_a_wrong_price_of_casts_is_seen(zero: int, price: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a step, or in each pass; and of copies of what travels together."""
+    right = getattr(zero_costs.MoveCosts, price)
+    monkeypatch.setattr(zero_costs.MoveCosts, price, lambda *given: 1.01 * right(*given))
     options = {"zero": zero, "precision": "bf16"}
     found = Plan("mlp", {"pp": 2, "dp": 2}, options, torch.float32).compile().audit()
     once = [f"pipeline rank {rank}: totals of the batch and casts" for rank in (0, 1)]
     passes = [f"stage {stage}: {way}" for stage in (0, 1) for way in ("forward", "backward")]
     assert {row.what for row in found.different} == {*(once if zero == 1 else passes), "step"}
+
+
+class Wide(nn.Module):
+    """Layers of a weight that is large on two ranks and small ones; before them one that would be large on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(384, 512)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(512, 512), nn.LayerNorm(512)) for _ in range(4))
+        self.last = nn.Linear(512, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.last(x).square().mean()
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_weights_that_travel_alone_and_together_cost_what_plans_say(zero: int) -> None:
+    """Four layers' weights travel alone; once a step, small ones of several layers are one message, or two."""
+    given = {**PINNED, "microbatches": 2, "zero": zero, "mesh": {"dp": 2}, "cluster": BUSY}
+    job = autopar.compile(Wide(), 2, sample=torch.randn(8, 384), **given)
+    check(job.audit())
+    sizes = [math.prod(p.shape) * 4 for p in job.programs.stages[0].program.parameters]
+    assert sum(size >= MESSAGES.large(2) for size in sizes) == 4
+    batch = {"0": torch.empty(8, 384, device="meta")}
+    (seen,) = see(job.job, batch)
+    messages = Counter(m.bytes_ for phase in seen.phases.values() for m in phase.messages if m.kind == "all_gather")
+    assert messages[MESSAGES.large(2)] == (4 if zero < 3 else 4 + 3 * 3), (
+        "of a pass, what the next one begins with stays"
+    )
+    assert seen.places[0] == (5 if zero < 3 else 6), "what is behind the layers travels with small ones of layers"
 
 
 def test_wrong_prices_of_the_host_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

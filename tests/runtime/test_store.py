@@ -480,14 +480,17 @@ def test_few_messages_are_under_way_where_they_need_memory_twice() -> None:
 
 @pytest.mark.parametrize(("sizes", "messages"), [(MESSAGES, 1), (APART, 2)])
 def test_weights_of_a_layer_stream_in_one_message_or_by_themselves(sizes: MessageSizes, messages: int) -> None:
-    """In one, they have no memory of their own until they are there."""
+    """In one, they have no memory of their own until they are there, and the next layer's start after that."""
     program, values = pairs()
     names = list(values)
 
     def step(rank: int) -> list[Tensor]:
         axes = Axes.build(Mesh(dp=2), rank, "cpu")
         store = Store.load(Pairs(), program, axes, StateSource(values), resident=False, sizes=sizes)
-        stream = Streaming(store)
+        stream, coming = Streaming(store), list[int]()
+        for unit, _ in store.sequence:
+            wait = unit.wait
+            unit.wait = lambda wait=wait: (coming.append(sum(u.is_under_way for u, _ in store.sequence)), wait())[1]  # type: ignore[method-assign]
         stream.prefetch("F")
         assert there(store) == ([] if messages == 1 else names[:2])
         with stream.running("F", "B"):
@@ -495,6 +498,7 @@ def test_weights_of_a_layer_stream_in_one_message_or_by_themselves(sizes: Messag
         assert there(store) == names[-2:]
         with stream.running("B", ""):
             loss.backward()
+        assert max(coming) == 1
         return [parameter.grad for parameter in store.module.parameters() if parameter.grad is not None]
 
     whole = Pairs()
