@@ -237,10 +237,26 @@ class Activations:
         received = {s: size for s, size in self._received(calls).items() if s not in sizes}
         return sum(sizes.values()) + sum(received.values()) + sum(chosen[i].extra_bytes for i in calls)
 
-    def movable_bytes(self, calls: Sequence[int], chosen: Mapping[int, Alternative], least: int) -> int:
-        """Of what a stage keeps of a microbatch: tensors of ``least`` bytes and more."""
-        sizes = [*self._storages(calls, chosen).values(), *(size for i in calls for size in chosen[i].inside)]
-        return sum(size for size in sizes if size >= least)
+    def movable_bytes(
+        self, calls: Sequence[int], chosen: Mapping[int, Alternative], least: int, *, follows: bool = False
+    ) -> int:
+        """Of what a stage keeps of a microbatch: tensors of ``least`` bytes and more, without what others hold as well.
+        That is what it hands on as it received it, and all that it received if it ``follows`` a stage of its rank."""
+        last = max(calls)
+        held = {s for s in self._received(calls) if follows or self._last_read.get(s, last) > last}
+        kept = [size for storage, size in self._storages(calls, chosen).items() if storage not in held]
+        return sum(size for size in (*kept, *(size for i in calls for size in chosen[i].inside)) if size >= least)
+
+    @cached_property
+    def _last_read(self) -> dict[Storage, int]:
+        """The last call that reads what a call made."""
+        found: dict[Storage, int] = {}
+        for index, call in enumerate(self.model.calls):
+            for position in range(len(call.operands)):
+                storage = storage_of_input(self.model, self.found, index, position)
+                if storage is not None:
+                    found[storage] = index
+        return found
 
     def _received(self, calls: Sequence[int]) -> dict[Storage, int]:
         inside, found = set(calls), {}

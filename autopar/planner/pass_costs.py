@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 from autopar.cost_models import step
@@ -104,7 +104,7 @@ def priced(work: Work, draft: Schedule, stages: Sequence[Sequence[int]], chosen:
         logits_bytes=vocabulary.logits_bytes if vocabulary else 0,
         begin_seconds=tuple(b + cast for b, cast in zip(begin, casts.once, strict=True)),
         end_seconds=end,
-        **_offload_costs(work, stages, chosen),
+        **_offload_costs(work, stages, moves.placement, chosen),
     )
     return Priced(costs, accumulations, slowed, casts)
 
@@ -134,9 +134,15 @@ def _step_seconds(work: Work, tables: Sequence[int], moves: MoveCosts) -> tuple[
     return tuple(moves.shared_seconds(mine) + update for mine, update in zip(held, updates, strict=True))
 
 
-def _offload_costs(work: Work, stages: Sequence[Sequence[int]], chosen: Mapping[int, Alternative]) -> dict[str, Any]:
+def _offload_costs(
+    work: Work, stages: Sequence[Sequence[int]], placement: Sequence[int], chosen: Mapping[int, Alternative]
+) -> dict[str, Any]:
     rate = work.machine.device.host_bytes_per_second
     if not activations_on_host(work.options.offload) or not rate:
         return {}
-    moved = tuple(work.activations.movable_bytes(stage, chosen, LEAST_BYTES) for stage in stages)
+    follows = [False, *(here == there for here, there in pairwise(placement))]
+    moved = tuple(
+        work.activations.movable_bytes(stage, chosen, LEAST_BYTES, follows=beside)
+        for stage, beside in zip(stages, follows, strict=True)
+    )
     return {"offload_bytes": moved, "offload_seconds": tuple(bytes_ / rate for bytes_ in moved)}

@@ -25,6 +25,7 @@ from autopar.runtime.offload import ActivationOffload
 from autopar.runtime.pipe import Message, Pipe
 from autopar.runtime.powersgd import relative_error
 from autopar.runtime.program import Program, Router, VocabularyProgram
+from autopar.runtime.saved_memory import storages
 from autopar.runtime.scaling import LossScaler
 from autopar.runtime.step import Place, Step
 from autopar.runtime.store import Store
@@ -260,7 +261,8 @@ class Executor:
         with self._weights(action), self.offload.keeping(place, self.stages[action.stage]), axes.routers.counting():
             made = self._call(action, (*received, *inputs, *step.totals.get(action.stage, ())))
         result = made if isinstance(made, tuple) else (made,)
-        step.leaves[place] = [tensor for tensor in received if tensor.requires_grad]
+        step.leaves[place] = leaves = [tensor for tensor in received if tensor.requires_grad]
+        self.offload.leave(place, leaves if self._is_here(action.stage - 1) else _handed_on(leaves, result))
         if program.is_last and program.returns_loss:
             (loss,) = result
             step.loss += loss.detach()
@@ -280,9 +282,7 @@ class Executor:
         self.offload.offload(_place(action))
 
     def _free_activations(self, step: Step, action: Action) -> None:
-        """What came as a message belongs to this pass alone; what another stage here made may be kept there too."""
-        own = () if self._is_here(action.stage - 1) else step.leaves[_place(action)]
-        self.offload.free(_place(action), own)
+        self.offload.free(_place(action), step.leaves[_place(action)])
 
     def _fetch_activations(self, step: Step, action: Action) -> None:
         self.offload.fetch(_place(action))
@@ -441,6 +441,12 @@ class Executor:
 
 def _place(action: Action) -> Place:
     return action.stage, action.microbatch
+
+
+def _handed_on(received: Sequence[Tensor], result: Sequence[Tensor]) -> list[Tensor]:
+    """What of a message goes on to the next stage in the same memory, which may be on its way, or kept there."""
+    there = storages(result)
+    return [tensor for tensor in received if id(tensor.untyped_storage()) in there]
 
 
 def _root(tensor: Tensor) -> GradientEdge | None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from autopar.runtime.host import to_host
-from autopar.runtime.saved_memory import Once, Piece, as_it_is, held_storages
+from autopar.runtime.saved_memory import Once, Piece, as_it_is, held_storages, storages
 from autopar.schedules.offloads import LEAST_BYTES
 
 Place = tuple[int, int]
@@ -93,8 +93,8 @@ class _Memory:
 
 @dataclass
 class _Place:
-    """What is kept of one pass: autograd's to hold and to free. ``exact`` is memory of which small parts stay as they
-    are, so that it can't be let go of."""
+    """What is kept of one pass: autograd's to hold and to free. ``exact`` is memory that can't be let go of: of which
+    small parts stay as they are, or that others hold as well."""
 
     memories: weakref.WeakSet[_Memory] = field(default_factory=weakref.WeakSet)
     taken: set[int] = field(default_factory=set)
@@ -133,18 +133,24 @@ class ActivationOffload:
             finally:
                 self.keep = None
 
+    def leave(self, place: Place, held: Iterable[Tensor]) -> None:
+        """What ``place`` keeps of the memory of ``held`` stays on the device: others hold it as well."""
+        if (kept := self._kept.get(place)) is None:
+            return
+        there = storages(list(held))
+        kept.exact |= there
+        for memory in list(kept.memories):
+            if memory.device is not None and id(memory.device.untyped_storage()) in there:
+                kept.memories.discard(memory)
+
     def offload(self, place: Place) -> None:
         """Start to copy what ``place`` keeps to the host."""
         for memory in list(self._kept[place].memories):
             memory.offload()
 
     def free(self, place: Place, received: Iterable[Tensor] = ()) -> None:
-        """Wait until it is there, and let go of the device's memory. ``received`` is memory that belongs to this pass
-        alone.
-
-        The executor holds what was received until its gradient is made, though its values are now on the host: its
-        memory is let go of as well.
-        """
+        """Wait until it is there, and let go of the device's memory; of that which was ``received``, too, though the
+        executor holds such a tensor until its gradient is made."""
         kept = self._kept[place]
         for memory in list(kept.memories):
             memory.free()

@@ -57,6 +57,37 @@ def u_shaped(batch: int) -> Case:
     return Case(UShaped(), mlp(batch).batch)
 
 
+class Reading(nn.Module):
+    """A layer that reads what all others read, too."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.own, self.read = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, h: Tensor, memory: Tensor) -> Tensor:
+        return h + torch.tanh(self.own(h) + self.read(memory))
+
+
+class Readers(nn.Module):
+    """Like a decoder, every layer of which keeps the encoder's output for its backward."""
+
+    def __init__(self, *, depth: int = 6, width: int = 64) -> None:
+        super().__init__()
+        self.inward = nn.Linear(8, width)
+        self.layers = nn.ModuleList([Reading(width) for _ in range(depth)])
+        self.outward = nn.Linear(width, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = memory = self.inward(x).sigmoid()
+        for layer in self.layers:
+            h = layer(h, memory)
+        return F.mse_loss(self.outward(h), y)
+
+
+def readers(batch: int) -> Case:
+    return Case(Readers(), mlp(batch).batch)
+
+
 class Exchange(nn.Module):
     """A layer of two streams; every other one of them mixes the two."""
 

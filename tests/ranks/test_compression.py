@@ -20,6 +20,7 @@ from autopar.schedules.offloads import ALL
 from tests.fast_cluster import FAST
 from tests.models import MLP, Case, Float64, gpt2, make, prepared
 from tests.pinned import compile_pinned
+from tests.ranks.branching_models import readers
 from tests.ranks.test_parity import optimizer, verified
 
 MESHES = [
@@ -180,6 +181,19 @@ def test_activations_on_the_host(mesh: dict[str, int], schedule: str, microbatch
     exact, offloaded = plain.simulate(case.batch), away.simulate(case.batch)
     assert max(offloaded.peak_bytes) < (0.9 if share == ALL else 1.0) * max(exact.peak_bytes)
     assert offloaded.losses == exact.losses
+
+
+READING = [({"pp": 3}, "gpipe", 4), ({"pp": 2}, "zb-v", 8), slow({"pp": 4}, "1f1b", 8), slow({"pp": 2}, "v-half", 8)]
+
+
+@pytest.mark.parametrize(("mesh", "schedule", "microbatches"), READING)
+def test_what_is_received_and_handed_on_stays(mesh: dict[str, int], schedule: str, microbatches: int) -> None:
+    """A stage keeps it for its backward, and the next one does so in the same memory, or it is still being sent."""
+    case = prepared(lambda: readers(128 * microbatches))
+    plain = compiled(case, mesh, microbatches=microbatches, schedule=schedule, recompute="none")
+    away = compiled(case, mesh, plan=sent_away(plain, ALL), cluster=None)
+    result = away.verify(case.batch)
+    assert result.ok, str(result)
 
 
 @pytest.mark.slow

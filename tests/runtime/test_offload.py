@@ -91,6 +91,28 @@ def test_the_devices_memory_is_let_go_of() -> None:
     assert away + LEAST_BYTES < back <= exact
 
 
+def test_memory_that_others_hold_stays() -> None:
+    """Neither a copy of it is made, nor is it let go of; all else of the place goes."""
+    torch.manual_seed(0)
+    offload, layer = ActivationOffload([(0, 0)], torch.device("cpu")), Layer()
+    leaf = torch.randn(ROWS, WIDTH, dtype=torch.float64, requires_grad=True)
+    with offload.keeping((0, 0), layer):
+        result = layer(leaf)
+    here = {id(memory) for memory in offload._kept[0, 0].memories}
+    offload.leave((0, 0), [leaf])
+    offload.leave((0, 1), [leaf])  # none of its places
+    away = list(offload._kept[0, 0].memories)
+    assert len(here) == len(away) + 1
+    offload.offload((0, 0))
+    offload.free((0, 0), [leaf])
+    assert leaf.untyped_storage().nbytes() > 0
+    assert all(memory.device is None for memory in away)
+    offload.fetch((0, 0))
+    result.square().sum().backward()
+    found = leaf.grad
+    assert torch.equal(found, torch.autograd.grad(layer(leaf).square().sum(), leaf)[0])
+
+
 def test_memory_is_freed_as_the_backward_goes() -> None:
     """What FETCH brought back is autograd's to free, node by node, as it is without."""
     offload = ActivationOffload([(0, 0)], torch.device("cpu"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch import nn
 import autopar
 from autopar.errors import ArgumentError
 from autopar.runtime.job import Job
-from autopar.schedules import Action, Costs, generate, lower
+from autopar.schedules import Action, Costs, generate, lower, simulate_timeline
+from autopar.schedules.actions import parse_action
 from autopar.schedules.offloads import ALL, Away, offload_activations
 from autopar.simulate.alike import keys, stand_ins
 from autopar.simulate.alone import run_alone
@@ -24,8 +26,9 @@ from autopar.simulate.measure import RankMemory, fake_memory, measure, measured_
 from autopar.simulate.predict import Known, predicted_memory
 from autopar.storages import Phase
 from tests.fast_cluster import FAST
-from tests.models import make
+from tests.models import MLP, Case, make, mlp, prepared
 from tests.pinned import compile_pinned
+from tests.ranks.branching_models import readers
 
 
 def compiled(
@@ -182,6 +185,35 @@ def summed(phase: Phase) -> tuple[str, list[Counter[str]], tuple[int, int, int]]
     for kinds in moments:
         kinds["gradients"] += kinds.pop("saved", 0)
     return phase.label, [+kinds for kinds in moments], phase.host_bytes
+
+
+@pytest.mark.parametrize(
+    ("case_of", "schedule"),
+    [
+        (readers, "gpipe"),
+        (readers, "zb-v"),
+        (lambda batch: Case(MLP(layers=8, width=64), mlp(batch).batch), "v-half"),
+    ],
+)
+@pytest.mark.parametrize("share", [3, ALL])
+def test_lists_say_what_goes_and_comes_back(case_of: Callable[[int], Case], schedule: str, share: int) -> None:
+    """FREE gives back what a timeline takes it to, but for what is still being sent, and FETCH takes it again."""
+    case = prepared(lambda: case_of(8 * 128))
+    given: dict[str, Any] = {"sample": case.batch, "mesh": {"pp": 2}, "microbatches": 8, "cluster": FAST}
+    job = compile_pinned(case.model, 2, schedule=schedule, offload=("activations",), recompute="none", **given)
+    away = Away(dict.fromkeys(range(job.schedule.stages), share), [0, 0])
+    timeline = simulate_timeline(offload_activations(job.schedule, away), job.timeline.costs)
+    batch = {item.path: value for item, value in zip(job.plan.inputs, case.batch, strict=True)}
+    seen: set[int] = set()
+    for rank in measured_memory(job.job.like(schedule=timeline.schedule), batch):
+        for phase in rank.phases:
+            if phase.label.startswith(("FREE", "FETCH")):
+                action = parse_action(phase.label)
+                more = sum(phase.end.values()) - sum(phase.start.values())
+                sent = 128 * 64 * 8 if action.kind == "FREE" and action.stage == 0 else 0  # what all read
+                assert 0 <= more - timeline.costs.kept_bytes(action) <= sent, phase.label
+                seen.add(action.stage)
+    assert seen >= set(range(job.schedule.stages - 1))
 
 
 def test_what_was_run_serves_other_jobs_as_far_as_they_are_alike() -> None:
