@@ -89,11 +89,11 @@ def work_of(op: Op, rule: Rule, choice: Choice, size: int, unequal: float = 1.0)
         back_loose=back_loose * elements,
         swept_bytes=inner if flops else 0,
         back_swept_bytes=beside if flops else 0,
-        is_aligned=not flops or rule.is_fused(op) or _is_aligned(op, choice, size),
+        is_aligned=not flops or rule.is_fused(op) or _is_aligned(op, rule, choice, size),
     )
 
 
-def _is_aligned(op: Op, choice: Choice, size: int) -> bool:
+def _is_aligned(op: Op, rule: Rule, choice: Choice, size: int) -> bool:
     """Whether rows of all matrices of a product in 16 bits begin where kernels can load many elements at once."""
     both = zip((*op.operands, op.result), (*choice.operands, choice.result), strict=True)
     rows = [
@@ -101,6 +101,8 @@ def _is_aligned(op: Op, choice: Choice, size: int) -> bool:
         for meta, kind in both
         if len(meta.shape) > 1 and meta.dtype.itemsize == 2
     ]
+    if op.operands[0].dtype.itemsize == 2:
+        rows.append(rule.row_bytes(op, choice, size))
     return all(row % _ALIGNED_BYTES == 0 for row in rows)
 
 

@@ -150,6 +150,9 @@ class Rule(Protocol):
     def made(self, op: Op, choice: Choice, size: int) -> int:
         """Elements of the result of one of its products on a rank."""
 
+    def row_bytes(self, op: Op, choice: Choice, size: int) -> int:
+        """Of a matrix that its products make inside, on a rank; 0 where they make the result alone."""
+
     def communication(self, op: Op, choice: Choice, size: int) -> Communication:
         """Collectives inside the op's form, of the forward; shapes are those before the axis is split."""
 
@@ -212,6 +215,9 @@ class Whole:
 
     def made(self, op: Op, choice: Choice, size: int) -> int:
         return op.result.numel // (size if choice.result.is_shard else 1)
+
+    def row_bytes(self, op: Op, choice: Choice, size: int) -> int:
+        return 0
 
     def communication(self, op: Op, choice: Choice, size: int) -> Communication:
         return []

@@ -53,6 +53,10 @@ class Chunked(Spec):
         chunks: int = op.kwargs["chunks"]
         return _logits(op).numel // (chunks * split)
 
+    def row_bytes(self, op: Op, choice: Choice, size: int) -> int:
+        """Of logits, before they are cast."""
+        return _logits(op).shape[-1] // (size if choice.form else 1) * _item_bytes(op)[0]
+
 
 def _item_bytes(op: Op) -> tuple[int, int]:
     """Of an element of the product, and of logits."""

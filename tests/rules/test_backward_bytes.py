@@ -14,7 +14,8 @@ from autopar.graph import Choice, Meta
 from autopar.planner.op_costs import work_of
 from autopar.rules import lookup
 from autopar.rules.base import Op
-from autopar.spmd import R
+from autopar.rules.chunked import CHUNKED
+from autopar.spmd import I, R, S
 
 aten: Any = torch.ops.aten
 
@@ -138,3 +139,13 @@ def test_rows_that_begin_anywhere_are_seen(classes: int, dtype: str, aligned: bo
     x, weight, made = Meta((64, 768), kind, True), Meta((classes, 768), kind, True), Meta((64, classes), kind, True)
     op = Op("aten.linear.default", (x, weight), {}, (x, weight), (made,))
     assert work_of(op, lookup(op.name), Choice((R, R), R), 1).is_aligned == aligned
+
+
+@pytest.mark.parametrize(("classes", "ranks", "aligned"), [(50257, 1, False), (50264, 1, True), (50264, 2, False)])
+def test_rows_of_logits_that_come_in_chunks_count_too(classes: int, ranks: int, aligned: bool) -> None:
+    """Of the classes that a rank has; they are no operand and no result of the op."""
+    x, weight = Meta((64, 768), torch.bfloat16, True), Meta((classes, 768), torch.bfloat16, True)
+    target, made = Meta((64,), torch.int64, False), Meta((), torch.float32, True)
+    op = Op(CHUNKED, (x, weight, target), {"chunks": 8, "reduction": "mean"}, (x, weight, target), (made,))
+    choice = Choice((R, R, R), R) if ranks == 1 else Choice((R, S(0), R), I, CHUNKED)
+    assert work_of(op, lookup(op.name), choice, ranks).is_aligned == aligned
