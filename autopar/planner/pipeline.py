@@ -251,24 +251,31 @@ def _offloading(
 
     The cut is for ranks with as much more memory as copies make room for, which shows when they run beside the passes:
     parts of what there is no room for if nothing is recomputed are tried. ``without`` is the best that keeps all on the
-    device, or why there is none. Raises the BudgetError that asks least.
+    device (it may keep more than there is room for), or why there is none. Raises the BudgetError that asks least.
     """
     inflight = kept_stages(draft)
     plain = _fit(parts.sparing(-_BOUNDLESS), draft, None, inflight)
     lacks = _lacks(parts, draft, plain, inflight)
-    best = None if isinstance(without, BudgetError) else without
-    if best is not None and not lacks:
-        return best
-    refusals = [without] if isinstance(without, BudgetError) else []
+    best, refusals = None, []
+    if isinstance(without, BudgetError):
+        refusals.append(without)
+    elif (over := _lacking(without)) > 0:
+        lacks = max(lacks, over)
+    elif lacks:
+        best = without
+    else:
+        return without
     tried: dict[float, float] = {}
     for part in _parts_of(tried):
         tried[part] = math.inf
+        cut = plain if part == 1.0 else _roomier(parts, draft, inflight, round(part * lacks))
+        if cut is None:
+            continue
+        made = _made(parts, draft, cut, schedule_for, offloads=True)
+        tried[part] = parts.shared.timelines.of(made.schedule, made.costs).makespan_seconds
+        if best is not None and tried[part] >= best.timeline.makespan_seconds:
+            continue  # copies make no step shorter
         try:
-            cut = _fit(parts.sparing(-round(part * lacks)), draft, None, inflight)
-            made = _made(parts, draft, cut, schedule_for, offloads=True)
-            tried[part] = parts.shared.timelines.of(made.schedule, made.costs).makespan_seconds
-            if best is not None and tried[part] >= best.timeline.makespan_seconds:
-                continue  # copies make no step shorter
             found = _run(parts, made, offloaded(made.schedule, made.costs, made.free_bytes, parts.budget_bytes))
         except BudgetError as error:
             refusals.append(error)
@@ -276,9 +283,19 @@ def _offloading(
         tried[part] = found.timeline.makespan_seconds
         if best is None or tried[part] < best.timeline.makespan_seconds:
             best = found
-    if best is None:
-        raise min(refusals, key=lambda error: error.needed_bytes)
-    return best
+    if best is not None:
+        return best
+    if not isinstance(without, BudgetError):
+        return without
+    raise min(refusals, key=lambda error: error.needed_bytes)
+
+
+def _roomier(parts: _Parts, draft: Schedule, inflight: tuple[int, ...], more: int) -> Fit | None:
+    """Fitted into so many bytes more on each rank, if it can be: what that takes is no budget that would do."""
+    try:
+        return _fit(parts.sparing(-more), draft, None, inflight)
+    except BudgetError:
+        return None
 
 
 def _parts_of(tried: Mapping[float, float]) -> Iterator[float]:

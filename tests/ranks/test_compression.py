@@ -219,6 +219,26 @@ def test_what_must_go_goes() -> None:
 # PowerSGD.
 
 
+def test_what_a_cut_does_not_reckon_with_goes() -> None:
+    """Where backwards are split, ranks keep more than a cut was made for: that is what goes."""
+    case, mesh = wide(128 * 8), {"pp": 2}
+    options: dict[str, Any] = {"microbatches": 8, "recompute": "none", "schedule": "v-half"}
+    budget = max(compiled(case, mesh, **options).plan.peak_bytes) * 95 // 100
+    job = compiled(case, mesh, offload=("activations",), budget_bytes=budget, **options)
+    assert any(stage.offloads for stage in job.plan.stage_plans)
+    assert max(job.plan.peak_bytes) <= budget
+
+
+def test_the_budget_that_a_refusal_asks_for_will_do() -> None:
+    case, mesh = wide(128 * 8), {"pp": 4}
+    options: dict[str, Any] = {"microbatches": 8, "recompute": "none", "offload": ("activations",)}
+    budget = max(compiled(case, mesh, **options).plan.peak_bytes) * 6 // 10
+    with pytest.raises(StageError) as refused:
+        compiled(case, mesh, budget_bytes=budget, **options)
+    job = compiled(case, mesh, budget_bytes=refused.value.needed_bytes, **options)
+    assert max(job.plan.peak_bytes) <= refused.value.needed_bytes
+
+
 def regression(batch: int = 64) -> Case:
     """Targets that a linear map of rank 3 makes."""
     random = torch.Generator().manual_seed(0)
