@@ -35,7 +35,7 @@ from autopar.simulate.torch_private import without_function_modes
 from autopar.storages import ALLOCATED, BUFFERS, Phase
 
 _KEEPS: Final = {
-    **dict.fromkeys(("F", "S", "U", "E", "I"), "saved"),
+    **dict.fromkeys(("F", "S", "U", "E", "I", "FETCH"), "saved"),
     **dict.fromkeys(("B", "W", "T", "G"), "gradients"),
 }
 """What an action leaves behind that nobody holds from step to step; the rest is on its way from or to another rank."""

@@ -144,7 +144,7 @@ def test_weights_that_travel_alone_and_together_cost_what_plans_say(zero: int) -
     sizes = [math.prod(p.shape) * 4 for p in job.programs.stages[0].program.parameters]
     assert sum(size >= MESSAGES.large(2) for size in sizes) == 4
     batch = {"0": torch.empty(8, 384, device="meta")}
-    (seen,) = see(job.job, batch)
+    (seen,) = see(job.job, batch, BUSY.device.kind)
     messages = Counter(m.bytes_ for phase in seen.phases.values() for m in phase.messages if m.kind == "all_gather")
     assert messages[MESSAGES.large(2)] == (4 if zero < 3 else 4 + 3 * 3), (
         "of a pass, what the next one begins with stays"
@@ -246,6 +246,28 @@ def test_what_goes_to_the_host_is_what_is_copied(
     monkeypatch.setattr(Activations, "movable_bytes", lambda *given: moved(*given) // 2)
     rows = {row.what: row.difference for row in _offloading(pp, schedule, microbatches).audit().rows}
     assert rows["stage 0: copy to the host"] == pytest.approx(-0.5)
+
+
+def test_a_plan_that_waits_for_copies_adds_up() -> None:
+    """Some of a stage's microbatches go, a rank waits for a copy: the audit takes the step to be as long, its parts add
+    up to it, and the plan as it was saved is laid out the same."""
+    case = prepared(lambda: Case(MLP(layers=8, width=64), (torch.randn(1024, 8), torch.randn(1024, 4))))
+    given = {**PINNED, "microbatches": 8, "mesh": {"pp": 4}}
+    plain = autopar.compile(case.model, 4, sample=case.batch, cluster=FAST, **given)
+    budget = max(plain.plan.peak_bytes) * 85 // 100
+    given |= {"offload": ("activations",), "budget_bytes": budget}
+    job = autopar.compile(case.model, 4, sample=case.batch, cluster=FAST, **given)
+    assert any(0 < stage.offloads < 8 for stage in job.plan.stage_plans)
+    waits = [e for e in job.timeline.events if e.action.kind == "FREE" and e.end_seconds > e.start_seconds]
+    assert job.plan.cost.rank in {event.rank for event in waits}
+    check(job.audit())
+    parts = {part.name: part.exposed_seconds for part in job.plan.cost.parts}
+    assert parts["host copies"] > 0
+    assert math.fsum(part.exposed_seconds for part in job.plan.cost.parts) == pytest.approx(
+        job.plan.step_seconds, rel=1e-12
+    )
+    again = autopar.compile(case.model, 4, sample=case.batch, plan=autopar.Plan.from_json(job.plan.to_json()))
+    assert again.schedule.to_text() == job.schedule.to_text()
 
 
 def _offloading(pp: int, schedule: str, microbatches: int) -> autopar.ParallelModel:

@@ -196,6 +196,16 @@ def test_lists_that_lack_a_free_are_refused() -> None:
         check(replace(schedule, lists=rows))
 
 
+@pytest.mark.parametrize(("share", "message"), [(ALL, "repeats FREE1@0"), (1, "doesn't need FREE1@0")])
+def test_lists_with_a_free_too_many_are_refused(share: int, message: str) -> None:
+    """Twice, or of activations that stay."""
+    schedule = offload_activations(lower(generate("gpipe", 2, 8)), Away({0: share}))
+    row = list(schedule.lists[0])
+    row.insert(row.index(Action("F", 6, 0)), Action("FREE", 1, 0))
+    with pytest.raises(ScheduleError, match=message):
+        check(replace(schedule, lists=(tuple(row), *schedule.lists[1:])))
+
+
 def test_host_bytes_are_those_between_offload_and_fetch() -> None:
     schedule = lower(generate("gpipe", 2, 6))
     costs = costs_of(schedule, 0.1)

@@ -212,6 +212,8 @@ def test_lists_say_what_goes_and_comes_back(case_of: Callable[[int], Case], sche
                 more = sum(phase.end.values()) - sum(phase.start.values())
                 sent = 128 * 64 * 8 if action.kind == "FREE" and action.stage == 0 else 0  # what all read
                 assert 0 <= more - timeline.costs.kept_bytes(action) <= sent, phase.label
+                if action.kind == "FETCH":
+                    assert phase.end["saved"] - phase.start["saved"] == more
                 seen.add(action.stage)
     assert seen >= set(range(job.schedule.stages - 1))
 
