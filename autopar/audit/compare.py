@@ -118,7 +118,8 @@ def audit(planned: Planned) -> Audit:
     plan, job, timeline = planned.plan, planned.job, planned.timeline
     batch = {i.path: torch.empty(i.shape, dtype=dtype_of(i.dtype), device="meta") for i in plan.inputs}
     prices = Prices(Cluster.parse(plan.cluster_toml, origin="the plan"), job.mesh)
-    seen = SeenCosts(job.schedule, see(job, batch), prices, [len(s.units) for s in plan.stage_plans])
+    ran = see(job, batch, prices.cluster.device.kind)
+    seen = SeenCosts(job.schedule, ran, prices, [len(s.units) for s in plan.stage_plans])
     rows = [*_of_stages(timeline, seen), *_of_ranks(timeline, seen), *_of_exchanges(timeline, seen)]
     begins = [seen.begin_seconds(rank) for rank in range(job.schedule.ranks)]
     rows.append(Row("step", plan.cost.step_seconds, step_seconds(job.schedule, seen.seconds, begins)))

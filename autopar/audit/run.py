@@ -44,6 +44,7 @@ from autopar.runtime.store import Unit
 from autopar.runtime.vocabulary import VOCABULARY
 from autopar.schedules.actions import Action, Schedule
 from autopar.simulate.alone import run_alone
+from autopar.simulate.kernels import kernels_of
 from autopar.storages import fake_tensors
 
 
@@ -63,8 +64,9 @@ class Seen:
     places: Mapping[int, int]
 
 
-def see(job: Job, batch: Mapping[str, Tensor]) -> list[Seen]:
-    """Of each pipeline index; of ``batch`` only shapes and dtypes count (the tensors may be on the meta device).
+def see(job: Job, batch: Mapping[str, Tensor], device: str) -> list[Seen]:
+    """Of each pipeline index, with the kernels of a ``device`` of this kind ("cpu" or "cuda"); of ``batch`` only shapes
+    and dtypes count (the tensors may be on the meta device).
 
     It is the rank with the last part of a sequence, which has the most to do where attention is causal.
     """
@@ -73,10 +75,10 @@ def see(job: Job, batch: Mapping[str, Tensor]) -> list[Seen]:
     found = []
     for index in range(job.mesh.pp):
         rank = job.mesh.rank(pp=index, cp=last)
-        seen = _see(job, batch, rank, ends)
+        seen = _see(job, batch, rank, ends, device)
         copied = {action.microbatch for action in first_offloads(job.schedule, index).values()}
         if copied - ends:  # stages that keep what they have of the first and the last microbatch on the device
-            phases = {**_see(job, batch, rank, copied - ends).phases, **seen.phases}
+            phases = {**_see(job, batch, rank, copied - ends, device).phases, **seen.phases}
             seen = replace(seen, phases=phases)
         found.append(seen)
     return found
@@ -87,7 +89,7 @@ def first_offloads(schedule: Schedule, rank: int) -> dict[int, Action]:
     return {a.stage: a for a in reversed(schedule.lists[rank]) if a.kind == "OFFLOAD"}
 
 
-def _see(job: Job, batch: Mapping[str, Tensor], rank: int, microbatches: Collection[int]) -> Seen:
+def _see(job: Job, batch: Mapping[str, Tensor], rank: int, microbatches: Collection[int], device: str) -> Seen:
     options = job.options
     if options.precision == "fp16":
         options = options.model_copy(update={"precision": "bf16"})  # whether a step overflows depends on values
@@ -109,7 +111,7 @@ def _see(job: Job, batch: Mapping[str, Tensor], rank: int, microbatches: Collect
             returned = {stage: _returned_bytes(reducer) for stage, reducer in executor.reducers.items() if on_host}
             places = {stage: sum(map(_is_sent, units)) for stage, units in _sequences(executor)}
             _watch(executor, log, microbatches, on_host=on_host)
-            with Kernels(log), Calls(log):
+            with kernels_of(device), Kernels(log), Calls(log):
                 executor.step(given)
         return Seen(log.phases, updated, dict(log.gradients), on_host, returned, places)
 

@@ -30,10 +30,10 @@ def pass_seconds(
     node: fx.Node, op: Op, rule: Rule, choice: Choice, size: int, device: Device, unequal: float = 1.0
 ) -> tuple[float, float]:
     """Roofline seconds of forward and backward of the part one rank computes, ``unequal`` times the average one."""
-    return (0.0, 0.0) if moves_nothing(node, op) else work_seconds(op, rule, choice, size, device, unequal)
+    return (0.0, 0.0) if moves_nothing(node, op, device) else work_seconds(op, rule, choice, size, device, unequal)
 
 
-def moves_nothing(node: fx.Node, op: Op) -> bool:
+def moves_nothing(node: fx.Node, op: Op, device: Device) -> bool:
     """Whether it is a view, which no kernel runs for. By its schema a cast may be one as well: it has another dtype and
     as many elements, where complex numbers and their parts, which lie where they lay, differ in both."""
     if is_getitem(node):
@@ -41,7 +41,7 @@ def moves_nothing(node: fx.Node, op: Op) -> bool:
     if not is_view(node):
         return False
     made, given = op.result, op.operands[0]
-    return not copies(node) if made.dtype == given.dtype else made.numel != given.numel
+    return not copies(node, device.kind) if made.dtype == given.dtype else made.numel != given.numel
 
 
 def work_seconds(

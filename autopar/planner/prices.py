@@ -75,7 +75,7 @@ class RankPrices:
         """:meth:`op` of each choice. What a rank computes depends only on which operands and results are split, and in
         how many pieces it is done: that is found out once for choices that have it in common."""
         known = op.found.setdefault((self.device, self.size), {})
-        free, found = moves_nothing(node, op), []
+        free, found = moves_nothing(node, op, self.device), []
         for choice in choices:
             unequal = 1.0 if self.paired else rule.imbalance(op, choice, self.size)
             split = tuple(kind.is_shard for kind in choice.operands)

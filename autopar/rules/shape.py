@@ -161,11 +161,13 @@ _RESHAPES = ("aten.reshape.default", "aten.reshape_as.default", "aten.flatten.us
 _ATTENTION = "aten.scaled_dot_product_attention.default"
 
 
-def copies(node: fx.Node) -> bool:
-    """Whether a reshape moves elements, as where it merges dims that a transpose has brought together.
+def copies(node: fx.Node, device: str) -> bool:
+    """Whether a reshape moves elements on a ``device`` of this kind ("cpu" or "cuda"), as where it merges dims that a
+    transpose has brought together.
 
     Views are made of a tensor without values, as the op before them lays its result out: in the order of its dims, but
-    for attention, whose kernels have heads behind positions (those for values of another width than queries may not).
+    for attention, whose fused kernels have heads behind positions. A CPU has none for values of another width than
+    queries.
     """
     if op_name(node) not in _RESHAPES:
         return False
@@ -176,7 +178,7 @@ def copies(node: fx.Node) -> bool:
         source = operands(source)[0]
     shape, dtype = info(source).meta.shape, info(source).meta.dtype
     given = torch.empty(shape, dtype=dtype, device="meta")
-    if op_name(source) == _ATTENTION and shape[-1] == info(operands(source)[0]).meta.shape[-1]:
+    if op_name(source) == _ATTENTION and (device == "cuda" or shape[-1] == info(operands(source)[0]).meta.shape[-1]):
         laid_out = (*shape[:-3], shape[-2], shape[-3], shape[-1])
         given = torch.empty(laid_out, dtype=dtype, device="meta").transpose(-2, -3)
     for view in reversed(chain):

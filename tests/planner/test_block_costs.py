@@ -135,7 +135,7 @@ def test_complex_numbers_and_their_parts_are_views_and_casts_are_none() -> None:
     captured = prepare(model, sample)[0]
     built = build(captured, Request(Mesh.of({"dp": 1}, 1), 1, H100, Wanted("1f1b", "stage"), Options()))
     nodes = [node for block in built.model.blocks for node in block.ops]
-    free = {op_name(node): moves_nothing(node, Op.of(node)) for node in nodes}
+    free = {op_name(node): moves_nothing(node, Op.of(node), H100.device) for node in nodes}
     assert free["aten.view_as_complex.default"]
     assert free["aten.view_as_real.default"]
     assert not free["aten.to.dtype"]
