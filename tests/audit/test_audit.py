@@ -25,6 +25,7 @@ from autopar.planner.contention import Slowed
 from autopar.planner.scalars import Scalars
 from autopar.planner.vocabulary_passes import HeadPasses
 from autopar.schedules import Costs, generate, lower, simulate_timeline
+from autopar.schedules.offloads import Away, offload_activations
 from autopar.schedules.weight_moves import MESSAGES, WeightMoves
 from tests.audit.cases import FAST_PLANS, PINNED, SLOW_PLANS, Plan
 from tests.fast_cluster import BUSY, FAST
@@ -268,6 +269,20 @@ def test_a_plan_that_waits_for_copies_adds_up() -> None:
     )
     again = autopar.compile(case.model, 4, sample=case.batch, plan=autopar.Plan.from_json(job.plan.to_json()))
     assert again.schedule.to_text() == job.schedule.to_text()
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "v-half"])
+@pytest.mark.parametrize("room", [0, 20])
+def test_waits_for_copies_take_as_long(name: str, room: int) -> None:
+    """Slow ones, which a rank waits for where it has little room."""
+    schedule = lower(generate(name, 4, 8))
+    costs = Costs.uniform(schedule, forward_seconds=1.0, backward_seconds=2.0, send_seconds=0.1, activation_bytes=10)
+    stages = schedule.stages
+    costs = replace(costs, offload_bytes=(9,) * stages, offload_seconds=tuple(2.0 + 0.3 * s for s in range(stages)))
+    both = offload_activations(schedule, Away(dict.fromkeys(range(stages), 5), [room] * 4), costs)
+    timeline = simulate_timeline(both, costs)
+    assert any(e.action.kind == "FREE" and e.end_seconds > e.start_seconds for e in timeline.events)
+    assert step_seconds(both, costs.seconds) == pytest.approx(timeline.makespan_seconds, rel=1e-12)
 
 
 def _offloading(pp: int, schedule: str, microbatches: int) -> autopar.ParallelModel:
