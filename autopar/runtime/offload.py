@@ -2,9 +2,9 @@
 
 What a stage saves for the backward of one microbatch is taken in by hooks during the forward, each memory once. OFFLOAD
 starts to copy it to the host, FREE lets go of the device's memory, FETCH starts to bring it back. On CUDA both copies
-run in streams of their own, between pinned and device memory: FREE waits on the host until the first has ended, so that
-what follows finds the memory; the backward that uses a tensor waits in the device's own order of events. On CPU ranks
-they are plain copies.
+run in streams of their own, between pinned and device memory. What waits does so in the device's own order of events,
+not on the host: from FREE on the compute stream goes on once the copy to the host is over, so that what follows on it
+may have the memory, and a backward that uses a tensor waits for its copy back. On CPU ranks they are plain copies.
 
 (Rhu et al., "vDNN", MICRO 2016, section III; Ren et al., "ZeRO-Offload", USENIX ATC 2021, for the pinned buffers.)
 """
@@ -73,8 +73,8 @@ class _Memory:
 
     def free(self) -> None:
         if self.host is not None:
-            if self.moved is not None:
-                self.moved.synchronize()
+            if self.moved is not None and self.device is not None:
+                torch.cuda.current_stream(self.device.device).wait_event(self.moved)
             self.device = self.moved = None
 
     def fetch(self) -> None:
