@@ -30,8 +30,9 @@ from autopar.planner.working import working
 
 @dataclass(frozen=True)
 class Alternative:
-    """One way to run a block: its regions as ops by position, what it keeps (values by their owners, and bytes of each
-    tensor that was made ``inside`` of an op), what it costs. See :class:`~autopar.planner.recompute.Point`."""
+    """One way to run a block: its regions as ops by position, what it keeps (values by their owners, bytes of each
+    tensor that was made ``inside`` of an op, and of those hidden in objects), what it costs. See
+    :class:`~autopar.planner.recompute.Point`."""
 
     regions: Regions
     owners: frozenset[fx.Node]
@@ -40,10 +41,11 @@ class Alternative:
     seconds: float
     transient_bytes: int
     late_seconds: float = 0.0
+    hidden_bytes: int = 0
 
     @property
     def extra_bytes(self) -> int:
-        return sum(self.inside)
+        return sum(self.inside) + self.hidden_bytes
 
     def rerun_seconds(self, *, split: bool) -> float:
         """Of recomputation, where backwards are two passes or one."""
@@ -117,6 +119,7 @@ class BlockChoices:
             seconds=point.seconds,
             transient_bytes=point.transient_bytes,
             late_seconds=point.late_seconds,
+            hidden_bytes=sum(self._found.ops[node].hidden_bytes for node in outside),
         )
 
 

@@ -48,16 +48,18 @@ _HELD_ANYWAY = ("parameter", "buffer")
 @dataclass(frozen=True)
 class Saved:
     """What one op keeps: nodes whose memory it needs (operands, itself; each the owner of its storage), and bytes of
-    tensors that were made ``inside`` of it and are nobody's value: logsumexp, masks, indices. ``is_something``: whether
-    its backward needs any tensor, if only a parameter."""
+    tensors that were made ``inside`` of it and are nobody's value: logsumexp, masks, indices; those of objects are
+    ``hidden_bytes``, which can't be moved. ``is_something``: whether its backward needs any tensor, if only a
+    parameter."""
 
     values: tuple[fx.Node, ...] = ()
     inside: tuple[int, ...] = ()
     is_something: bool = False
+    hidden_bytes: int = 0
 
     @property
     def extra_bytes(self) -> int:
-        return sum(self.inside)
+        return sum(self.inside) + self.hidden_bytes
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ def saved_tensors(block: Block, device: str = "cpu", by_op: SavedByOp | None = N
 @dataclass
 class _Run:
     """Executes nodes; ``values`` are theirs, with :class:`Laid` in place of tensors, in memories that have so many
-    ``bytes_`` and were made by ``makers``."""
+    ``bytes_`` and were made by ``makers``, or are ``hidden`` in objects."""
 
     device: str
     by_op: SavedByOp
@@ -102,6 +104,7 @@ class _Run:
     owned_bytes: dict[fx.Node, int] = field(default_factory=dict)
     bytes_: list[int] = field(default_factory=list)
     makers: dict[int, fx.Node] = field(default_factory=dict)
+    hidden: set[int] = field(default_factory=set)
 
     def place(self, node: fx.Node) -> None:
         """A tensor from outside."""
@@ -154,7 +157,8 @@ class _Run:
         elif _trains(node):
             kept += [given[k].memory for k in stated.operands] + ([made.memory] if stated.result else [])
             if stated.extra_bytes:
-                kept.append(self._memory(stated.extra_bytes))
+                kept.append(memory := self._memory(stated.extra_bytes))
+                self.hidden |= {memory} if stated.hidden else set()
         return made
 
     def _transition(self, node: fx.Node, x: Laid, meta: Meta) -> Laid:
@@ -193,12 +197,13 @@ class _Run:
     def _told(self, kept: Sequence[int]) -> Saved:
         values: dict[fx.Node, None] = {}
         inside: dict[int, int] = {}
-        for memory in kept:
+        hidden = sum(self.bytes_[memory] for memory in self.hidden.intersection(kept))
+        for memory in (memory for memory in kept if memory not in self.hidden):
             if memory not in self.makers:
                 inside[memory] = self.bytes_[memory]
             elif info(owner := self.makers[memory]).role not in _HELD_ANYWAY:
                 values[owner] = None
-        return Saved(tuple(values), tuple(inside.values()), bool(kept))
+        return Saved(tuple(values), tuple(inside.values()), bool(kept), hidden)
 
 
 def _trains(node: fx.Node) -> bool:

@@ -21,11 +21,13 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Kept:
-    """Positions of the tensor operands that are kept, bytes of tensors made inside, and whether the result is kept."""
+    """Positions of the tensor operands that are kept, bytes of tensors made inside, and whether the result is kept.
+    ``hidden``: those inside are an object's, so that no hook on what autograd saves meets them."""
 
     operands: tuple[int, ...] = ()
     extra_bytes: int = 0
     result: bool = False
+    hidden: bool = False
 
 
 def _lookup(op: Op) -> Kept:
@@ -62,7 +64,7 @@ def _attention_blocks(op: Op) -> Kept:
 
 def _dispatch(op: Op) -> Kept:
     """Which slots have rows, and the rows' places by expert."""
-    return Kept(extra_bytes=2 * torch.int64.itemsize * op.result.shape[0])
+    return Kept(extra_bytes=2 * torch.int64.itemsize * op.result.shape[0], hidden=True)
 
 
 def _combine(op: Op) -> Kept:

@@ -145,6 +145,10 @@ def test_a_sample_in_other_messages(mesh: dict[str, int], options: dict[str, Any
     check_sizes(sizes, lambda: make("mlp", 24), mesh, **options)
 
 
+def _named(given: dict[str, Any]) -> str:
+    return str({name: getattr(value, "__name__", value) for name, value in given.items()})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize(
@@ -162,7 +166,7 @@ def test_a_sample_in_other_messages(mesh: dict[str, int], options: dict[str, Any
         ({"dp": 2}, {"zero": 1, "optimizer_of": muon_and_adamw}),
         ({"dp": 2}, {"zero": 3, "optimizer_of": muon_and_adamw}),
     ],
-    ids=str,
+    ids=_named,
 )
 def test_other_messages(mesh: dict[str, int], options: dict[str, Any], sizes: str) -> None:
     check_sizes(sizes, model(24, tied=True), mesh, **options)
