@@ -258,7 +258,8 @@ class Executor:
         for tensor, spec in zip(received, program.receives, strict=True):
             tensor.requires_grad_(spec.needs_grad)
         inputs = batches.parts(step.batch, program, action.microbatch, axes)
-        with self._weights(action), self.offload.keeping(place, self.stages[action.stage]), axes.routers.counting():
+        offload = self.offload.keeping(place, self.stages[action.stage], inputs)
+        with self._weights(action), offload, axes.routers.counting():
             made = self._call(action, (*received, *inputs, *step.totals.get(action.stage, ())))
         result = made if isinstance(made, tuple) else (made,)
         step.leaves[place] = leaves = [tensor for tensor in received if tensor.requires_grad]

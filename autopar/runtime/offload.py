@@ -118,13 +118,14 @@ class ActivationOffload:
         self._kept: dict[Place, _Place] = {}
 
     @contextmanager
-    def keeping(self, place: Place, module: nn.Module) -> Iterator[None]:
-        """Within, the forward of ``place`` runs; nothing happens for a place that stays on the device."""
+    def keeping(self, place: Place, module: nn.Module, batch: Iterable[Tensor] = ()) -> Iterator[None]:
+        """Within, the forward of ``place`` runs, of which the step holds parts of the ``batch`` anyway; nothing happens
+        for a place that stays on the device."""
         if place not in self._places:
             yield
             return
         kept = self._kept[place] = _Place()
-        held = held_storages(module)
+        held = held_storages(module) | storages(list(batch))
         with Once[_Memory]() as once:
             self.keep = functools.partial(self._keep, once, kept, held)
             try:

@@ -24,12 +24,14 @@ from autopar.planner.activations import Activations
 from autopar.planner.contention import Slowed
 from autopar.planner.scalars import Scalars
 from autopar.planner.vocabulary_passes import HeadPasses
+from autopar.runtime import offload
 from autopar.schedules import Costs, generate, lower, simulate_timeline
 from autopar.schedules.offloads import Away, offload_activations
 from autopar.schedules.weight_moves import MESSAGES, WeightMoves
 from tests.audit.cases import FAST_PLANS, PINNED, SLOW_PLANS, Plan
 from tests.fast_cluster import BUSY, FAST
 from tests.models import MLP, Case, prepared
+from tests.moe_models import family
 from tests.ranks import test_uncommon_weights as uncommon
 
 
@@ -372,3 +374,19 @@ def test_a_table_says_what_differs() -> None:
     assert "-20 %" in text
     assert "not priced: the loss" in text
     assert found.largest_difference == pytest.approx(0.2)
+
+
+def test_what_objects_hold_stays_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The places of experts' rows, which no hook on what autograd saves meets, and the batch."""
+    for module in (offload, pass_costs):
+        monkeypatch.setattr(module, "LEAST_BYTES", 64)
+    case = prepared(lambda: family("deepseek_v3", 8))
+    pinned = {**PINNED, "schedule": "gpipe", "microbatches": 4, "mesh": {"pp": 2}, "loss": case.loss}
+    plan = autopar.compile(case.model, 2, sample=case.batch, cluster=FAST, **pinned).plan
+    stages = [stage.model_copy(update={"offloads": 8}) for stage in plan.stage_plans]
+    options = plan.options.model_copy(update={"offload": ("activations",)})
+    away = plan.model_copy(update={"stage_plans": stages, "options": options, "digest": ""}).sealed()
+    found = autopar.compile(case.model, 2, sample=case.batch, loss=case.loss, plan=away).audit()
+    copies = [row for row in found.rows if row.what.endswith("copy to the host")]
+    assert copies
+    assert [(row.planner, row.evaluator) for row in copies] == [(row.evaluator, row.evaluator) for row in copies]
