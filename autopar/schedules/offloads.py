@@ -132,7 +132,7 @@ class Passes:
                 start = index - LEAST_BETWEEN
                 if costs is not None:
                     begins = bisect_right(ends, ends[index] - costs.offload_seconds[stage])
-                    start = max(forward, min(start, begins - LEAST_BETWEEN))
+                    start = min(start, max(forward + LEAST_BETWEEN, begins - LEAST_BETWEEN))
                 moved[forward] = costs.offload_bytes[stage] if costs is not None else 0
                 fetched[start].append(forward)
         return cls(actions, bytes_, moved, fetched)
