@@ -246,7 +246,7 @@ def test_what_goes_to_the_host_is_what_is_copied(
     check(found)
     assert {f"stage {stage}: copy to the host" for stage in range(pp - 1)} <= {row.what for row in found.rows}
     moved = Activations.movable_bytes
-    monkeypatch.setattr(Activations, "movable_bytes", lambda *given: moved(*given) // 2)
+    monkeypatch.setattr(Activations, "movable_bytes", lambda *given, **named: moved(*given, **named) // 2)
     rows = {row.what: row.difference for row in _offloading(pp, schedule, microbatches).audit().rows}
     assert rows["stage 0: copy to the host"] == pytest.approx(-0.5)
 
