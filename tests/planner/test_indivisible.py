@@ -32,9 +32,9 @@ def refusal(end: nn.Module | Callable[[Tensor], Tensor]) -> str:
 
 
 def test_an_op_without_a_rule() -> None:
-    """Its initial state has no rows of the batch: it is no sum over them."""
-    said = refusal(nn.GRU(8, 8, batch_first=True))
-    assert "aten.gru.input" in said
+    """Norms over the whole batch: it is no sum over its rows."""
+    said = refusal(lambda h: (torch.renorm(h, 2, 2, 1.0),))
+    assert "aten.renorm.default" in said
     assert said.endswith("(CONTRIBUTING: a new op rule).")
     assert "statistics" not in said
 
