@@ -15,7 +15,7 @@ from tests.fast_cluster import FAST
 from tests.pinned import compile_pinned
 from tests.random_models import Recipe, case_of, random_plan, random_recipe
 
-FAST_TIER, SLOW_TIER = range(14), range(14, 214)
+FAST_TIER, SLOW_TIERS = range(14), [range(first, first + 40) for first in range(14, 214, 40)]
 LEAST_COMPILED = 0.7  # of all seeds; others draw plans that don't fit their model
 
 
@@ -48,7 +48,9 @@ def compiled(seed: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("seeds", [FAST_TIER, pytest.param(SLOW_TIER, marks=pytest.mark.slow)], ids=["few", "many"])
+@pytest.mark.parametrize(
+    "seeds", [FAST_TIER, *(pytest.param(tier, marks=pytest.mark.slow) for tier in SLOW_TIERS)], ids=str
+)
 def test_random_models_under_random_plans(seeds: range) -> None:
     count = sum(map(compiled, seeds))
     assert count >= LEAST_COMPILED * len(seeds)
