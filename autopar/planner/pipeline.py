@@ -190,7 +190,8 @@ def lay_out(
         draft = _draft(parts, name := _schedule_name(wanted, machine.sizes["pp"]))
         schedule_for = partial(_named, parts, name, draft)
         if known is not None:
-            return _scheduled(parts, draft, known.fit, schedule_for, known)
+            made = _made(parts, draft, known.fit, schedule_for, offloads=known.away is not None)
+            return _run(parts, made, known.away)
         return _pipeline(parts, draft, pins, schedule_for)
     return _best_synthesized(parts, pins)
 
@@ -209,8 +210,8 @@ def _pipeline(
             "weights with them, which can't go to the host. Use a synchronous schedule, or leave offload out"
         )
     if pins is not None:
-        found = _fit(parts, draft, pins, kept_stages(draft))
-        return _scheduled(parts, draft, found, schedule_for, pins)
+        made = _made(parts, draft, _fit(parts, draft, pins, kept_stages(draft)), schedule_for)
+        return _run(parts, made, pins.away, trusted=pins.actions is None)
     if not offloads:
         return _roomy(parts, draft, schedule_for)
     try:
@@ -224,13 +225,14 @@ def _roomy(parts: _Parts, draft: Schedule, schedule_for: _ScheduleFor) -> Pipeli
     """Laid out again with so much less memory as a rank keeps more than the cut reckoned with: with the costs of the
     cut, schedules may keep more, and what waits for weights' gradients is none of what layers save."""
     inflight, spared = kept_stages(draft), 0
-    first = found = _scheduled(parts, draft, _fit(parts, draft, None, inflight), schedule_for)
+    first = found = _run(parts, _made(parts, draft, _fit(parts, draft, None, inflight), schedule_for))
     for _ in range(_ROOMS):
         if (lacks := _lacking(found)) <= 0:
             return found
         spared += max(lacks, parts.budget_bytes // _ROOM)
         try:
-            found = _scheduled(parts, draft, _fit(parts.sparing(spared), draft, None, inflight), schedule_for)
+            fitted = _fit(parts.sparing(spared), draft, None, inflight)
+            found = _run(parts, _made(parts, draft, fitted, schedule_for))
         except BudgetError:
             return first
     return found if _lacking(found) <= 0 else first
@@ -335,17 +337,8 @@ class _Made:
         return self.priced.costs
 
 
-def _scheduled(
-    parts: _Parts, draft: Schedule, found: Fit, schedule_for: _ScheduleFor, known: Pins | Layout | None = None
-) -> Pipeline:
-    """Scheduled by the costs of a cut and the bytes left for activations; what goes to the host is as ``known``."""
-    away = known.away if known is not None else None
-    made = _made(parts, draft, found, schedule_for, offloads=isinstance(known, Layout) and away is not None)
-    return _run(parts, made, away, trusted=not isinstance(known, Pins) or known.actions is None)
-
-
-def _made(parts: _Parts, draft: Schedule, found: Fit, schedule_for: _ScheduleFor, *, offloads: bool) -> _Made:
-    """``schedule_for`` gives compute actions."""
+def _made(parts: _Parts, draft: Schedule, found: Fit, schedule_for: _ScheduleFor, *, offloads: bool = False) -> _Made:
+    """Scheduled by the costs of a cut and the bytes left for activations, which with ``offloads`` don't count yet."""
     stages = _stages(parts.calls, found.cut)
     if draft.is_asynchronous:
         _refuse_ties(parts, stages)
@@ -359,8 +352,8 @@ def _made(parts: _Parts, draft: Schedule, found: Fit, schedule_for: _ScheduleFor
     return _Made(found, stages, schedule, priced, transients, free)
 
 
-def _run(parts: _Parts, made: _Made, away: Away | None, *, trusted: bool = True) -> Pipeline:
-    """With what goes to the host. Actions may be ``trusted`` to be an order."""
+def _run(parts: _Parts, made: _Made, away: Away | None = None, *, trusted: bool = True) -> Pipeline:
+    """With what goes to the host (None: nothing may). Actions may be ``trusted`` to be an order."""
     schedule, costs, moved = made.schedule, made.costs, away or Away({})
     if trusted:
         timeline = parts.shared.timelines.offloading(schedule, moved, costs)

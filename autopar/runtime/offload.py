@@ -150,8 +150,8 @@ class ActivationOffload:
             memory.offload()
 
     def free(self, place: Place, received: Iterable[Tensor] = ()) -> None:
-        """Wait until it is there, and let go of the device's memory; of that which was ``received``, too, though the
-        executor holds such a tensor until its gradient is made."""
+        """Let go of the device's memory, for what follows once the copy is over; of that which was ``received``, too,
+        though the executor holds such a tensor until its gradient is made."""
         kept = self._kept[place]
         for memory in list(kept.memories):
             memory.free()

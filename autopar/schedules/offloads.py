@@ -3,7 +3,8 @@
 Copies run beside the compute, in streams of their own, one for each direction. ``FREE3@1`` waits for the copy to the
 host and lets go of the device's memory, which stays until then: so what a rank keeps is said by its list alone, however
 fast copies are. A FREE stands where its memory is needed: ahead of the first action that has no room otherwise, at the
-latest ahead of the FETCH, which stands one compute action ahead of the backward that needs it.
+latest ahead of the FETCH. That stands one compute action ahead of the backward that needs it, or as far ahead as the
+copy takes, but two passes behind the forward at least.
 
 Where fewer than two compute actions lie between a forward and its backward, there would be no time in which the device
 has the memory: such microbatches stay (the last stage of 1F1B has no others). Of a stage's others, a share goes, evenly

@@ -129,7 +129,8 @@ class Lacking:
 def test_room_is_made_until_what_is_kept_fits(monkeypatch: pytest.MonkeyPatch, least: int, spared: int) -> None:
     """In steps of a 512th of the budget, though a byte is all that is lacking; for nothing after three of them."""
     monkeypatch.setattr(pipeline, "_fit", lambda parts, *_: parts)
-    monkeypatch.setattr(pipeline, "_scheduled", lambda parts, draft, found, schedule_for: found)
+    monkeypatch.setattr(pipeline, "_made", lambda parts, draft, found, schedule_for: found)
+    monkeypatch.setattr(pipeline, "_run", lambda parts, made: made)
     draft = lower(generate("1f1b", 1, 1))
     found = pipeline._roomy(cast(Any, Lacking(least=least)), draft, cast(Any, None))
     assert cast(Any, found).spared == spared
