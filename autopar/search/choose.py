@@ -49,7 +49,6 @@ def choose(
         built = _build(search, only, measured)
         return _with_fronts(search, built, only) if fronts else built
     built, outcome, search, found = _built(search, measured)
-    found = compared(search, found)
     plan = built.plan.model_copy(update={"search": _search_plan(search, found, outcome, fronts=fronts)}).sealed()
     return replace(built, plan=plan)
 
@@ -66,6 +65,7 @@ def _built(search: Search, measured: Callable[[Built], Built] | None) -> tuple[B
         if not found.outcomes:
             error = refusal(search, found) if best is None else None
             break
+        found = compared(search, found)
         try:
             built, outcome = _best(search, found, measured)
         except BudgetError as larger:

@@ -31,7 +31,7 @@ from autopar.search.interleaving import Interleaving
 from autopar.search.keeping import Keeping
 from autopar.search.layers import layer_block
 from autopar.search.profiles import Key, Profile, Unit, Weights
-from autopar.search.space import Family, Point, moves_each_time
+from autopar.search.space import BEATEN, Family, Point, moves_each_time
 
 _WHOLE = 0.02  # of the weights: as many at least that tp doesn't split
 
@@ -49,6 +49,16 @@ class Outcome:
     parts: Mapping[str, float] = field(default_factory=dict)
     layout: Layout | None = field(default=None, compare=False)
     key: Key | None = field(default=None, compare=False)
+
+
+def rank(outcome: Outcome) -> tuple[object, ...]:
+    """By which outcomes are sorted: shorter steps first; of equal ones what is simpler."""
+    point, mesh = outcome.point, outcome.point.region.mesh
+    simple = (
+        *(mesh.pp, mesh.cp, mesh.tp, mesh.experts, len(point.offload), point.head_chunks, point.zero, point.zero_ranks),
+        *(point.chunks or 0, list(MODES).index(point.vocabulary), point.schedule in BEATEN, point.schedule),
+    )
+    return (float(f"{outcome.step_seconds:.9e}"), *simple, -point.region.rows)
 
 
 @dataclass

@@ -63,10 +63,12 @@ def dive(search: Search, regions: list[Region]) -> None:
         if not search.outcomes:
             _Dive(search, savers, learned, _SEARCHES).run(some)
     if search.outcomes:
+        _put_away(search, learned)  # early: the better the best, the fewer others are placed
         _Dive(search, False, learned, _AGAIN).run(split)
         around = _Around.of(regions)
         _climb(search, around, learned, ())
         _polish(search, learned)
+        _put_away(search, learned)
         if offload := _likely_away(search, search.ranked()[0]):
             _climb(search, around, learned, offload)
 
@@ -85,6 +87,11 @@ class _Learned:
         little better."""
         known = self.placed[kind]
         return estimate * max(1.0, min(known) * (1 - _DOUBT) if len(known) >= _PLACED else 1.0)
+
+    def laid_out(self, kind: tuple[bool, bool], estimate: float) -> float:
+        """What the best point of an unplaced region is likely to take, if it does as well as any that was laid out."""
+        known = min(self.least.values(), default=1.0)
+        return self.unplaced(kind, estimate) * max(1.0, known * (1 - _DOUBT))
 
     def likely(self, point: Point, estimate: float) -> float:
         """What it takes, if it does as well as any like it, or a little better; of what is on the host, if none is
@@ -169,6 +176,8 @@ class _Dive:
             return
         likely, kind = max(first, search.likely(region, self._offload)), _kind(search, region)
         better = self.learned.unplaced(kind, likely)
+        if self.learned.laid_out(kind, likely) >= search.best_seconds:
+            return
         if better > estimate:
             self._wait(better, region)
         elif search.place_reference(region, likely=True):
@@ -205,6 +214,7 @@ class _Dive:
             points = _points(self.search, family, savers=self.savers)
             for point, estimate in zip(points, self.search.estimates(points, profile), strict=True):
                 if not math.isinf(estimate):
+                    self.search.note(point, estimate * promise(point))
                     yield estimate * promise(point), point
 
     def _try(self, estimate: float, point: Point) -> None:
@@ -261,7 +271,7 @@ def _climb(search: Search, around: _Around, learned: _Learned, offload: tuple[st
         seen.add(best.region)
         known = seen | {o.point.region for o in search.outcomes if o.point.offload == offload}
         near = [
-            (learned.unplaced(_kind(search, region), search.likely(region, offload)), number, region)
+            (learned.laid_out(_kind(search, region), search.likely(region, offload)), number, region)
             for number, region in enumerate(around.next_to(best.region))
             if region not in known
         ]
@@ -321,11 +331,14 @@ def _sizes(region: Region) -> tuple[int, ...]:
 
 
 def _polish(search: Search, learned: _Learned) -> None:
-    """Lay out what is done otherwise on the regions of the best: in other ways on the device; then, of all regions
-    where some of it is recomputed, with activations on the host."""
+    """Lay out what is done otherwise on the regions of the best, on the device."""
     limit = max(search.most_work, search.work + search.most_work / 3)
     for region in list(_by_region(search))[:_REGIONS_POLISHED]:
         _try_likely(search, region, [list(search.stored(f)) for f in search.families_of(region)], limit, learned)
+
+
+def _put_away(search: Search, learned: _Learned) -> None:
+    """Lay out the best of each region where some of it is recomputed with activations on the host instead."""
     away: list[tuple[float, int, Region, Point]] = []
     for number, (region, outcome) in enumerate(_by_region(search).items()):
         ways = [offload for offload, _ in saving(region, search.costing.cluster, search.pins)]
@@ -363,8 +376,11 @@ def _try_likely(
         for point, estimate in zip(points, search.estimates(points, profile), strict=True)
         if work_of(point._replace(offload=())) <= _WORK
     ]
+    for estimate, _, point in waiting:
+        if not math.isinf(estimate):
+            search.note(point, estimate)
     tried = {outcome.point for outcome in search.outcomes} | set(search.refusals)
     for estimate, _, point in [item for item in sorted(waiting) if item[-1] not in tried][:tries]:
-        if learned.likely(point, estimate) < search.best_seconds and search.work < limit:
+        if learned.likely(point, estimate) < search.good_seconds and search.work < limit:
             with suppress(AutoparError):
                 learned.lay_out(search, point, estimate)

@@ -1,7 +1,7 @@
 """What a search says of the points that weren't chosen: the next best, and what other memory or GPUs would bring.
 
-A proof needs few points laid out. So that there is something to compare with, the best of other kinds are laid out
-after it (:func:`compared`); and where a user asks for whole fronts, the points that look best with less memory
+A proof needs few points laid out. So that there is something to compare with, what looks best of other kinds is laid
+out after it (:func:`compared`); and where a user asks for whole fronts, the points that look best with less memory
 (:func:`memory_front`) and on other numbers of GPUs (:func:`gpus_front`) are laid out, without a proof.
 """
 
@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from autopar.errors import ArgumentError, AutoparError
@@ -57,16 +58,10 @@ def compared(search: Search, found: Found) -> Found:
     """``found`` with outcomes of points that may be among the runners-up, where it takes few to tell."""
     best, rows, tries = found.outcomes[0], _next(found.outcomes[0], found.outcomes), 0
     limit = search.work + _ALL_WORK
-    for bound, point in itertools.islice(search.others(), _LOOKS):
-        if tries == _FURTHER or search.work > limit or (len(rows) == _RUNNERS_UP and bound >= rows[-1].step_seconds):
+    for point in itertools.islice(_candidates(search), _LOOKS):
+        if tries == _FURTHER or search.work > limit or len(rows) == _RUNNERS_UP:
             break
-        profile = search.profile(point.region)
-        assert profile is not None
-        if (
-            work_of(point) > _WORK
-            or not _adds(point, best, rows)
-            or math.isinf(search.costing.memory_bound(point, profile))
-        ):
+        if work_of(point) > _WORK or not _adds(point, best, rows) or not _may_fit(search, point):
             continue
         tries += 1
         with suppress(AutoparError):
@@ -74,6 +69,23 @@ def compared(search: Search, found: Found) -> Found:
             best, *_ = ranked = search.ranked()
             rows = _next(best, ranked)
     return replace(found, outcomes=search.ranked(), laid_out=search.laid_out)
+
+
+def _candidates(search: Search) -> Iterator[Point]:
+    """What looks best of each region that was placed, then what else isn't laid out, by bounds."""
+    known = {outcome.point for outcome in search.outcomes} | set(search.refusals)
+    for _, point in sorted(search.promising.values(), key=itemgetter(0)):
+        if point not in known:
+            yield point
+    yield from search.others()
+
+
+def _may_fit(search: Search, point: Point) -> bool:
+    """As far as that can be told without laying it out."""
+    profile = search.profile(point.region)
+    assert profile is not None
+    (estimate,) = search.estimates([point], profile)
+    return not (math.isinf(estimate) or math.isinf(search.costing.memory_bound(point, profile)))
 
 
 def runners_up(search: Search, found: Found, chosen: Outcome) -> list[PointPlan]:

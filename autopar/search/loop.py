@@ -22,10 +22,9 @@ import torch
 from autopar.errors import AutoparError, BudgetError
 from autopar.mesh import Mesh
 from autopar.options import activations_on_host
-from autopar.planner.modes import MODES
 from autopar.planner.rank_memory import MOMENTS
 from autopar.search.bounds import scaled
-from autopar.search.costing import Costing, Outcome, splits_further
+from autopar.search.costing import Costing, Outcome, rank, splits_further
 from autopar.search.dive import dive
 from autopar.search.hulls import Array
 from autopar.search.outlook import Outlook, Way
@@ -33,7 +32,6 @@ from autopar.search.pins import Pins
 from autopar.search.profiles import Key, Profile, Profiler
 from autopar.search.scaling import Scaling, alone, thin
 from autopar.search.space import (
-    BEATEN,
     Family,
     Point,
     Region,
@@ -41,6 +39,7 @@ from autopar.search.space import (
     regions,
     savers,
     schedules,
+    simplicity,
     storages,
     together,
     work_of,
@@ -98,6 +97,8 @@ class Search:
     outcomes: list[Outcome] = field(default_factory=list)
     refusals: dict[Point, AutoparError] = field(default_factory=dict)
     built: int = 0
+    promising: dict[Region, tuple[float, Point]] = field(default_factory=dict, init=False)
+    """By region that was placed, what looks best, with the seconds that it is likely to take."""
     points: int = field(default=0, init=False)
     _waiting: list[_Item] = field(default_factory=list, init=False)
     _work: float = field(default=0.0, init=False)
@@ -168,7 +169,7 @@ class Search:
         if self.costing.root is None:
             raise next(iter(self.profiler.refused.values()))
         self._outlook = Outlook.of(self.costing, self.costing.root)
-        found = sorted(regions(self.sizes, self.pins), key=_simplicity)
+        found = sorted(regions(self.sizes, self.pins), key=simplicity)
         keys = Counter(region.key for region in found)
         for key, count in keys.items():
             self._rows[key.rows] += count
@@ -203,12 +204,12 @@ class Search:
         return min((item.bound for item in (*self._waiting, *self._passed)), default=self.best_seconds)
 
     @property
-    def _good(self) -> float:
+    def good_seconds(self) -> float:
         """What nothing has to be below."""
         return self.best_seconds * (1 - self.tolerance)
 
     def _is_beaten(self, bound: float) -> bool:
-        return bound >= self._good
+        return bound >= self.good_seconds
 
     def again(self, spared_bytes: int) -> Search:
         """The same search from the start, with ``spared_bytes`` of a rank's memory left for what no solver counts."""
@@ -217,18 +218,17 @@ class Search:
 
     def ranked(self) -> list[Outcome]:
         """All outcomes, the best first."""
-        return sorted(self.outcomes, key=_rank)
+        return sorted(self.outcomes, key=rank)
 
-    def others(self) -> Iterator[tuple[float, Point]]:
-        """What wasn't laid out of the regions that were placed (of the first of those), with its bounds, the best
-        first."""
+    def others(self) -> Iterator[Point]:
+        """What wasn't laid out of the regions that were placed (of the first of those), the best bound first."""
         heap = [(i.bound, i.number, i.what) for i in (*self._waiting, *self._passed) if self._is_placed(i.what)]
         heapq.heapify(heap)
         numbers, opened = itertools.count(self._numbers + 1), 0
         while heap:
             bound, _, item = heapq.heappop(heap)
             if isinstance(item, Point):
-                yield bound, item
+                yield item
                 continue
             if opened > _OTHERS:
                 continue
@@ -324,7 +324,9 @@ class Search:
         if self._outlook is None or self._is_beaten(found):
             return found
         ways, families = self._ways(region, saving=True), list(self.families_of(region))
-        return self._outlook.region_bound(region, families, ways, self.scaling.layers(region.key), found, self._good)
+        return self._outlook.region_bound(
+            region, families, ways, self.scaling.layers(region.key), found, self.good_seconds
+        )
 
     def likely(self, region: Region, offload: tuple[str, ...] = ()) -> float:
         """Seconds of a likely step of ``region``, with this on the host; inf where none leaves room for activations."""
@@ -386,6 +388,12 @@ class Search:
             self.tell("place")
             self.profiler.of(*reference)
         return reference is not None
+
+    def note(self, point: Point, estimate: float) -> None:
+        """``point`` is likely to take as long as that."""
+        known = self.promising.get(point.region)
+        if known is None or estimate < known[0]:
+            self.promising[point.region] = estimate, point
 
     def place(self, region: Region) -> Profile | None:
         """The region's own profile; None where it can't be placed.
@@ -583,18 +591,3 @@ class Search:
             if others:
                 for other, least in zip(others, self.bounds(others, profile), strict=True):
                     self._push(max(bound, least), other)
-
-
-def _simplicity(region: Region) -> tuple[int, ...]:
-    mesh = region.mesh
-    return mesh.cp, mesh.tp, len(mesh.borrowed), mesh.pp, mesh.experts, -region.rows
-
-
-def _rank(outcome: Outcome) -> tuple[object, ...]:
-    """Shorter steps first; of equal ones what is simpler."""
-    point, mesh = outcome.point, outcome.point.region.mesh
-    simple = (
-        *(mesh.pp, mesh.cp, mesh.tp, mesh.experts, len(point.offload), point.head_chunks, point.zero, point.zero_ranks),
-        *(point.chunks or 0, list(MODES).index(point.vocabulary), point.schedule in BEATEN, point.schedule),
-    )
-    return (float(f"{outcome.step_seconds:.9e}"), *simple, -point.region.rows)

@@ -55,7 +55,7 @@ class Outlook:
     scaler: Scaler
     expert_share: float  # of a layer's parameters
     _ways: dict[tuple[object, ...], Stored] = field(default_factory=dict)
-    _best: dict[tuple[object, ...], list[Stored]] = field(default_factory=dict)
+    _best: dict[tuple[object, ...], list[tuple[Stored, Adding]]] = field(default_factory=dict)
     _added: dict[tuple[object, ...], Adding] = field(default_factory=dict)
     _kinds: dict[Key, Counter[Kind]] = field(default_factory=dict)
     _shares: dict[Key, dict[tuple[str, ...], Weights]] = field(default_factory=dict)
@@ -85,7 +85,8 @@ class Outlook:
         stored, found = self._best_ways(region.mesh, ways, added), math.inf
         away = _any_away(ways)
         free = without_memory(layers)
-        roomy = _undominated(way._replace(state=0.0) for way in stored)
+        free_of_state = [way._replace(state=0.0) for way in stored]
+        roomy = [free_of_state[place] for place in _undominated(free_of_state)]
         for ranks, chunks in _kinds(region, layers, families):
             seconds = least_seconds(free, roomy, ranks, region.microbatches, _BOUNDLESS)
             fastest = max(float(seconds.min()), self._interleaved(region, layers, roomy, chunks, ranks))
@@ -125,7 +126,8 @@ class Outlook:
         layers, ways = self.scaler.scaled(region.key, times), list(ways)
         layers = layers.slower(self.scaler.with_units(like.key, like.units), region.rows / like.key.rows)
         count = region.microbatches
-        stored = _undominated(self._of_profile(region.mesh, like, way, count, split=False) for way in ways)
+        every = [self._of_profile(region.mesh, like, way, count, split=False) for way in ways]
+        stored = [every[place] for place in _undominated(every)]
         last = np.array(self.scaler.last_bytes(region.key))
         return float(self._likely_seconds(region, layers, stored, last, away=_any_away(ways)).min())
 
@@ -255,13 +257,21 @@ class Outlook:
         return Host(rate, ranks.kept[None], times[None], (ahead[0][None], ahead[1][None]), np.array([[none, none]]))
 
     def _best_ways(self, mesh: Mesh, ways: Sequence[Way], microbatches: int) -> list[Stored]:
-        """Of regions with this mesh: those that no other one is as good as in everything."""
-        key = (mesh.dp, mesh.ep, mesh.cp, mesh.tp, mesh.borrowed, tuple(ways), microbatches)
+        """Of regions with this mesh: those that no other one is as good as in everything, however many microbatches
+        there are."""
+        key = (mesh.dp, mesh.ep, mesh.cp, mesh.tp, mesh.borrowed, tuple(ways))
         if key not in self._best:
-            self._best[key] = _undominated(self._of_region(mesh, way, microbatches) for way in ways)
-        return self._best[key]
+            pairs = [self._split_in(mesh, way) for way in ways]
+            best = _undominated([(*stored, *added) for stored, added in pairs])
+            self._best[key] = [pairs[number] for number in best]
+        return [stored._replace(added=added.each(microbatches)) for stored, added in self._best[key]]
 
     def _of_region(self, mesh: Mesh, way: Way, microbatches: int) -> Stored:
+        stored, added = self._split_in(mesh, way)
+        return stored._replace(added=added.each(microbatches))
+
+    def _split_in(self, mesh: Mesh, way: Way) -> tuple[Stored, Adding]:
+        """Weights that are split as far as axes go, and the sums of their gradients."""
         key = (mesh.dp, mesh.ep, mesh.cp, mesh.tp, mesh.borrowed, way)
         if key not in self._ways:
             root, block = self.scaler.root, self.scaler.block
@@ -275,7 +285,7 @@ class Outlook:
             stored = self._stored(mesh, lines, way, (), {mesh.data_axes(): large})
             self._ways[key] = stored._replace(**self._least_passing(mesh, way, sizes, whole))
             self._added[key] = self._adding(mesh, dict(parts), {line: line for line in spread}, way, split=True)
-        return self._ways[key]._replace(added=self._added[key].each(microbatches))
+        return self._ways[key], self._added[key]
 
     def _of_point(self, point: Point, profile: Profile) -> Stored:
         row = SCHEDULES[point.schedule]
@@ -423,13 +433,13 @@ def _by_split(kinds: Mapping[Kind, int]) -> dict[tuple[str, ...], Weights]:
     return found
 
 
-def _undominated(ways: Iterable[Stored]) -> list[Stored]:
-    """Those that no other one is as good as in everything."""
-    found = sorted(ways)
-    figures = np.array(found)
+def _undominated(rows: Sequence[Sequence[float]]) -> list[int]:
+    """Places of those ``rows`` that no other one is as good as in everything, the least first."""
+    order = sorted(range(len(rows)), key=lambda place: tuple(rows[place]))
+    figures = np.array([rows[place] for place in order])
     is_least = (figures[:, None] <= figures).all(axis=2)  # [one, other]: the first is as good as the other
-    beaten = np.triu(is_least, 1).T  # [other, one]: only by what is sorted before it
-    return [way for way, by in zip(found, beaten, strict=True) if not by.any()]
+    is_beaten = np.triu(is_least, 1).any(axis=0)  # only by what is sorted before it
+    return [order[place] for place in np.flatnonzero(~is_beaten)]
 
 
 def _kinds(region: Region, layers: Layers, families: Sequence[Family]) -> list[tuple[Ranks, list[int]]]:

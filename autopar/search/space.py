@@ -51,8 +51,9 @@ _HEAD_CHUNKS: Final = (1, 8)
 _LAYING, _ACTION = 4000, 4  # units of work of a point, and of each of its passes
 _AWAY = 5  # times that: several ways to put activations on the host are tried
 _MOST_CHUNKS: Final = 8
-_TOGETHER: Final = 16  # regions: of more at once, arrays are large
 """Stages per rank that are tried: each halves the bubble that is left, and doubles the messages."""
+
+_TOGETHER: Final = 16  # regions: of more at once, arrays are large
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,12 @@ class Region(NamedTuple):
         mesh = self.mesh
         several, copies = self.microbatches > 1, mesh.dp > 1
         return Key(self.rows, mesh.ep, mesh.cp, mesh.tp, mesh.borrowed, several=several, copies=copies)
+
+
+def simplicity(region: Region) -> tuple[int, ...]:
+    """By which regions are looked at in order, where nothing tells them apart."""
+    mesh = region.mesh
+    return mesh.cp, mesh.tp, len(mesh.borrowed), mesh.pp, mesh.experts, -region.rows
 
 
 class Family(NamedTuple):

@@ -205,13 +205,20 @@ def _difference(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str
     return {kind: after.get(kind, 0) - before.get(kind, 0) for kind in before.keys() | after.keys()}
 
 
-def _composed(begin: Phase, steps: Iterable[tuple[str, _Change]]) -> Iterator[Phase]:
-    """A phase for each label, changed from the one before; the first begins as ``begin`` did."""
-    now, host = begin.start, begin.host_bytes[0]
+def _composed(begin: Phase, steps: Sequence[tuple[str, _Change]]) -> Iterator[Phase]:
+    """A phase for each label, changed from the one before; the first begins as ``begin`` did. What comes again, as in
+    the steady state of a pipeline, is made once."""
+    known: dict[tuple[int, int], tuple[Mapping[str, int], Mapping[str, int]]] = {}  # by the identities of both
+    states: dict[tuple[tuple[str, int], ...], Mapping[str, int]] = {}
+    now, host = states.setdefault(tuple(begin.start.items()), begin.start), begin.host_bytes[0]
     for label, change in steps:
-        end = _moved(now, change.end)
-        before, peak, after = (host + bytes_ for bytes_ in change.host_bytes)
-        yield Phase(label, now, _moved(now, change.peak), end, (before, peak, after))
+        key = id(now), id(change)
+        if key not in known:
+            end = _moved(now, change.end)
+            known[key] = _moved(now, change.peak), states.setdefault(tuple(end.items()), end)
+        peak, end = known[key]
+        before, most, after = (host + bytes_ for bytes_ in change.host_bytes)
+        yield Phase(label, now, peak, end, (before, most, after))
         now, host = end, after
 
 

@@ -42,6 +42,19 @@ def test_reasons_add_up_in_view(searched: tuple[Search, Found]) -> None:
     assert why(chosen, chosen) == "step same: what is simpler is taken"
 
 
+def test_what_looks_best_of_other_degrees_is_laid_out() -> None:
+    """Not what has the least bound, which may be far below what a point takes."""
+    search = search_of("gpt2", 8, GPUS, FAST, schedule="1f1b", vocabulary="redistributed", offload=())
+    known = {outcome.point for outcome in search.run().outcomes}
+    own = search.ranked()[0].point.region.mesh
+    looks = sorted((seconds, point) for seconds, point in search.promising.values() if point not in known)
+    first = next(point for _, point in looks if point.region.mesh not in {own, *(p.region.mesh for p in known)})
+    assert all(search.profile(point.region) is not None for _, point in looks)
+    laid_out = len(search.outcomes)
+    compared(search, Found(search.ranked(), 0.0, 1, 1, 1, {}))
+    assert search.outcomes[laid_out].point == first
+
+
 def test_what_is_compared_is_counted(searched: tuple[Search, Found]) -> None:
     search, found = searched
     assert found.laid_out == search.laid_out >= len(found.outcomes) >= 6
