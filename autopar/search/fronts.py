@@ -58,8 +58,8 @@ def compared(search: Search, found: Found) -> Found:
     """``found`` with outcomes of points that may be among the runners-up, where it takes few to tell."""
     best, rows, tries = found.outcomes[0], _next(found.outcomes[0], found.outcomes), 0
     limit = search.work + _ALL_WORK
-    for point in itertools.islice(_candidates(search), _LOOKS):
-        if tries == _FURTHER or search.work > limit or len(rows) == _RUNNERS_UP:
+    for seconds, point in itertools.islice(_candidates(search), _LOOKS):
+        if tries == _FURTHER or search.work > limit or (len(rows) == _RUNNERS_UP and seconds >= rows[-1].step_seconds):
             break
         if work_of(point) > _WORK or not _adds(point, best, rows) or not _may_fit(search, point):
             continue
@@ -71,13 +71,13 @@ def compared(search: Search, found: Found) -> Found:
     return replace(found, outcomes=search.ranked(), laid_out=search.laid_out)
 
 
-def _candidates(search: Search) -> Iterator[Point]:
-    """What looks best of each region that was placed, then what else isn't laid out, by bounds."""
+def _candidates(search: Search) -> Iterator[tuple[float, Point]]:
+    """What looks best of each region that was placed, with what it is likely to take; then, where there is nothing
+    better, what else isn't laid out, by bounds."""
     known = {outcome.point for outcome in search.outcomes} | set(search.refusals)
-    for _, point in sorted(search.promising.values(), key=itemgetter(0)):
-        if point not in known:
-            yield point
-    yield from search.others()
+    promising = (pair for pair in search.promising.values() if pair[1] not in known)
+    yield from sorted(promising, key=itemgetter(0))
+    yield from ((math.inf, point) for point in search.others())
 
 
 def _may_fit(search: Search, point: Point) -> bool:
