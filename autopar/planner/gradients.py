@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -23,9 +23,10 @@ from torch import fx
 from autopar.cluster import Device
 from autopar.cost_models import step
 from autopar.graph import info
-from autopar.options import Options, masters_on_host
+from autopar.options import Options
 from autopar.planner.block_costs import put_off_weights
-from autopar.planner.packing import Kind, Weight, alone
+from autopar.planner.packing import alone
+from autopar.planner.rank_memory import is_own_master
 from autopar.planner.zero import MoveCosts
 
 
@@ -122,7 +123,7 @@ class GradientCosts:
         moves, count, device = self.moves, self.microbatches, self.moves.machine.device
         kept = {name: (self._summed(name, node), node) for name, node in moves.trained(calls, borrowed=True)}
         own = {name: summed for name, (summed, _) in kept.items() if name not in moves.borrowed(calls)}
-        alone, lent = self._alone(calls, own), moves.lent(calls)
+        unpacked, lent = alone(moves.sums(calls)), moves.lent(calls)
         made: Counter[tuple[Summed, bool, bool]] = Counter()
         sent: Counter[tuple[Summed, bool, bool]] = Counter()
         stored: Counter[tuple[Summed, bool, bool]] = Counter()
@@ -130,7 +131,7 @@ class GradientCosts:
             made[summed, node in self._put_off, name in lent] += info(node).meta.numel
             if name in own:
                 again = summed.travels != summed.master and moves.is_summed_again(name, node)
-                key = summed, name not in alone, again
+                key = summed, name not in unpacked, again
                 sent[key] += info(node).meta.numel
                 stored[key] += moves.whole_elements(name, node) // summed.shards
         now, later = (
@@ -147,15 +148,6 @@ class GradientCosts:
         ]
         return Accumulation(math.fsum((*now, *later)) / count, math.fsum(later) / count)
 
-    def _alone(self, calls: Sequence[int], kept: Mapping[str, Summed]) -> Collection[str]:
-        """The gradients that nothing packs."""
-        if all(summed.is_in_place for summed in kept.values()):
-            return kept
-        weights = [weight for weight in self.moves.weights(calls) if weight.name in kept]
-        kinds = kinds_of(self.moves, weights, kept)
-        scattered = {name for name, summed in kept.items() if summed.is_scattered}
-        return alone(weights, kinds, scattered, self.moves.sizes)
-
     def _summed(self, name: str, node: fx.Node) -> Summed:
         moves, dtype = self.moves, info(node).meta.dtype
         master = moves.model.parameters[name].master or dtype
@@ -169,17 +161,8 @@ class GradientCosts:
         return frozenset(node for block in blocks for node in put_off_weights(block))
 
 
-def kinds_of(moves: MoveCosts, weights: Iterable[Weight], kept: Mapping[str, Summed]) -> dict[str, Kind | None]:
-    """What :func:`autopar.planner.packing.alone` asks of gradients that are ``kept`` so."""
-    return {
-        weight.name: None if summed.is_in_place else Kind(summed.shards, summed.master, moves.ring(weight))
-        for weight, summed in ((weight, kept[weight.name]) for weight in weights)
-    }
-
-
 def summed_as(dtype: torch.dtype, master: torch.dtype, shards: int, options: Options, *, is_summed: bool) -> Summed:
     """How gradients are kept of a parameter that is computed with in ``dtype``."""
     sent = getattr(torch, options.reduce_dtype) if options.reduce_dtype else master
-    away = masters_on_host(options.offload)
-    is_own = shards == 1 and dtype == master and not away
+    is_own = is_own_master(shards, dtype, master, options)
     return Summed(dtype, master, sent, shards, is_own, is_summed, options.zero >= 2 and shards > 1)

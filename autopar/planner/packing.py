@@ -1,51 +1,49 @@
-"""Which weights are gathered in one message, and which gradients are scattered in one: as the runtime packs them.
+"""Which weights are gathered in one message, and which gradients are summed in one: as the runtime packs them.
 
 :mod:`autopar.runtime.store` gathers what one unit of a stage uses (:mod:`autopar.runtime.units`: a layer, or the code
 between two layers): each large copy by itself, small ones together, once a step those of several units.
-:mod:`autopar.runtime.grads` scatters what a backward through one unit makes: each large gradient that needs no padding
-by itself, the others in buckets. Weights of several stages are made of their masters one by one, and their gradients
-are sent after all others. What is large is said in :mod:`autopar.schedules.weight_moves`.
+Weights of several stages are made of their masters one by one. What is large is said in
+:mod:`autopar.schedules.weight_moves`, which gradients travel together in :mod:`autopar.schedules.gradient_messages`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
-
-import torch
 
 from autopar.graph import Model
 from autopar.planner.block_costs import DataLine
+from autopar.schedules.gradient_messages import Gradient, together
 from autopar.schedules.weight_moves import MESSAGES, MessageSizes, Travels, joined_units
 
 
 class Weight(NamedTuple):
-    """What a stage computes with: bytes of the copy ``as_used``, ``gathered`` with the padding of its rows, and of its
-    gradient as it is ``sent`` (0: ranks have no terms to sum). ``unit`` uses it first; it is ``spanning`` where
-    several do, and ``tied`` where several stages do. ``line`` says which ranks gather it, so many ``shards``, ``over``
-    which have terms: each one object for all weights that have it in common."""
+    """What a stage computes with: bytes of the copy ``as_used``, and ``gathered`` with the padding of its rows.
+    ``unit`` uses it first; it is ``spanning`` where several do, and ``tied`` where several stages do. ``line`` says
+    which ranks gather it, so many ``shards``: one object for all weights that have it in common."""
 
     name: str
     unit: int
     as_used: int
     gathered: int
-    sent: int
     line: DataLine
     shards: int
-    over: object
     spanning: bool = False
     tied: bool = False
 
 
-class Kind(NamedTuple):
-    """What gradients have in common that are sent together once a step, beside the ranks that have terms: over how many
-    ranks their rows are stored, the dtype of their masters, and how many ranks their terms go around."""
+class Sent(NamedTuple):
+    """The gradient of ``weight``: so many bytes are ``sent``, padding included, around so many ``ranks``. Those with
+    equal ``like`` may travel together (None: nothing is sent of it, nor copied). ``over`` says which ranks have terms;
+    ``in_pass``: it is sent in every backward."""
 
-    shards: int
-    master: torch.dtype
+    weight: Weight
+    sent: int
     ranks: int
+    like: Hashable
+    over: object = None
+    in_pass: bool = False
 
 
 class Message(NamedTuple):
@@ -84,8 +82,8 @@ def gathers(weights: Iterable[Weight], *, once: bool = False, sizes: MessageSize
         else:
             unit = "spanning" if weight.spanning else unit_of.get(weight.name, weight.unit)
             small[unit, id(weight.line)].append(weight)
-    for together in small.values():
-        yield Message(sum(weight.gathered for weight in together), tuple(together))
+    for members in small.values():
+        yield Message(sum(weight.gathered for weight in members), tuple(members))
 
 
 def _joined(weights: Iterable[Weight], sizes: MessageSizes) -> dict[str, int]:
@@ -101,63 +99,28 @@ def places(messages: Iterable[Message]) -> int:
     return max(1, len({weight.unit for weight in firsts if weight.shards > 1 and not weight.tied}))
 
 
-def scatters(weights: Sequence[Weight], sizes: MessageSizes = MESSAGES) -> Iterator[Message]:
-    """Of the gradients that a backward through a stage makes of ``weights``, which are in the order of their use."""
-    buckets: dict[tuple[object, int], list[Weight]] = defaultdict(list)
-    for weight in reversed(weights):
-        if not weight.sent:
-            continue
-        if weight.as_used >= sizes.large(weight.shards) and weight.as_used == weight.gathered:
-            yield Message(weight.sent, (weight,))
-            continue
-        key = "tied" if weight.tied else weight.unit, id(weight.over)
-        buckets[key].append(weight)
-        if sum(each.as_used for each in buckets[key]) >= sizes.of_pass(weight.shards):
-            yield _bucket(buckets.pop(key))
-    yield from map(_bucket, buckets.values())
+def sums(gradients: Sequence[Sent], sizes: MessageSizes = MESSAGES) -> list[list[Sent]]:
+    """Those that a stage sends in one message each, in the order in which messages start; ``gradients`` are in the
+    order of the use of their weights."""
+    asked = [
+        Gradient(
+            bytes_=each.weight.as_used,
+            ranks=each.ranks,
+            like=each.like,
+            unit=each.weight.unit if each.in_pass else None,
+            fits=each.weight.shards > 1 and not _is_padded(each.weight),
+            tied=each.weight.name if each.weight.tied else "",
+        )
+        for each in gradients
+    ]
+    return [[gradients[place] for place in places] for places in together(asked, sizes)]
 
 
-def alone(
-    weights: Sequence[Weight],
-    kinds: Mapping[str, Kind | None],
-    scattered: Collection[str],
-    sizes: MessageSizes = MESSAGES,
-) -> set[str]:
-    """Names of the ``weights`` of a stage, in the order of their use, whose gradients are sent as they were made: none
-    travels with them, and they need no padding.
-
-    ``kinds`` are by name, None for gradients that are never packed. ``scattered`` are sent in every backward.
-    """
-    own = [weight for weight in reversed(weights) if not weight.tied]
-    passing = groupby((weight for weight in own if weight.name in scattered), lambda weight: weight.unit)
-    ended = [weight for weight in own if weight.name not in scattered]
-    tied = sorted((weight for weight in weights if weight.tied), key=lambda weight: weight.name)
-    total = sum(weight.as_used for weight in weights)
-    of_pass, of_step = sizes.of_pass, lambda ranks: sizes.of_step(ranks, total)
-    filled = [(list(unit), of_pass) for _, unit in passing] + [(ended, of_step), (tied, of_pass)]
-    buckets = (bucket for together, limit in filled for bucket in _filled(together, kinds, limit, sizes))
-    return {first.name for first, *more in buckets if not more and first.as_used == first.gathered}
+def alone(messages: Iterable[Sequence[Sent]]) -> set[str]:
+    """Names of the weights whose gradients are sent as they were made: none travels with them, and they need no
+    padding."""
+    return {first.weight.name for first, *more in messages if not more and not _is_padded(first.weight)}
 
 
-def _filled(
-    weights: Iterable[Weight], kinds: Mapping[str, Kind | None], limit: Callable[[int], int], sizes: MessageSizes
-) -> Iterator[tuple[Weight, ...]]:
-    """Buckets, of gradients in the order in which they are made; ``limit`` is by how many ranks sum them."""
-    open_: dict[tuple[Kind, int], list[Weight]] = defaultdict(list)
-    for weight in weights:
-        kind = kinds[weight.name]
-        if kind is None:
-            continue
-        large = weight.as_used >= sizes.large(kind.ranks)
-        if kind.shards > 1 and large and weight.as_used == weight.gathered:
-            yield (weight,)
-            continue
-        key = kind, id(weight.over)
-        open_[key].append(weight)
-        if sum(each.as_used for each in open_[key]) >= limit(kind.ranks):
-            yield tuple(open_.pop(key))
-    yield from map(tuple, open_.values())
-
-
-def _bucket(together: Sequence[Weight]) -> Message:
-    return Message(sum(weight.sent for weight in together), tuple(together))
+def _is_padded(weight: Weight) -> bool:
+    return weight.as_used != weight.gathered

@@ -5,8 +5,8 @@ pass, it also holds those of its own unit (a layer with the code behind it, in t
 of the first layer) and of the next one, which is on its way: packed, where it is small, and with this rank's part of it
 where that was cast or packed (:mod:`autopar.runtime.streaming`, :mod:`autopar.runtime.store`). Where gradients are
 scattered in every backward, each waits until those are made that are sent before it or with it, and is sent as a
-message that lives until two more have been (:mod:`autopar.runtime.grads`); the last two of a backward live until the
-next one's.
+message that lives until two more have been (:mod:`autopar.schedules.gradient_messages`); the last two of a backward
+live until the next one's.
 
 All bytes are beside what the stage keeps of the calls up to this one. What later calls keep isn't there yet in a
 forward, and gone in a backward.
@@ -14,22 +14,23 @@ forward, and gone in a backward.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict, deque
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Final, NamedTuple
 
 from autopar.graph import Model
 from autopar.options import weights_streamed
+from autopar.passes.hoist import parameter_sums
 from autopar.passes.recompute import own_modules
+from autopar.passes.vocabulary import STAGELESS
 from autopar.planner.alike import Alike
+from autopar.planner.packing import units_of
 from autopar.planner.rank_memory import StageWeights, Storage, Weight
 from autopar.planner.working import Working
-from autopar.schedules.weight_moves import MESSAGES
-
-IN_FLIGHT: Final = 2
-"""Messages of one stage's gradients that may be under way when another one is made."""
+from autopar.schedules.gradient_messages import IN_FLIGHT, Gradient, together
 
 
 @dataclass(frozen=True)
@@ -79,11 +80,11 @@ class PassMemory:
 
     def _found(self, calls: Sequence[int]) -> StagePasses:
         workings = [self.workings[self.model.calls[i].block] for i in calls]
-        if not self.storage.options.zero >= 2 and not self._streams:
+        names = [name for index in calls for name in dict.fromkeys(self.model.calls[index].parameters)]
+        if not self.storage.options.zero >= 2 and not self._streams and len(set(names)) == len(names):
             return StagePasses(tuple(working.bytes_ for working in workings))
         weights = StageWeights.of(self.model, calls, self.storage)
-        own = own_modules(self.model)
-        layers = [i in own for i in calls]
+        layers = [i in self._readers.own for i in calls]
         forward, backward, first = _gathered(weights, layers) if self._streams else ([0] * len(calls),) * 2 + (0,)
         flights = self._flights(calls, weights, workings)
         passes = zip(workings, forward, backward, flights.most, strict=True)
@@ -92,7 +93,7 @@ class PassMemory:
                 max(working.forward + there + flights.lasting, working.forward + again, most + again, 0)
                 for working, there, again, most in passes
             ),
-            spanning=sum(weight.copied for weight in weights.shared) if self._streams else 0,
+            spanning=sum(weight.copied for weight in weights.shared.values()) if self._streams else 0,
             lasting=flights.lasting,
             first=first,
         )
@@ -103,14 +104,15 @@ class PassMemory:
 
     def _flights(self, calls: Sequence[int], weights: StageWeights, workings: Sequence[Working]) -> _Flights:
         """Of a backward that follows another one, if there are several."""
-        rows = list(zip(weights.rows, workings, strict=True))[::-1]
-        flight = _Flight(scatters=self.storage.options.zero >= 2)
+        flight = _Flight(weights, self._readers.messages(calls, weights) if self.storage.options.zero >= 2 else [])
         if self.several:
-            for row, working in rows[-_LOOKED_BACK:]:
-                flight.run(row, working)
-        lasting = flight.bytes_ if self.several else 0
-        most = [flight.run(row, working) for row, working in rows]
-        return _Flights(most[::-1], lasting)
+            flight.run(workings[:_LOOKED_BACK])
+        lasting = flight.bytes_
+        return _Flights(flight.run(workings), lasting)
+
+    @cached_property
+    def _readers(self) -> _Readers:
+        return _Readers(self.model)
 
 
 _LOOKED_BACK: Final = 4  # calls, of which the first of a stage have sent the last messages of a backward
@@ -125,8 +127,8 @@ class _Flights(NamedTuple):
 
 def _gathered(weights: StageWeights, layers: Sequence[bool]) -> tuple[list[int], list[int], int]:
     """By call, bytes of weights during its forward, and its backward; and what either begins with, at most."""
-    forward, first = _of_walk(weights.rows, layers)
-    backward, last = _of_walk(weights.rows[::-1], layers[::-1])
+    forward, first = _of_walk(weights.own_rows, layers)
+    backward, last = _of_walk(weights.own_rows[::-1], layers[::-1])
     return forward, backward[::-1], max(first, last)
 
 
@@ -143,65 +145,111 @@ def _of_walk(rows: Sequence[Sequence[Weight | None]], layers: Sequence[bool]) ->
     return found, sum(coming[:2])
 
 
-class _Flight:
-    """Gradients on their way through a backward, call by call; none where nothing is sent in a pass."""
+@dataclass(frozen=True)
+class _Readers:
+    """Of a ``model``, which calls read weights, and what says which of their gradients travel together."""
 
-    def __init__(self, *, scatters: bool) -> None:
-        self._scatters = scatters
+    model: Model
+
+    @cached_property
+    def own(self) -> frozenset[int]:
+        return own_modules(self.model)
+
+    @cached_property
+    def _sums(self) -> Mapping[str, tuple[str, ...]]:
+        return parameter_sums(self.model)
+
+    @cached_property
+    def _calls(self) -> Mapping[str, Sequence[int]]:
+        """By weight, of all stages."""
+        found: dict[str, list[int]] = defaultdict(list)
+        for index, call in enumerate(self.model.calls):
+            if self.model.block_of(call).kind not in STAGELESS:
+                for name in call.parameters:
+                    found[name].append(index)
+        return found
+
+    def messages(self, calls: Sequence[int], weights: StageWeights) -> list[list[str]]:
+        """Names of the weights of the stage of ``calls`` whose gradients are sent in a backward, by the message."""
+        units, stage, found = units_of(self.model, calls, self.own), set(calls), dict[str, Gradient]()
+        for call, row, names in zip(calls, weights.rows, weights.names, strict=True):
+            for weight, name in zip(row, names, strict=True):
+                if weight is not None and weight.shards > 1 and name not in found:
+                    found[name] = Gradient(
+                        bytes_=weight.bytes_,
+                        ranks=weight.shards,
+                        like=(weight.along, self._sums[name], weight.master),
+                        unit=units[call],
+                        fits=not weight.is_padded,
+                        tied="" if stage.issuperset(self._calls[name]) else name,
+                    )
+        names = list(found)
+        return [[names[place] for place in places] for places in together(list(found.values()))]
+
+
+class _Flight:
+    """Gradients on their way through the backwards of a stage with these ``weights``: those that ``messages`` name,
+    which are sent in every one, and those of weights that several calls read, whose terms autograd adds up first."""
+
+    def __init__(self, weights: StageWeights, messages: Sequence[Sequence[str]]) -> None:
+        self._names, self._messages = weights.names, messages
+        self._sends = {name for message in messages for name in message}
+        waits = self._sends | weights.shared.keys()
         self._sent: deque[int] = deque(maxlen=IN_FLIGHT)
+        self._weights: dict[str, Weight] = {}
+        self._first: dict[str, int] = {}
+        """Of what waits, the first call that reads it, whose backward is the last to add to its gradient."""
+        for number, (row, names) in enumerate(zip(weights.rows, weights.names, strict=True)):
+            for weight, name in zip(row, names, strict=True):
+                if weight is not None and name in waits and name not in self._first:
+                    self._weights[name], self._first[name] = weight, number
 
     @property
     def bytes_(self) -> int:
+        """Of the messages that are under way."""
         return sum(self._sent)
 
-    def run(self, row: Sequence[Weight | None], working: Working) -> int:
-        """The most bytes of the backward of a call with these weights, each by its place in the block (None: it isn't
-        the call's own, or isn't trained)."""
-        messages = deque(_messages(row) if self._scatters else [])
-        sent = {place for message in messages for place in message}
-        pending, ended, most = 0, set[int](), 0
-        for number, stretch in enumerate(working.backward):
-            most = max(most, stretch.most + pending + self.bytes_)
-            pending += sum(weight.bytes_ for place in stretch.begun if place in sent and (weight := row[place]))
-            ended.update(stretch.ended if number + 1 < len(working.backward) else sent)
-            while messages and ended.issuperset(messages[0]):
-                weights = [weight for place in messages.popleft() if (weight := row[place])]
-                made = sum(weight.bytes_ for weight in weights)
-                terms, parts = sum(w.sent for w in weights), sum(w.sent // w.shards for w in weights)
-                if len(weights) > 1 or weights[0].is_cast:
-                    most = max(most, stretch.after + pending + self.bytes_ + terms + parts)
-                else:
-                    most = max(most, stretch.after + pending + self.bytes_ + parts)
-                pending -= made
-                self._sent.append(terms + parts)
-        return most
+    def run(self, workings: Sequence[Working]) -> list[int]:
+        """The most bytes of the backward of each of the first calls, all that have ``workings``."""
+        ended = {name for name, number in self._first.items() if number >= len(workings)}
+        messages, begun, found = deque(self._messages), set[str](), list[int]()
+        for number, working in reversed(list(enumerate(workings))):
+            names, most = self._names[number], 0
+            for stretch in working.backward:
+                most = max(most, stretch.most + self._held(begun) + self.bytes_)
+                begun.update(names[place] for place in stretch.begun if names[place] in self._first)
+                is_last = stretch is working.backward[-1]
+                over = names if is_last else [names[place] for place in stretch.ended]
+                ended.update(name for name in over if self._first.get(name) == number)
+                while messages and ended.issuperset(messages[0]):
+                    most = max(most, stretch.after + self._send(messages.popleft(), begun))
+                begun -= ended - self._sends
+            found.append(most)
+        return found[::-1]
 
+    def _held(self, names: Iterable[str]) -> int:
+        return sum(self._weights[name].bytes_ for name in names)
 
-def _messages(row: Sequence[Weight | None]) -> Iterator[list[int]]:
-    """The gradients of a call that travel together, by their places, in the order in which they are sent."""
-    open_: dict[int, list[int]] = {}
-    for place, weight in reversed(list(enumerate(row))):
-        if weight is None or weight.shards == 1:
-            continue
-        if weight.bytes_ >= MESSAGES.large(weight.shards):
-            yield [place]
-            continue
-        together = open_.setdefault(weight.shards, [])
-        together.append(place)
-        if sum(each.bytes_ for at in together if (each := row[at])) >= MESSAGES.of_pass(weight.shards):
-            yield open_.pop(weight.shards)
-    yield from open_.values()
+    def _send(self, message: Sequence[str], begun: set[str]) -> int:
+        """One more; gives what all that was ``begun`` holds meanwhile."""
+        weights = [self._weights[name] for name in message]
+        terms, parts = sum(w.sent for w in weights), sum(w.sent // w.shards for w in weights)
+        is_copied = len(weights) > 1 or weights[0].is_cast
+        held = self._held(begun) + self.bytes_ + parts + (terms if is_copied else 0)
+        begun.difference_update(message)
+        self._sent.append(terms + parts)
+        return held
 
 
 def passing_bytes(model: Model, call: int, storage: Storage) -> tuple[int, int]:
     """Of the weights of one call: what is gathered for each pass, and what lasts of its gradients' messages."""
-    weights = StageWeights.of(model, [call], storage)
-    (row,), options = weights.rows, storage.options
-    gathered = sum(weight.copied for weight in (*filter(None, row), *weights.shared))
-    last = deque(_messages(row), maxlen=IN_FLIGHT)
-    sent = sum(weight.sent for message in last for place in message if (weight := row[place]))
-    streams = weights_streamed(options.zero, options.offload)
-    return gathered if streams else 0, sent if options.zero >= 2 else 0
+    alone, options = replace(model, calls=[model.calls[call]]), storage.options
+    weights = StageWeights.of(alone, [0], storage)
+    named = dict(zip(weights.names[0], weights.rows[0], strict=True))
+    gathered = sum(weight.copied for weight in named.values() if weight is not None)
+    last = deque(_Readers(alone).messages([0], weights) if options.zero >= 2 else [], maxlen=IN_FLIGHT)
+    sent = sum(weight.sent for message in last for name in message if (weight := named[name]))
+    return gathered if weights_streamed(options.zero, options.offload) else 0, sent
 
 
 def largest(beside: Iterable[int], saved: Iterable[int]) -> int:

@@ -50,8 +50,12 @@ class Storage:
 
     def shards(self, types: Mapping[str, Type]) -> int:
         """Over how many ranks the rows are stored of a parameter of these types."""
-        axes = self.mesh.data_axes([axis for axis, kind in types.items() if kind.is_shard])
+        axes = self.line(types)
         return self.mesh.zero_shards(self.options.zero_ranks, axes) if self.options.zero and axes else 1
+
+    def line(self, types: Mapping[str, Type]) -> tuple[str, ...]:
+        """The axes that split tokens, and not a parameter of these types."""
+        return self.mesh.data_axes([axis for axis, kind in types.items() if kind.is_shard])
 
     def elements(self, model: Model, calls: Iterable[int], parts: int = 1) -> int:
         """How many elements of the trained parameters that ``calls`` read a rank updates, padding of rows included;
@@ -127,6 +131,12 @@ def vocabulary_state(model: Model, storage: Storage, ranks: int) -> State:
     return rank_state(model, calls, storage, ranks)
 
 
+def is_own_master(shards: int, dtype: torch.dtype, master: torch.dtype, options: Options) -> bool:
+    """Whether the optimizer updates what is computed with: there is no copy in ``dtype`` of a master, whose rows are on
+    so many ranks."""
+    return shards == 1 and dtype == master and not masters_on_host(options.offload)
+
+
 def parameter_state(
     known: ParameterInfo, meta: Meta, storage: Storage, parts: int = 1, types: Mapping[str, Type] | None = None
 ) -> State:
@@ -145,7 +155,7 @@ def parameter_state(
     away = masters_on_host(options.offload)
     state = Counter(parameters=own * master.itemsize, optimizer=MOMENTS * own * moment)
     gradients = Counter(gradients=(own if options.zero >= 2 else elements) * master.itemsize)
-    twice = shards > 1 or master != meta.dtype or away
+    twice = not is_own_master(shards, meta.dtype, master, options)
     streamed = weights_streamed(options.zero, options.offload)
     copies = Counter(working=elements * meta.dtype.itemsize) if twice and not streamed else Counter()
     if away:
@@ -155,45 +165,56 @@ def parameter_state(
 
 @dataclass(frozen=True)
 class Weight:
-    """A trained one: ``bytes_`` as it is computed with, ``sent`` of its gradient as it travels, ``shards`` of its rows.
-    ``copied``: bytes of a copy that is made of its master (0: it is its own master), ``coming`` of what holds it on the
-    way: the copy, or the message that it is packed in, and this rank's part. ``is_cast``: whether its gradient is sent
-    in another dtype than it is made in."""
+    """A trained one: ``bytes_`` as it is computed with, ``sent`` of its gradient as it travels, ``shards`` of its rows,
+    which ranks share ``along`` these axes. ``copied``: bytes of a copy that is made of its ``master`` (0: it is its
+    own), ``coming`` of what holds it on the way: the copy, or the message that it is packed in, and this rank's part.
+    ``is_cast``: whether its gradient is sent in another dtype than it is made in, ``is_padded``: whether its rows
+    don't divide."""
 
     bytes_: int
     sent: int
     shards: int
+    along: tuple[str, ...]
+    master: torch.dtype
     copied: int
     coming: int
     is_cast: bool
+    is_padded: bool
 
 
 @dataclass(frozen=True)
 class StageWeights:
-    """Of each call of a stage, its weights by their places in its block (``rows``): None for those that aren't trained
-    and for those that several calls read, which are ``shared``."""
+    """Of each call of a stage, its weights by their places in its block (``rows``, None for those that aren't
+    trained), with their ``names``, and those that several of its calls read (``shared``)."""
 
     rows: Sequence[Sequence[Weight | None]]
-    shared: Sequence[Weight]
+    names: Sequence[Sequence[str]]
+    shared: Mapping[str, Weight]
 
     @classmethod
     def of(cls, model: Model, calls: Sequence[int], storage: Storage) -> StageWeights:
         users = Counter(name for index in calls for name in dict.fromkeys(model.calls[index].parameters))
         known: dict[Hashable, Weight | None] = {}  # by what it depends on: a model's layers are alike
         rows: list[list[Weight | None]] = []
-        shared: dict[str, Weight | None] = {}
+        shared: dict[str, Weight] = {}
         for call in (model.calls[index] for index in calls):
             row: list[Weight | None] = []
             for name, node in zip(call.parameters, model.block_of(call).parameters, strict=True):
                 parameter = model.parameters[name]
-                key = node, parameter.trainable, parameter.is_buffer, parameter.master
+                key = node, parameter.trainable, parameter.is_buffer, parameter.master, bool(parameter.stacked)
                 if key not in known:
                     known[key] = _weight(parameter, info(node), storage)
-                row.append(known[key] if users[name] == 1 else None)
-                if users[name] > 1:
-                    shared[name] = known[key]
+                row.append(weight := known[key])
+                if weight is not None and users[name] > 1:
+                    shared[name] = weight
             rows.append(row)
-        return cls(rows, [weight for weight in shared.values() if weight is not None])
+        return cls(rows, [model.calls[index].parameters for index in calls], shared)
+
+    @property
+    def own_rows(self) -> list[list[Weight | None]]:
+        """:attr:`rows` without those that are :attr:`shared`."""
+        pairs = ([*zip(row, names, strict=True)] for row, names in zip(self.rows, self.names, strict=True))
+        return [[weight if name not in self.shared else None for weight, name in row] for row in pairs]
 
 
 def _weight(known: ParameterInfo, data: Info, storage: Storage) -> Weight | None:
@@ -202,14 +223,18 @@ def _weight(known: ParameterInfo, data: Info, storage: Storage) -> Weight | None
         return None
     meta, master, travels = data.meta, known.master or data.meta.dtype, storage.options.reduce_dtype
     sent = getattr(torch, travels) if travels else master
-    shards, away = storage.shards(data.types()), masters_on_host(storage.options.offload)
-    is_other, is_packed = master != meta.dtype or away, meta.bytes < MESSAGES.large(shards)
+    along, shards = storage.line(data.types()), storage.shards(data.types()) if meta.shape else 1
+    is_other = not is_own_master(1, meta.dtype, master, storage.options)
+    is_packed = meta.bytes < MESSAGES.large(shards)
     copied = meta.bytes if shards > 1 or is_other else 0
     return Weight(
         bytes_=meta.bytes,
         sent=meta.numel * sent.itemsize,
         shards=shards,
+        along=along,
+        master=master,
         copied=copied,
         coming=copied + (meta.bytes // shards if shards > 1 and (is_packed or is_other) else 0),
         is_cast=sent != meta.dtype,
+        is_padded=shards * stored_elements(known, meta.shape, shards) != meta.numel,
     )

@@ -9,7 +9,6 @@ in chunks adds up its table's gradient itself, and autograd copies it where it i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -18,7 +17,7 @@ from autopar.cluster import Device
 from autopar.cost_models import step
 from autopar.graph import info
 from autopar.passes.vocabulary import vocabulary_calls
-from autopar.planner.gradients import Summed, kinds_of, summed_as
+from autopar.planner.gradients import Summed, summed_as
 from autopar.planner.packing import alone
 from autopar.planner.rank_memory import rank_shape, table_dims
 from autopar.planner.vocabulary_costs import VocabularyCost
@@ -52,7 +51,7 @@ def table_seconds(moves: MoveCosts, microbatches: int, chunks: int) -> dict[str,
         return {}
     calls = [split.head, *([] if split.embedding is None else [split.embedding])]
     tables = {name: _table(moves, name, node) for name, node in moves.trained(sorted(calls))}
-    unpacked = _alone(moves, sorted(calls), tables)
+    unpacked = alone(moves.sums(sorted(calls), moves.machine.sizes["pp"]))
     device, seconds = moves.machine.device, {"T": [0.0], "G": [0.0]}
     for name, table in tables.items():
         count, summed = microbatches * (table.in_head + table.in_embedding), table.summed
@@ -82,13 +81,6 @@ def _table(moves: MoveCosts, name: str, node: fx.Node) -> _Table:
         in_head=split.head in users,
         in_embedding=split.embedding in users,
     )
-
-
-def _alone(moves: MoveCosts, calls: Sequence[int], tables: Mapping[str, _Table]) -> set[str]:
-    """Those that are sent without a copy."""
-    weights = [weight for weight in moves.weights(calls, moves.machine.sizes["pp"]) if weight.name in tables]
-    kept = {name: table.summed for name, table in tables.items()}
-    return alone(weights, kinds_of(moves, weights, kept), (), moves.sizes)
 
 
 def _copied(table: _Table, microbatches: int, device: Device) -> float:

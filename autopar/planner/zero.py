@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,8 +23,8 @@ from autopar.passes.hoist import parameter_sums
 from autopar.passes.recompute import own_modules
 from autopar.planner.alike import Alike
 from autopar.planner.block_costs import DataLine, Machine
-from autopar.planner.packing import Message, Weight, gathers, places, scatters, units_of
-from autopar.planner.rank_memory import rank_shape, stored_elements, table_dims
+from autopar.planner.packing import Message, Sent, Weight, gathers, places, sums, units_of
+from autopar.planner.rank_memory import is_own_master, rank_shape, stored_elements, table_dims
 from autopar.schedules.weight_moves import MESSAGES, MessageSizes, WeightMoves
 
 _NONE: Final = frozenset[str]()
@@ -119,9 +119,8 @@ class MoveCosts:
         key = self.key(calls), parts
         if key not in self._found_messages:
             once = parts > 1 or not self.streams  # rows of tables stay from step to step
-            self._found_messages[key] = list(
-                gathers(self.weights(calls, parts, borrowed=self.streams), once=once, sizes=self.sizes)
-            )
+            weights = self._weights(calls, parts, borrowed=self.streams)
+            self._found_messages[key] = list(gathers((weight for weight, _ in weights), once=once, sizes=self.sizes))
         return self._found_messages[key]
 
     @cached_property
@@ -187,10 +186,10 @@ class MoveCosts:
     @cached_property
     def _borrowed(self) -> dict[tuple[int, ...], tuple[frozenset[str], frozenset[str]]]:
         """Stage -> what it borrows, and lends; those that do neither are absent."""
-        if len(set(self.placement)) == len(self.placement) or not self._tied:
+        if len(set(self.placement)) == len(self.placement) or not self._stages_of:
             return {}
         stages = [
-            (home, tuple(stage), frozenset(n for call in stage for n in self.model.calls[call].parameters) & self._tied)
+            (home, tuple(stage), self._stages_of.keys() & {n for i in stage for n in self.model.calls[i].parameters})
             for home, stage in zip(self.placement, self.stages, strict=True)
         ]
         found = {}
@@ -248,9 +247,11 @@ class MoveCosts:
         key = self.key(calls)
         if key not in self._scatters:
             moved = _Moved()
-            for message in scatters(list(self.weights(calls)), self.sizes):
-                line = message.weights[0].line
-                self._send(moved, "reduce_scatter", message.bytes_, self.shards(line), line.shard)
+            for message in self.sums(calls):
+                if message[0].in_pass and self._over_of(message).axes:
+                    line = message[0].weight.line
+                    sent = sum(each.sent for each in message)
+                    self._send(moved, "reduce_scatter", sent, self.shards(line), line.shard)
             self._scatters[key] = moved.collectives
         return self._scatters[key]
 
@@ -342,10 +343,40 @@ class MoveCosts:
             return self._joint(over, shards)
         return (line.size, line.whole) if shards == 1 else (line.size // shards, line.replicate)
 
-    def ring(self, weight: Weight) -> int:
-        """How many ranks the terms of its gradient go around: those that share its rows, or else all that have any."""
-        assert isinstance(weight.over, _Over)
-        return weight.shards if weight.shards > 1 else self._rest(weight.over)[0]
+    def sums(self, calls: Sequence[int], parts: int = 1) -> list[list[Sent]]:
+        """The messages in which the gradients of a stage are summed; ``parts`` as in :meth:`gather_seconds`."""
+        key = self.key(calls), parts
+        if key not in self._found_sums:
+            weights = self._weights(calls, parts)
+            trained = ((w, node) for w, node in weights if self.model.parameters[w.name].trainable)
+            self._found_sums[key] = sums([self._sent(w, node, parts) for w, node in trained], self.sizes)
+        return self._found_sums[key]
+
+    @cached_property
+    def _found_sums(self) -> dict[tuple[Hashable, int], list[list[Sent]]]:
+        return {}
+
+    def _sent(self, weight: Weight, node: fx.Node, parts: int) -> Sent:
+        """Gradients travel together that ranks store, and sum, alike: over one object, of masters of one dtype."""
+        over, dtype = self._over(weight.name, node), info(node).meta.dtype
+        master = self.model.parameters[weight.name].master or dtype
+        own = is_own_master(weight.shards, dtype, master, self.options)
+        like = id(over), weight.shards, master, own, self._stages_of.get(weight.name)
+        return Sent(
+            weight,
+            self._sent_bytes(weight.name, node, parts),
+            weight.shards if weight.shards > 1 else self._rest(over)[0],
+            None if own and not self.is_summed(weight.name, node) else like,
+            over,
+            in_pass=self.options.zero >= 2 and weight.shards > 1 and parts == 1,
+        )
+
+    @staticmethod
+    def _over_of(message: Sequence[Sent]) -> _Over:
+        """Which ranks have terms of all of it."""
+        over = message[0].over
+        assert isinstance(over, _Over)
+        return over
 
     def _over(self, name: str, node: fx.Node) -> _Over:
         """The same object, with the same line, for all that are equal."""
@@ -406,10 +437,13 @@ class MoveCosts:
         return {name: tuple(sorted(homes)) for name, homes in found.items()}
 
     @cached_property
-    def _tied(self) -> frozenset[str]:
-        """Weights of several stages."""
-        found = Counter(n for stage in self.stages for n in {n for i in stage for n in self.model.calls[i].parameters})
-        return frozenset(name for name, count in found.items() if count > 1)
+    def _stages_of(self) -> Mapping[str, tuple[int, ...]]:
+        """Weights of several stages, with these."""
+        found: dict[str, list[int]] = defaultdict(list)
+        for number, stage in enumerate(self.stages):
+            for name in dict.fromkeys(name for call in stage for name in self.model.calls[call].parameters):
+                found[name].append(number)
+        return {name: tuple(numbers) for name, numbers in found.items() if len(numbers) > 1}
 
     def shards(self, line: DataLine) -> int:
         """How many ranks share the rows of a parameter along ``line``."""
@@ -434,7 +468,9 @@ class MoveCosts:
         """Whether weights are gathered for each pass."""
         return weights_streamed(self.options.zero, self.options.offload)
 
-    def weights(self, calls: Sequence[int], parts: int = 1, *, borrowed: bool = False) -> Iterator[Weight]:
+    def _weights(
+        self, calls: Sequence[int], parts: int = 1, *, borrowed: bool = False
+    ) -> Iterator[tuple[Weight, fx.Node]]:
         """Of a stage, in the order of their first use. Under ZeRO 3 weights that aren't trained are split, too.
         ``parts`` as in :meth:`gather_seconds`, ``borrowed`` as in :meth:`trained`."""
         units = units_of(self.model, calls, self._own)
@@ -442,19 +478,17 @@ class MoveCosts:
         for call, name, node in self._used(calls, frozen=self.options.zero == 3, borrowed=borrowed):
             over, meta = self._over(name, node), info(node).meta
             shape = rank_shape(meta.shape, self._table_dims[name], parts) if parts > 1 else meta.shape
-            is_sent = bool(over.axes) and self.model.parameters[name].trainable
-            yield Weight(
+            weight = Weight(
                 name,
                 0 if parts > 1 else units[call],  # split tables are in a module without layers
                 as_used=math.prod(shape) * meta.dtype.itemsize,
                 gathered=self.whole_elements(name, node, parts) * meta.dtype.itemsize,
-                sent=self._sent_bytes(name, node) if is_sent else 0,
                 line=over.line,
                 shards=self.shards(over.line),
-                over=over,
                 spanning=users.get(name, 1) > 1,
-                tied=name in self._tied,
+                tied=name in self._stages_of,
             )
+            yield weight, node
 
     @cached_property
     def _table_dims(self) -> dict[str, int]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby, product
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from operator import itemgetter
 from weakref import WeakMethod
 
@@ -30,9 +30,8 @@ from autopar.runtime.powersgd import PowerSGD
 from autopar.runtime.program import Parameter, Program, VocabularyProgram
 from autopar.runtime.shards import stored_shape
 from autopar.runtime.units import units
+from autopar.schedules.gradient_messages import IN_FLIGHT, Gradient, together
 from autopar.schedules.weight_moves import MESSAGES, MessageSizes
-
-_IN_FLIGHT = 2  # reduce-scatters of one pass: their full gradients can't be freed before they end
 
 Groups = Mapping[tuple[int, ...], Axis]
 Place = tuple[tuple[int, ...], str]
@@ -237,7 +236,7 @@ class Reducer:
         bucket.start()
         if bucket.per_pass:
             self._flying.append(bucket)
-            if len(self._flying) > _IN_FLIGHT:
+            if len(self._flying) > IN_FLIGHT:
                 self._flying.popleft().settle()
 
 
@@ -271,12 +270,7 @@ def _weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], 
 
 
 class _Buckets:
-    """Which gradients travel together, in the order in which a backward completes them.
-
-    A program lists its parameters in the order of their use; the backward goes the other way. Copies of tied
-    weights lie at different places of stages that differ otherwise: they go in the order of their names, last.
-    How large buckets are, :mod:`autopar.schedules.weight_moves` says.
-    """
+    """The buckets of a reducer: which gradients travel together, :mod:`autopar.schedules.gradient_messages` says."""
 
     def __init__(
         self,
@@ -292,48 +286,38 @@ class _Buckets:
         self._powersgd = powersgd
         self._reducer, self._groups, self._axes = reducer, groups, axes
         self._reduce_dtype, self._scatters, self._sizes = reduce_dtype, scatters, sizes
-        self._size = {p.name: math.prod(p.shape) * dtype_of(p.dtype).itemsize for p in reducer.specs.values()}
-        self._all = sum(self._size.values())
 
     def all(self, unit_of: Mapping[str, int]) -> Iterator[Bucket]:
+        """In the order in which a backward completes them: a program lists its parameters in the order of their use."""
         specs = list(self._reducer.specs.values())
-        backward = [p for p in reversed(specs) if not p.shared_stages]
-        tied = sorted((p for p in specs if p.shared_stages), key=lambda p: p.name)
-        per_pass = [p for p in backward if self._per_pass(p)]
-        for _, unit in groupby(per_pass, lambda p: unit_of[p.name]):
-            yield from self._filled(list(unit), self._sizes.of_pass)
-        ended = [p for p in backward if not self._per_pass(p)]
-        yield from self._filled(ended, lambda ranks: self._sizes.of_step(ranks, self._all))
-        yield from self._filled(tied, self._sizes.of_pass)
+        gradients = [self._gradient(parameter, unit_of[parameter.name]) for parameter in specs]
+        for places in together(gradients, self._sizes):
+            yield self._bucket([specs[place].name for place in places])
+
+    def _gradient(self, parameter: Parameter, unit: int) -> Gradient:
+        stored = parameter.zero * math.prod(stored_shape(parameter))
+        return Gradient(
+            bytes_=math.prod(parameter.shape) * dtype_of(parameter.dtype).itemsize,
+            ranks=parameter.zero if parameter.zero > 1 else len(self._terms_of(parameter)),
+            like=self._key(parameter),
+            unit=unit if self._per_pass(parameter) else None,
+            fits=parameter.zero > 1 and stored == math.prod(parameter.shape),
+            tied=parameter.name if parameter.shared_stages else "",
+        )
+
+    def _terms_of(self, parameter: Parameter) -> tuple[int, ...]:
+        return reduce_ranks(parameter, self._axes, self._reducer.placement)
 
     def _per_pass(self, parameter: Parameter) -> bool:
         return self._scatters and parameter.zero > 1
 
-    def _filled(self, parameters: Sequence[Parameter], limit: Callable[[int], int]) -> Iterator[Bucket]:
-        """``limit``: bytes of a bucket, by how many ranks sum it."""
-        open_buckets: dict[object, list[str]] = {}
-        for parameter in parameters:
-            key = self._key(parameter)
-            if key is None:
-                continue
-            if self._goes_alone(parameter):
-                yield self._bucket([parameter.name])
-                continue
-            open_buckets.setdefault(key, []).append(parameter.name)
-            if sum(self._size[name] for name in open_buckets[key]) >= limit(self._ranks(parameter)):
-                yield self._bucket(open_buckets.pop(key))
-        for names in open_buckets.values():
-            yield self._bucket(names)
-
-    def _key(self, parameter: Parameter) -> object:
+    def _key(self, parameter: Parameter) -> Hashable:
         """What the members of a bucket have in common; None where there is nothing to do."""
-        ranks = reduce_ranks(parameter, self._axes, self._reducer.placement)
-        own = self._is_own_master(parameter)
+        ranks, own = self._terms_of(parameter), self._is_own_master(parameter)
         if own and len(ranks) == 1:
             return None
         master = self._reducer.masters[parameter.name]
-        sums = parameter.reduce
-        kind = ranks, own, parameter.zero, sums, self._per_pass(parameter), master.dtype, master.device
+        kind = ranks, own, parameter.zero, parameter.reduce, self._per_pass(parameter), master.dtype, master.device
         return *kind, self._is_low_rank(parameter), parameter.shared_stages
 
     def _is_low_rank(self, parameter: Parameter) -> bool:
@@ -349,18 +333,6 @@ class _Buckets:
         """Whether other pipeline ranks have a copy of it, of which this one can't know if it gets a gradient."""
         return len({self._reducer.placement[stage] for stage in parameter.shared_stages}) > 1
 
-    def _goes_alone(self, parameter: Parameter) -> bool:
-        """Large, and sent without a copy if it doesn't share a bucket."""
-        large = self._size[parameter.name] >= self._sizes.large(self._ranks(parameter))
-        stored = parameter.zero * math.prod(stored_shape(parameter))
-        return large and parameter.zero > 1 and stored == math.prod(parameter.shape)
-
-    def _ranks(self, parameter: Parameter) -> int:
-        """How many ranks its terms go around: those that share its rows, or else all that have terms."""
-        if parameter.zero > 1:
-            return parameter.zero
-        return len(reduce_ranks(parameter, self._axes, self._reducer.placement))
-
     def _bucket(self, names: Sequence[str]) -> Bucket:
         spec = self._reducer.specs[names[0]]
         bucket = self._of_kind(names, spec)
@@ -371,7 +343,7 @@ class _Buckets:
     def _of_kind(self, names: Sequence[str], spec: Parameter) -> Bucket:
         reducer = self._reducer
         parameters, masters = ([by[n] for n in names] for by in (reducer.parameters, reducer.masters))
-        rest = self._groups[reduce_ranks(spec, self._axes, reducer.placement)].meant_for(_purpose(names))
+        rest = self._groups[self._terms_of(spec)].meant_for(_purpose(names))
         sent = self._reduce_dtype or masters[0].dtype
         if self._is_own_master(spec) and sent == masters[0].dtype:
             if self._is_low_rank(spec):

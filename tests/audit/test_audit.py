@@ -229,7 +229,7 @@ def test_gradients_are_copied_to_be_sent_together(options: dict[str, Any], monke
         return autopar.compile(wide.model, 2, sample=wide.batch, **pinned).audit()
 
     check(found())
-    monkeypatch.setattr(gradients, "alone", lambda weights, *_: {weight.name for weight in weights})
+    monkeypatch.setattr(gradients, "alone", lambda sums: {each.weight.name for message in sums for each in message})
     assert "stage 0: backward" in {row.what for row in found().different}
     monkeypatch.setattr(gradients, "alone", lambda *_: set())
     assert found().ok != ("zero" in options), "large ones are sent alone under ZeRO"

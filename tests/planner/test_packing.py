@@ -7,9 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from autopar.planner.packing import Kind, Weight, alone, gathers, places, scatters, units_of
+from autopar.planner.packing import Sent, Weight, alone, gathers, places, sums, units_of
 from autopar.schedules.weight_moves import MESSAGES
 
 LINE: Any = object()
@@ -17,20 +16,23 @@ SMALL = 100
 
 
 def weight(name: str, unit: int = 1, bytes_: int = SMALL, **changes: Any) -> Weight:
-    """In bf16, its gradient sent in float32; without padding unless ``gathered`` is more."""
-    given = {
-        "as_used": bytes_,
-        "gathered": bytes_,
-        "sent": 2 * bytes_,
-        "line": LINE,
-        "over": LINE,
-        "shards": RANKS,
-    } | changes
-    return Weight(name, unit, **given)
+    """Without padding unless ``gathered`` is more."""
+    return Weight(name, unit, **{"as_used": bytes_, "gathered": bytes_, "line": LINE, "shards": RANKS} | changes)
+
+
+def gradient(name: str, *given: Any, like: object = LINE, in_pass: bool = True, **changes: Any) -> Sent:
+    """In bf16, sent in float32."""
+    made = weight(name, *given, **changes)
+    return Sent(made, 2 * made.gathered, made.shards, like, in_pass=in_pass)
 
 
 def names(messages: Sequence[Any]) -> list[str]:
     return sorted("+".join(sorted(weight.name for weight in message.weights)) for message in messages)
+
+
+def summed(gradients: Sequence[Sent]) -> list[str]:
+    """In the order in which messages start."""
+    return ["+".join(each.weight.name for each in message) for message in sums(gradients)]
 
 
 def test_layers_and_the_code_between_them_are_units() -> None:
@@ -80,7 +82,8 @@ def test_what_is_large_depends_on_the_ranks(ranks: int) -> None:
     weights = [weight(f"{size}-{i}", bytes_=size, shards=ranks) for size in sizes for i in range(2)]
     small, large = (f"{size}-0+{size}-1" for size in sizes)
     assert names(list(gathers(weights))) == sorted([small, *large.split("+")])
-    assert {name for m in scatters(weights) for name in names([m])} == {small, *large.split("+")}
+    found = summed([gradient(w.name, bytes_=w.as_used, shards=ranks) for w in weights])
+    assert found == [*reversed(large.split("+")), "+".join(reversed(small.split("+")))]
 
 
 def test_a_step_gathers_layers_together_but_not_all_of_them() -> None:
@@ -94,30 +97,33 @@ def test_a_step_gathers_layers_together_but_not_all_of_them() -> None:
 
 
 def test_gradients_of_a_unit_are_scattered_in_buckets() -> None:
-    """A large one alone, unless it is padded: then a copy is sent, with others; full buckets are sent at once."""
-    found = list(
-        scatters(
-            [
-                weight("a"),
-                weight("b"),
-                weight("padded", bytes_=LARGE, gathered=LARGE + 2),
-                weight("c", unit=2, over=object()),
-                weight("d", unit=2),
-                weight("alone", unit=2, bytes_=LARGE),
-                weight("no terms", unit=2, sent=0),
-                weight("t", unit=1, tied=True),
-                weight("u", unit=2, tied=True),
-            ]
-        )
-    )
-    assert names(found) == sorted(["a+b+padded", "c", "d", "alone", "t+u"])
-    full = [weight(f"{i}", bytes_=MESSAGES.bucket_bytes // 2, gathered=MESSAGES.bucket_bytes) for i in range(5)]
-    assert sorted(len(message.weights) for message in scatters(full)) == [1, 2, 2]
+    """A large one alone, unless it is padded: then a copy is sent, with others; full buckets are sent at once. Weights
+    of several stages go last, by their names."""
+    given = [
+        gradient("u", tied=True),
+        gradient("a"),
+        gradient("b"),
+        gradient("padded", bytes_=LARGE, gathered=LARGE + 2),
+        gradient("c", unit=2, like=object()),
+        gradient("d", unit=2),
+        gradient("alone", unit=2, bytes_=LARGE),
+        gradient("own", unit=2, like=None),
+        gradient("t", unit=2, tied=True),
+    ]
+    assert summed(given) == ["alone", "d", "c", "padded+b+a", "t+u"]
+    full = [gradient(f"{i}", bytes_=MESSAGES.bucket_bytes // 2, gathered=MESSAGES.bucket_bytes) for i in range(5)]
+    assert summed(full) == ["4+3", "2+1", "0"]
+
+
+def test_what_is_sent_once_a_step_is_put_together_over_units() -> None:
+    """And ends after what is sent in each backward."""
+    given = [gradient("a"), *(gradient(f"once {unit}", unit, in_pass=False) for unit in (1, 2)), gradient("b", unit=2)]
+    assert summed(given) == ["b", "a", "once 2+once 1"]
 
 
 def test_sums_of_a_step_are_as_many_as_a_stage_has_at_least() -> None:
     """Each gradient a sixteenth of all; of those that travel alone, or in pairs, none is packed twice."""
-    kind = Kind(shards=1024, master=torch.float32, ranks=1024)
     for count, wanted in ((16, 0), (8, 8)):
-        weights = [weight(f"{i}", i, 2**24, shards=1024) for i in range(count)]
-        assert len(alone(weights, {w.name: kind for w in weights}, ())) == wanted
+        once = [gradient(f"{i}", i, 2**24, shards=1024, in_pass=False) for i in range(count)]
+        assert len(alone(sums(once))) == wanted
+        assert len(sums(once)) == 8
