@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Final
 
 from autopar.audit.flops import is_by_shape
-from autopar.audit.prices import Prices, joined
+from autopar.audit.prices import Prices
 from autopar.audit.record import (
     ENDED,
     LOADS,
@@ -205,7 +205,7 @@ class SeenCosts:
 
     def _reduced(self, stage: int) -> list[Message]:
         started = [*self._reductions(stage, self._last()), *_started(self._phase("REDUCE", stage))]
-        return list(joined(m for m in started if not (self._scatters and m.kind == "reduce_scatter")))
+        return [m for m in started if not (self._scatters and m.kind == "reduce_scatter")]
 
     def _left(self, sums: float, stage: int) -> float:
         """Of sums that run beside the pass that makes their terms: what is left at its end."""
@@ -249,7 +249,7 @@ class SeenCosts:
     def step_seconds(self, rank: int) -> float:
         """Of the update, and before it of the sums that begin when all backwards are over."""
         mine = self.seen[rank]
-        shared = self.prices.together(_started(mine.phases.get("STEP", _EMPTY)))
+        shared = self.prices.messages(_started(mine.phases.get("STEP", _EMPTY)))
         return shared + step.optimizer_seconds(mine.updated, self.prices.cluster.device, on_host=mine.on_host)
 
     def back_flops(self, stage: int) -> tuple[int, int]:
@@ -303,7 +303,7 @@ class SeenCosts:
         """All sums of tables' gradients start there, and copies to the host."""
         returned = self.seen[0].returned.get(VOCABULARY, 0)
         copied = returned / self.prices.cluster.device.host_bytes_per_second if returned else 0.0
-        return self.prices.together(_started(self.seen[0].phases.get("REDUCE_V", _EMPTY))) + copied
+        return self.prices.messages(_started(self.seen[0].phases.get("REDUCE_V", _EMPTY))) + copied
 
     def begin_seconds(self, rank: int) -> float:
         """Before the first pass: totals of the batch, what they are counted by, and masters that are cast once."""

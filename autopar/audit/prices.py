@@ -63,7 +63,7 @@ class Prices:
         return Collectives(math.fsum(seconds for seconds, _ in sent), math.fsum(s * share for s, share in sent))
 
     def together(self, messages: Iterable[Message]) -> float:
-        """Of messages that are one, sent in pieces: buckets of gradients, say, share the latency of their kind."""
+        """Of messages that are one, sent in pieces."""
         return self.messages(joined(messages))
 
     def forward(self, phase: Phase) -> float:

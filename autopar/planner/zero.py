@@ -282,40 +282,30 @@ class MoveCosts:
         return {}
 
     def _made_reduced(self, calls: Sequence[int], parts: int) -> _Moved:
-        by_over = self._terms(self.trained(calls), parts)
-        moved = _Moved(copied=[self._host(sent, over.line) for over, sent in by_over])
-        self._sum(moved, [(over, sent) for over, sent in by_over if not over.is_shared], parts)
+        messages = self.sums(calls, parts)
+        moved = _Moved(copied=[self._host(each.sent, each.weight.line) for message in messages for each in message])
+        for message in messages:
+            if not self._over_of(message).is_shared:
+                self._sum(moved, message)
         return moved
 
     def shared_seconds(self, stages: Iterable[Sequence[int]]) -> float:
         """What STEP sums over pipeline ranks once all backwards are over, of weights that several of them hold:
         ``stages`` are those of one rank."""
-        by_over = self._terms((pair for stage in stages for pair in self.trained(stage)), 1)
         moved = _Moved()
-        self._sum(moved, [(over, sent) for over, sent in by_over if over.is_shared], 1)
+        for message in (message for stage in stages for message in self.sums(stage)):
+            if self._over_of(message).is_shared:
+                self._sum(moved, message)
         return moved.seconds
 
-    def _terms(self, trained: Iterable[tuple[str, fx.Node]], parts: int) -> list[tuple[_Over, int]]:
-        """Bytes of gradients by the ranks that have terms of them."""
-        by_over: dict[int, tuple[_Over, int]] = {}
-        for name, node in trained:
-            over = self._over(name, node)
-            by_over[id(over)] = over, by_over.get(id(over), (over, 0))[1] + self._sent_bytes(name, node, parts)
-        return list(by_over.values())
-
-    def _sum(self, moved: _Moved, by_over: Iterable[tuple[_Over, int]], parts: int) -> None:
-        once: Counter[DataLine] = Counter()
-        rest: dict[object, tuple[_Over, int]] = {}
-        for over, sent in by_over:
-            shards = self.shards(over.line)
-            once[over.line] += sent if over.axes else 0
-            ranks = over.axes, over.further, over.holders, shards
-            rest[ranks] = over, rest.get(ranks, (over, 0))[1] + sent // shards
-        for over, part in rest.values():
-            self._send(moved, "all_reduce", part, *self._rest(over))
-        for line, sent in once.items():
-            shards = self.shards(line) if self.options.zero == 1 or parts > 1 else 1  # else a SCATTER's
-            self._send(moved, "reduce_scatter", sent, shards, line.shard)
+    def _sum(self, moved: _Moved, message: Sequence[Sent]) -> None:
+        """What is left of a message once a step: the sum of those who share rows, unless a SCATTER's, then that of
+        their parts."""
+        over, sent = self._over_of(message), sum(each.sent for each in message)
+        shards = self.shards(over.line)
+        if over.axes and not message[0].in_pass:
+            self._send(moved, "reduce_scatter", sent, shards, over.line.shard)
+        self._send(moved, "all_reduce", sent // shards, *self._rest(over))
 
     def left_to_reduce(self, calls: Sequence[int], pass_seconds: float) -> float:
         """What REDUCE has left when the stage's last backward, or its weight gradients, end."""

@@ -17,7 +17,7 @@ from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.planner.block_costs import DataLine, Machine
 from autopar.planner.zero import MoveCosts, weight_moves
-from autopar.schedules.weight_moves import WeightMoves
+from autopar.schedules.weight_moves import MessageSizes, WeightMoves
 from tests.fast_cluster import FAST
 from tests.pinned import compile_pinned
 
@@ -85,7 +85,20 @@ def test_each_level_moves_what_it_splits(model: Any) -> None:
 
 
 def test_copies_are_summed_once_a_step(model: Any) -> None:
-    assert costs(model, 2, 3, zero=3).reduce_seconds(CALLS) == seconds("all_reduce", DEPTH * UNIT // 2, 3)
+    """Each layer's, where they were scattered so."""
+    assert costs(model, 2, 3, zero=3).reduce_seconds(CALLS) == DEPTH * seconds("all_reduce", UNIT // 2, 3)
+    assert costs(model, 2, 3, zero=1).reduce_seconds(CALLS) == pytest.approx(
+        seconds("reduce_scatter", DEPTH * UNIT, 2) + seconds("all_reduce", DEPTH * UNIT // 2, 3)
+    )
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_each_message_of_a_step_has_its_latencies(model: Any, zero: int) -> None:
+    """What has a layer's bytes is sent."""
+    known = replace(costs(model, 4, zero=zero), sizes=MessageSizes(least_bytes=UNIT))
+    kind = "reduce_scatter" if zero else "all_reduce"
+    assert known.reduce_seconds(CALLS) == pytest.approx(DEPTH * seconds(kind, UNIT, 4))
+    assert known.reduce_seconds(CALLS) > 1.01 * seconds(kind, DEPTH * UNIT, 4)
 
 
 def test_gradients_travel_in_the_dtype_that_is_asked_for(model: Any) -> None:
