@@ -32,6 +32,11 @@ def may_be_term(meta: Meta) -> bool:
     return meta.numel == 1 and meta.dtype.is_floating_point
 
 
+def is_total(meta: Meta, src: Type, dst: Type) -> bool:
+    """Whether it is a sum over the batch that a step makes before its passes, where the batch alone determines it."""
+    return (src, dst) == (P, R) and not meta.shape
+
+
 class Prices(Protocol):
     """Prices on one axis."""
 
@@ -97,34 +102,36 @@ class RankPrices:
 
     def change(self, meta: Meta, src: Type, dst: Type, *, per_step: bool, from_tables: bool) -> float | None:
         """Seconds of a transition both ways; ``per_step``: its backward runs once per step (gradients of
-        parameters); ``from_tables``: a total over the batch, once per step. None: there is no such transition."""
+        parameters); ``from_tables``: so does that of a total over the batch (:func:`is_total`). None: there is no such
+        transition."""
         if src == dst:
             return 0.0
         way = transition(src, dst)
         if way is None or (dst == P and not may_be_term(meta)):
             return None
-        key = way.forward, way.backward, meta.bytes, meta.needs_grad, per_step, from_tables
+        once = from_tables and is_total(meta, src, dst)
+        key = way.forward, way.backward, meta.bytes, meta.needs_grad, per_step, once
         if key not in self.known:
-            self.known[key] = self._change(way, meta, per_step, from_tables)
+            self.known[key] = self._change(way, meta, per_step, once)
         return self.known[key]
 
     def changes(
         self, meta: Meta, changes: tuple[Change, ...], *, per_step: bool, from_tables: bool
     ) -> list[float | None]:
-        key = changes, meta.bytes, meta.needs_grad, may_be_term(meta), per_step, from_tables
+        key = changes, meta.bytes, meta.needs_grad, may_be_term(meta), not meta.shape, per_step, from_tables
         if key not in self.together:
             priced = (self.change(meta, *each, per_step=per_step, from_tables=from_tables) for each in changes)
             self.together[key] = list(priced)
         return self.together[key]
 
-    def _change(self, way: Transition, meta: Meta, per_step: bool, from_tables: bool) -> float:
+    def _change(self, way: Transition, meta: Meta, per_step: bool, once: bool) -> float:
         forward = self._one_way(way.forward, meta)
         backward = self._one_way(way.backward, meta) if meta.needs_grad else 0.0
         if per_step and way.backward is not None and meta.needs_grad:  # buckets share the latency among many parameters
             backward = collective.marginal_seconds(way.backward, self._sent(way.backward, meta), self.size, self.link)
         if per_step:
             return forward + backward / self.microbatches
-        return (forward + backward) / (self.microbatches if from_tables else 1)
+        return (forward + backward) / (self.microbatches if once else 1)
 
     def update(self, elements: int) -> float:
         """Seconds of the optimizer for ``elements`` of a rank's parameters, once per step; and of moving them."""
@@ -161,7 +168,7 @@ class MicrobatchPrices:
     def change(self, meta: Meta, src: Type, dst: Type, *, per_step: bool, from_tables: bool) -> float | None:
         if src == dst:
             return 0.0
-        if (src, dst) == (P, R) and from_tables and not meta.shape:
+        if from_tables and is_total(meta, src, dst):
             return 0.0
         if self.estimates and ((src, dst) == (P, R) or (src == R and dst == P and may_be_term(meta))):
             return ESTIMATE_SECONDS

@@ -389,10 +389,9 @@ def _add_edges(build: _Build) -> None:
     model, spread = build.model, build.spread
     counts = model.counts()
     for key, known in spread.ops.items():
-        number, from_tables = key[0], model.blocks[key[0]].kind == "tables"
-        is_total = from_tables and build.problem.axis != "mb"  # known before the step
+        number = key[0]
         for position, operand in enumerate(known.operands):
-            paid = _Paid(counts[number], operand in spread.parameters, is_total)
+            paid = _Paid(counts[number], operand in spread.parameters, False)
             _edge(build, operand, key, position, paid, is_between=False, share=number)
     for (source, target), count in spread.edges.items():
         from_tables = source[0] != INPUT_CALL and model.blocks[source[0]].kind == "tables"
@@ -401,8 +400,8 @@ def _add_edges(build: _Build) -> None:
 
 @dataclass(frozen=True)
 class _Paid:
-    """How often a change on an edge is paid for: ``count`` times, its backward once ``per_step``, or, of what comes
-    ``from_tables``, both ways."""
+    """How often a change on an edge is paid for: ``count`` times, its backward once ``per_step``, or, of a total that
+    comes ``from_tables``, both ways; what tables themselves do is done in each microbatch."""
 
     count: int
     per_step: bool

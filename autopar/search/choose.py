@@ -174,7 +174,7 @@ def _build(
     wanted = Wanted(point.schedule, point.vocabulary, point.chunks)
     layout = outcome.layout if outcome is not None else None
     key = outcome.key if outcome is not None and outcome.key is not None else search.key_of(point)
-    profile = profiler.known.get(key)
+    profile = profiler.placed(key, region.mesh)
     state = profile.placed.request.state_bytes if profile is not None else None
     load = dict(profiler.expert_load)
     streamed = key.streamed or (profile is None and moves_each_time(point))

@@ -419,7 +419,7 @@ class Search:
 
     def profile(self, region: Region) -> Profile | None:
         """The region's, where it is placed."""
-        return self.profiler.known.get(self._keys.get(region, region.key))
+        return self.profiler.placed(self._keys.get(region, region.key), region.mesh)
 
     def key_of(self, point: Point) -> Key:
         """Of the profile that ``point`` is laid out on: where its weights move with each microbatch and the fastest
@@ -560,7 +560,7 @@ class Search:
             return known
         self.tell("lay out")
         self._work += work_of(point, self._length)
-        key = self.key_of(point)
+        key = self.profiler.key_for(self.key_of(point), point.region.mesh)
         profile = self.profiler.of(key, point.region.mesh, point.region.microbatches)
         try:
             if profile is None:

@@ -14,9 +14,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
+from torch import fx
+
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
-from autopar.graph import Info, Model, info
+from autopar.graph import AxisRef, Info, Model, info
 from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.passes.hoist import parameter_sums
@@ -28,13 +30,15 @@ from autopar.planner.pipeline import Wanted
 from autopar.planner.rulings import Rulings
 from autopar.search.gradients import Kind, kinds_by_call
 from autopar.search.hulls import Array, hull
+from autopar.spmd import Type
 
 
 class Key(NamedTuple):
     """What a placement depends on: the rows of a microbatch on one rank, the axes within which they are split, and how
     the head is computed (``head``: over so many pipeline ranks, 0: whole; in ``chunks`` of tokens). ``stages``: state
     has to fit in so many ranks (0: it may be as large as it likes). ``several``: a batch is several microbatches, in
-    which not every model can be cut; ``copies``: there is a dp, over which gradients are summed."""
+    which not every model can be cut; ``copies``: there is a dp, over which gradients are summed (``dp``: of so many
+    ranks, where that matters)."""
 
     rows: int
     ep: int
@@ -47,6 +51,7 @@ class Key(NamedTuple):
     several: bool = False
     copies: bool = False
     streamed: bool = False
+    dp: int = 0
 
     @property
     def inner(self) -> int:
@@ -93,6 +98,12 @@ class Profile:
         request = self.placed.request
         machine = Machine.of(request.cluster, request.mesh, request.options.zero_ranks)
         return activations_of(self.model, self.costs, machine, request.options, self.placed.rulings)
+
+    @cached_property
+    def is_of_its_dp(self) -> bool:
+        """Whether values change between shards and whole ones on dp, so that their shapes depend on its size: rows of
+        the batch stay where they are."""
+        return any(_splits_on_dp(node) for block in self.model.blocks for node in block.ops)
 
     @cached_property
     def seconds(self) -> float:
@@ -244,12 +255,24 @@ class Profiler:
 
     def of(self, key: Key, mesh: Mesh, microbatches: int) -> Profile | None:
         """The profile for ``key``, placed for one of the jobs that it serves; None where that is refused."""
+        key = self.key_for(key, mesh)
         if key not in self.known and key not in self.refused:
             try:
                 self.known[key] = self._made(key, mesh, microbatches)
             except AutoparError as error:
                 self.refused[key] = error
         return self.known.get(key)
+
+    def placed(self, key: Key, mesh: Mesh) -> Profile | None:
+        """The same, where there is one yet."""
+        return self.known.get(self.key_for(key, mesh))
+
+    def key_for(self, key: Key, mesh: Mesh) -> Key:
+        """The key of what serves ``mesh``: with its dp where what was placed is for another one."""
+        known = self.known.get(key)
+        if known is None or known.placed.request.mesh.dp == mesh.dp or not known.is_of_its_dp:
+            return key
+        return key._replace(dp=mesh.dp)
 
     def _made(self, key: Key, mesh: Mesh, microbatches: int) -> Profile:
         options = self.options.model_copy(update={"head_chunks": key.chunks})
@@ -271,10 +294,19 @@ class Profiler:
         start = (key.cp > 1, *head, key.chunks, request.mesh.experts if uneven else 1)
         if start not in self._started:
             self._started[start] = begin(self.models[key.cp > 1].copy(), request, None, self._rulings)
-        rows = (*start, key.rows * key.ep, key.several, key.copies)
+        rows = (*start, key.rows * key.ep, key.several, key.copies, key.dp)
         if rows not in self._split:
             self._split[rows] = split_rows(self._started[start], request)
         return self._split[rows]
+
+
+def _splits_on_dp(node: fx.Node) -> bool:
+    """Whether it is a change on dp of what is split there."""
+    src, dst = node.kwargs.get("src"), node.kwargs.get("dst")
+    axis = node.args[1] if isinstance(src, Type) and isinstance(dst, Type) else None
+    if not isinstance(axis, AxisRef) or axis.name != "dp":
+        return False
+    return src.is_shard or dst.is_shard
 
 
 def units_of(model: Model, costs: Sequence[BlockCost]) -> list[Unit]:
