@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from autopar.api import prepare
 from autopar.cluster import Cluster
-from autopar.graph import Choice, Meta, Model, info
+from autopar.graph import Choice, Meta, Model, info, op_name
 from autopar.mesh import Mesh
 from autopar.planner import sharding
 from autopar.planner.build import Built, Request, build
@@ -27,6 +27,8 @@ from autopar.planner.solve_placement import solve
 from autopar.planner.spreading import Spread
 from autopar.rules.base import Op, Rule
 from autopar.spmd import I, P, R, S
+from tests.fast_cluster import NODES
+from tests.pinned import compile_pinned
 
 
 def llama(layers: int) -> Model:
@@ -176,3 +178,12 @@ def test_what_changes_cost_depends_on_the_kinds_of_their_types_alone() -> None:
                 by_kinds[a.kind, b.kind].add(price)
             assert all(len(some) == 1 for some in by_kinds.values())
             assert len({price for some in by_kinds.values() for price in some}) > 1
+
+
+def test_what_depends_on_the_batch_alone_is_computed_where_a_message_takes_longer() -> None:
+    """Rotary tables, in each of many microbatches; of the labels' count, a rank's part is summed once a step."""
+    model, sample = batch_of(64)
+    found = compile_pinned(model, 4, sample=sample, cluster=NODES, mesh={"dp": 4}, microbatches=16)
+    (tables,) = (block for block in found.lowered.blocks if block.kind == "tables")
+    assert {info(node).types()["dp"] for node in tables.outputs} == {R, P, S(0)}  # S(0): labels, shifted
+    assert not [node for node in tables.ops if op_name(node) in ("all_gather", "convert")]

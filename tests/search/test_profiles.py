@@ -14,7 +14,7 @@ from autopar.planner.pipeline import Wanted
 from autopar.search.profiles import Key, Profile
 from autopar.search.space import Region, moves_each_time
 from autopar.search.wholesale import Stored, folded
-from tests.fast_cluster import BUSY
+from tests.fast_cluster import BUSY, FAST
 from tests.search.spaces import search_of
 
 WAY = Stored(0.0, 0.0, 0.0)
@@ -41,6 +41,24 @@ def test_profiles_say_the_same_whatever_was_placed_before() -> None:
         assert alone is not None
         assert shared.units == alone.units
         assert str(shared.model) == str(alone.model)
+
+
+def test_a_placement_that_moves_rows_over_dp_serves_that_dp_alone() -> None:
+    """Where links are so slow that ranks compute all rows rather than sum gradients; shapes depend on dp then."""
+    link = replace(FAST.intra_node, bytes_per_second=1e7)
+    slow, key = replace(FAST, intra_node=link, inter_node=link), Key(2, 1, 1, 1, several=True, copies=True)
+    for cluster, moves in ((slow, True), (FAST, False)):
+        together, apart = (search_of("mlp", 16, 4, cluster).profiler for _ in range(2))
+        four, two, alone = (
+            together.of(key, Mesh(dp=4), 2),
+            together.of(key, Mesh(dp=2), 4),
+            apart.of(key, Mesh(dp=2), 4),
+        )
+        assert four is not None
+        assert two is not None
+        assert alone is not None
+        assert four.is_of_its_dp == moves == (two is not four)
+        assert str(two.model) == str(alone.model)
 
 
 def profile_of(mesh: Mesh, *, streamed: bool) -> Profile:
