@@ -129,12 +129,14 @@ def pinned(demand: Demand, cut: Partition, chosen: Mapping[int, Alternative]) ->
 
 
 def _fitted(demand: Demand, options: Mapping[int, tuple[Alternative, ...]]) -> Fit | None:
-    """The best cut where every call has one option, or layers are counted."""
+    """The best cut where every call has one option, or layers are counted. Cuts are found in whole KiB: the leanest may
+    fit all the same."""
     if demand.even:
         return _chosen(demand, even_partition(demand.units, len(demand.placement), demand.placement), options)
     chosen = {i: only for i, (only,) in options.items()}
-    cut = _fastest(demand, _units(demand, chosen), demand.free_bytes)
-    return None if cut is None else _timed(demand, cut, chosen)
+    units = _units(demand, chosen)
+    cut = _fastest(demand, units, demand.free_bytes)
+    return _chosen(demand, _leanest_cut(demand, units), options) if cut is None else _timed(demand, cut, chosen)
 
 
 def _fastest(demand: Demand, units: Sequence[Unit], budget_bytes: int | None) -> Partition | None:

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import autopar
+from autopar.errors import BudgetError
 from tests.fast_cluster import FAST
-from tests.models import gpt2, llama, prepared
+from tests.models import gpt2, llama, make, prepared
 from tests.pinned import compile_pinned
 
 CASES: list[tuple[str, dict[str, int], dict[str, Any], float]] = [
@@ -36,3 +37,17 @@ def test_no_rank_exceeds_its_budget(name: str, mesh: dict[str, int], options: di
     measured = job.memory(case.batch, measure="simulate").measured
     assert max(rank.peak_bytes for rank in measured) <= max(job.plan.peak_bytes) <= budget
     assert any(any(stage.recompute) for stage in job.plan.stage_plans)
+
+
+@pytest.mark.parametrize(
+    "schedule", ["v-half", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zb-v", "zb-h1", "1f1b"))]
+)
+def test_what_a_refusal_asks_for_does(schedule: str) -> None:
+    """Cuts are found in whole KiB, of which such ranks hold a hundred."""
+    case = make("mlp", 32)
+    given: dict[str, Any] = {"sample": case.batch, "loss": case.loss, "mesh": {"pp": 2}, "microbatches": 4}
+    given |= {"schedule": schedule, "recompute": "none", "cluster": FAST}
+    with pytest.raises(BudgetError, match="no cut") as refused:
+        compile_pinned(case.model, 2, budget_bytes=50_000, **given)
+    plan = compile_pinned(case.model, 2, budget_bytes=refused.value.needed_bytes, **given).plan
+    assert max(plan.peak_bytes) <= refused.value.needed_bytes
