@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from autopar.plan.layouts import layout
 from autopar.plan.parts import BlockPlan, StagePlan
-from autopar.plan.text import bytes_text, change_text, flops_text, percent_text, seconds_text, units_text
+from autopar.plan.text import bytes_text, change_text, flops_text, offload_text, percent_text, seconds_text, units_text
 
 if TYPE_CHECKING:
     from autopar.plan.plan import Plan
@@ -206,12 +206,25 @@ def _recomputing(stage: StagePlan | None) -> str:
     return f"{sum(map(bool, stage.recompute))} of {len(stage.units)} units"
 
 
-def _peaks(a: Plan, b: Plan, group: str) -> Iterator[Difference]:
-    for number, (x, y) in enumerate(zip_longest(a.rank_plans, b.rank_plans)):
-        mine, theirs = (rank.peak_bytes if rank is not None else None for rank in (x, y))
-        if mine != theirs:
-            name = f"peak memory of pipeline rank {number}"
-            yield _line(group, f"rank_plans[{number}].peak_bytes", name, mine, theirs, bytes_text)
+def _offloads(a: Plan, b: Plan, group: str) -> Iterator[Difference]:
+    for number, (x, y) in enumerate(zip_longest(a.stage_plans, b.stage_plans)):
+        mine, theirs = (stage.offloads if stage is not None else None for stage in (x, y))
+        if mine != theirs and (mine or theirs):
+            path, name = f"stage_plans[{number}].offloads", f"stage {number} has its activations"
+            yield _line(group, path, name, mine, theirs, lambda share: offload_text(share) or "on the device")
+
+
+def _bytes(field: str, what: str) -> Rows:
+    """Rows where bytes of a pipeline rank differ."""
+
+    def rows(a: Plan, b: Plan, group: str) -> Iterator[Difference]:
+        for number, (x, y) in enumerate(zip_longest(a.rank_plans, b.rank_plans)):
+            mine, theirs = (getattr(rank, field) if rank is not None else None for rank in (x, y))
+            if mine != theirs and (mine or theirs):
+                name = f"{what} of pipeline rank {number}"
+                yield _line(group, f"rank_plans[{number}].{field}", name, mine, theirs, bytes_text)
+
+    return rows
 
 
 _GROUPS: Final[dict[str, tuple[Rows, ...]]] = {
@@ -222,6 +235,7 @@ _GROUPS: Final[dict[str, tuple[Rows, ...]]] = {
     "degrees": (_mesh, _field("microbatches")),
     "schedule": (_field("schedule"), _field("chunks"), _field("vocabulary"), _stages),
     "options": (_options,),
+    "the host": (_offloads,),
     "recomputation": (_recomputation,),
     "placements": (_placements,),
     _PREDICTED: (
@@ -230,7 +244,7 @@ _GROUPS: Final[dict[str, tuple[Rows, ...]]] = {
         _field("mfu", "MFU", percent_text),
         _field("cost.model_flops", "model FLOPs of a step", flops_text),
         _parts,
-        _peaks,
+        *(_bytes("peak_bytes", "peak memory"), _bytes("host_bytes", "host memory")),
     ),
 }
 

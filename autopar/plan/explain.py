@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from autopar.cluster import Cluster
 from autopar.plan import layouts
-from autopar.plan.parts import EIGHTHS, ExpertsPlan, PointPlan, StagePlan
+from autopar.plan.parts import ExpertsPlan, PointPlan, StagePlan
 from autopar.plan.tables import Column, Section
-from autopar.plan.text import bytes_text, flops_text, percent_text, seconds_text, units_text
+from autopar.plan.text import bytes_text, flops_text, offload_text, percent_text, seconds_text, units_text
 
 if TYPE_CHECKING:
     from autopar.plan.plan import Plan
@@ -182,17 +182,12 @@ def _stages(plan: Plan) -> Section:
             stage.parameter_bytes,
             stage.saved_bytes,
             stage.inflight,
-            _offload_text(stage.offloads),
+            offload_text(stage.offloads),
         )
         for number, stage in enumerate(plan.stage_plans)
     )
     lines = [line for number, stage in enumerate(plan.stage_plans) for line in _recomputation(plan, number, stage)]
     return Section("stages", "stages, per microbatch", columns, rows, tuple(lines))
-
-
-def _offload_text(share: int) -> str:
-    """``to the host``, ``3 of 8 to the host``."""
-    return (f"{share} of {EIGHTHS} to the host" if share < EIGHTHS else "to the host") if share else ""
 
 
 def _recomputation(plan: Plan, number: int, stage: StagePlan) -> Iterator[str]:

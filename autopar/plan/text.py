@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from autopar.plan.parts import EIGHTHS
+
 _SHORT: Final = 32  # characters of units that are named one by one
 
 
@@ -46,6 +48,11 @@ def percent_text(share: float) -> str:
 def change_text(share: float) -> str:
     """``+12.3 %`` of a share of 0.123 more, ``-5.0 %`` of one of 0.05 less."""
     return f"{'+' if share >= 0 else '-'}{percent_text(abs(share))}" if abs(share) >= 5e-4 else "same"
+
+
+def offload_text(share: int) -> str:
+    """``to the host``, ``3 of 8 to the host``; "" where nothing goes."""
+    return (f"{share} of {EIGHTHS} to the host" if share < EIGHTHS else "to the host") if share else ""
 
 
 def units_text(units: Sequence[str]) -> str:

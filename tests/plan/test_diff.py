@@ -49,6 +49,19 @@ def test_groups_say_what_a_person_asks_first(plan: Plan) -> None:
     assert "collectives dp all_gather: 0 s -> " in text, "a part that only one has"
 
 
+def test_what_lives_on_the_host_is_said_before_what_it_takes(plan: Plan) -> None:
+    first, second = plan.stage_plans
+    stages = [first.model_copy(update={"offloads": 3}), second.model_copy(update={"offloads": 8})]
+    ranks = [rank.model_copy(update={"host_bytes": 2**20}) for rank in plan.rank_plans]
+    text = plan.diff(plan.model_copy(update={"stage_plans": stages, "rank_plans": ranks}))
+    assert text.startswith("[the host]")
+    assert group(text, "the host") == [
+        "stage 0 has its activations: on the device -> 3 of 8 to the host",
+        "stage 1 has its activations: on the device -> to the host",
+    ]
+    assert group(text, "predicted") == [f"host memory of pipeline rank {rank}: 0 B -> 1 MiB" for rank in range(2)]
+
+
 def test_a_long_rest_is_cut_short(plan: Plan) -> None:
     """All of it is in the JSON."""
     other = plan.model_copy(
@@ -74,7 +87,7 @@ def test_equal_plans_differ_in_nothing(plan: Plan) -> None:
     ("part", "changes", "line"),
     [
         ("stage_plans", {"parameter_bytes": 1}, "stage_plans[0].parameter_bytes: {parameter_bytes} -> 1"),
-        ("rank_plans", {"host_bytes": 7}, "rank_plans[0].host_bytes: 0 -> 7"),
+        ("rank_plans", {"vocabulary_bytes": 7}, "rank_plans[0].vocabulary_bytes: 0 -> 7"),
         ("stage_plans", {"forward_seconds": 0.5}, "stage_plans[0].forward_seconds: {forward_seconds} -> 0.5"),
     ],
 )
