@@ -5,17 +5,18 @@ become wider when the second is added, and begin to be summed over ranks with th
 a single message of gradients in each backward, as of a tiny model, has that much more on the way in its third.) Where
 weights are gathered for each pass (:mod:`autopar.runtime.streaming`), a pass begins with what is gathered already, and
 ends with what the next pass of its stage begins with: both are in the key, as is whether activations go to the host
-meanwhile.
+meanwhile. A send takes nothing, but lets go of the message before it, whichever that was
+(:meth:`autopar.runtime.pipe.Pipe.send`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from autopar.schedules import Action
 from autopar.schedules.actions import ABSENT
-from autopar.schedules.flow import BACKWARDS
+from autopar.schedules.flow import BACKWARDS, is_send
 from autopar.schedules.weight_moves import PASSES, followers
 
 _GATHERS: Final = {"GATHER_F": "F", "GATHER_B": "B"}
@@ -38,7 +39,8 @@ Rest = frozenset[Gathered]
 class Key(NamedTuple):
     """``place``: of its stage among those of its rank; ``microbatch``: that it is like; ``closes``: no backward of its
     stage follows; ``before``: what is gathered when it begins, with places for stages; ``follower``: the kind of the
-    next pass, if that is of its stage; ``goes``: what its microbatch keeps in its stage goes to the host."""
+    next pass, if that is of its stage; ``goes``: what its microbatch keeps in its stage goes to the host; ``drops``: of
+    a send, kind and place of the pass that made the message before it."""
 
     kind: str
     place: int
@@ -47,6 +49,7 @@ class Key(NamedTuple):
     before: Rest = frozenset()
     follower: str = ""
     goes: bool = False
+    drops: tuple[str, int] | None = None
 
 
 def keys(actions: Sequence[Action], stages: Sequence[int], microbatches: int) -> dict[Action, Key]:
@@ -57,8 +60,11 @@ def keys(actions: Sequence[Action], stages: Sequence[int], microbatches: int) ->
     last = {action.stage: action for action in actions if action.kind in BACKWARDS}
     away = {(action.stage, action.microbatch) for action in actions if action.kind == "OFFLOAD"}
     place = {stage: number for number, stage in enumerate(stages)}
+    sends = dropped(actions, stages)
 
     def key(action: Action) -> Key:
+        if action in sends:
+            return Key(action.kind, place[action.stage], 0, drops=sends[action])
         follower = following.get(action) if streams else None
         return Key(
             action.kind,
@@ -71,6 +77,17 @@ def keys(actions: Sequence[Action], stages: Sequence[int], microbatches: int) ->
         )
 
     return {action: key(action) for action in actions}
+
+
+def dropped(actions: Iterable[Action], stages: Sequence[int]) -> dict[Action, tuple[str, int]]:
+    """:attr:`Key.drops` of each send among ``actions``; of the first, there is none before."""
+    made = {(a.stage, a.microbatch, "SEND_B"): a.kind for a in actions if a.kind in ("B", "I")}
+    found: dict[Action, tuple[str, int]] = {}
+    before = "", ABSENT
+    for action in filter(is_send, actions):
+        found[action] = before
+        before = made.get((action.stage, action.microbatch, action.kind), "F"), stages.index(action.stage)
+    return found
 
 
 def stand_ins(actions: Sequence[Action], stages: Sequence[int], microbatches: int) -> dict[Action, Action]:

@@ -29,7 +29,7 @@ from autopar.schedules import Action
 from autopar.schedules.actions import ABSENT
 from autopar.schedules.weight_moves import followers
 from autopar.shapes import Shapes
-from autopar.simulate.alike import STREAMED, Key, Rest, keys, left, resting, stand_ins
+from autopar.simulate.alike import STREAMED, Key, Rest, dropped, keys, left, resting, stand_ins
 from autopar.simulate.likeness import likeness
 from autopar.simulate.measure import (
     BEGIN,
@@ -56,7 +56,17 @@ class _Tried:
     phases: Mapping[Key, Phase]
 
     def knows(self, keys: Iterable[Key]) -> bool:
-        return self.phases.keys() >= set(keys)
+        return all(self._like(key) is not None for key in set(keys))
+
+    def _like(self, key: Key) -> Phase | None:
+        """What an action with this key took; a send that was never seen after that one, what others took then, or what
+        it took after others."""
+        if key in self.phases or key.drops is None:
+            return self.phases.get(key)
+        sends = [other for other in self.phases if other.drops is not None]
+        alike = [other for other in sends if other.drops == key.drops]
+        alike += [other for other in sends if other[:2] == key[:2]]
+        return self.phases[alike[0]] if alike else None
 
     def or_else(self, other: _Tried) -> _Tried:
         """With what actions of ``other`` took, that are none of these."""
@@ -65,7 +75,8 @@ class _Tried:
     def composed(self, actions: Mapping[Action, Key]) -> RankMemory:
         """Along the list of a rank whose actions took as much."""
         begin = next(phase for phase in self.memory.phases if phase.label == BEGIN)
-        changes = {key: _Change.of(self.phases[key]) for key in set(actions.values())}
+        found = {key: self._like(key) for key in dict.fromkeys(actions.values())}
+        changes = {key: _Change.of(phase) for key, phase in found.items() if phase is not None}
         steps = [(BEGIN, _Change.of(begin)), *((str(action), changes[key]) for action, key in actions.items())]
         phases = tuple(_composed(begin, steps))
         return replace(self.memory, phases=phases, host_peak_bytes=max(phase.host_bytes[1] for phase in phases))
@@ -106,7 +117,9 @@ def predicted_memory(
         if known is None or not known.knows(wanted.values()):
             memory = tried(rank)
             by_label = {phase.label: phase for phase in memory.phases}
-            run = [(key, by_label[str(action)]) for action, key in wanted.items() if str(action) in by_label]
+            ran = [action for action in actions if str(action) in by_label]
+            drops = dropped(ran, job.stages(rank))  # others than among all actions
+            run = [(wanted[a]._replace(drops=drops.get(a)), by_label[str(a)]) for a in ran]
             found = _Tried(memory, dict(reversed(run)))  # of those alike, the first
             known = before.ranks[alike] = found if known is None else known.or_else(found)
         return known.composed(wanted)

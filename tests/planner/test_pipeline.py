@@ -14,8 +14,10 @@ import autopar
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
 from autopar.options import Options
+from autopar.plan.parts import EIGHTHS
 from autopar.planner import pipeline
 from autopar.planner.block_costs import Machine, block_cost
+from autopar.planner.budget import within_budget
 from autopar.planner.build import Request, activations_of, finish, place
 from autopar.planner.modes import MODES
 from autopar.planner.pipeline import Wanted, kept_stages
@@ -103,6 +105,26 @@ def test_a_known_layout_is_laid_out_again(budget_kib: int, offloads: list[int], 
     again = finish(placed, costs, activations, known={0: layout})
     assert again.plan.to_json() == found.plan.to_json()
     assert again.pipeline.schedule == found.pipeline.schedule
+
+
+def test_shares_that_a_search_found_are_run_again_as_they_were_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the solvers were left less than the budget, a list with copies is that of what ranks keep, not of the
+    budget."""
+    spared: list[int] = []
+
+    def recorded(lay_out: Any, *given: Any) -> Any:
+        return within_budget(lambda bytes_: (spared.append(bytes_), lay_out(bytes_))[1], *given)
+
+    monkeypatch.setattr("autopar.planner.build.within_budget", recorded)
+    model, sample = Layers(8, 256), {"x": torch.randn(1024, 256)}
+    pinned: dict[str, Any] = {"mesh": {"pp": 2}, "microbatches": 8, "budget_bytes": 4_200_000, "recompute": "none"}
+    job = autopar.compile(model, 2, sample=sample, cluster=FAST, offload=("activations",), **pinned)
+    assert any(0 < stage.offloads < EIGHTHS for stage in job.plan.stage_plans)
+    assert any(spared)
+    again = autopar.compile(model, 2, sample=sample, plan=autopar.Plan.from_json(job.plan.to_json()))
+    assert again.job.schedule == job.job.schedule
+    measured = again.memory(sample, measure="simulate").measured
+    assert max(rank.peak_bytes for rank in measured) <= 4_200_000
 
 
 @dataclass(frozen=True)

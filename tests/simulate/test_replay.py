@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 from unittest.mock import Mock
 
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 
 from autopar.runtime.job import Job
 from autopar.schedules.offloads import ALL, Away, offload_activations
+from autopar.shapes import Shapes
 from autopar.simulate import predict, replay
 from autopar.simulate.call_sites import unshared_operands
-from autopar.simulate.measure import RankMemory
+from autopar.simulate.measure import RankMemory, measure, on_shapes, without_values
 from autopar.simulate.predict import predicted_memory
 from tests.fast_cluster import FAST
 from tests.models import Case, make, prepared
@@ -240,3 +242,18 @@ class Stage:
         "model.layers.4": set(),
         "model.layers.5": {0},
     }
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("dualpipe-v", None), pytest.param("interleaved", 2, marks=pytest.mark.slow)]
+)
+def test_messages_are_let_go_of_as_what_they_were_made(schedule: str, chunks: int | None) -> None:
+    """By the next send, which may be of another pass, or stage, than in the microbatches that were run."""
+    model, batch = Layers(4, 64), {"x": torch.randn(64, 64)}
+    given: dict[str, Any] = {"mesh": {"pp": 2}, "microbatches": 8, "schedule": schedule, "chunks": chunks}
+    job = compile_pinned(model, 2, sample=batch, cluster=FAST, recompute="none", **given).job
+    for rank, found in enumerate(predicted_memory(job, batch)):
+        measured = on_shapes(without_values(job), batch, rank, measure, Shapes(), "cpu")
+        pairs = list(zip(found.phases, measured.phases, strict=True))
+        assert [+Counter(a.peak) for a, _ in pairs] == [+Counter(b.peak) for _, b in pairs]
+        assert min(min(phase.peak.values()) for phase in found.phases) >= 0
