@@ -70,6 +70,7 @@ KEYS: Final[Mapping[str, Text | Figure]] = {
     "flops_per_second": Figure("FLOP/s", 1, 1e18, "989.4e12"),
     "memory_bytes_per_second": Figure("bytes/s", 1, 1e18, "3.35e12"),
     "launch_seconds": Figure("seconds", 0, 1, "2e-6"),
+    "host_call_seconds": Figure("seconds", 0, 1, "2e-5"),
     "achievable_fraction": Figure("peak rates", 0.001, 1, "0.8"),
     "achievable_fraction_by_dtype": Figure("peak rates", 0.001, 1, "0.7"),
     "memory_achievable_fraction": Figure("memory bandwidths", 0.001, 1, "0.9"),
@@ -120,6 +121,9 @@ class Device:
     """Each makes a tile of a product's result at a time; 0: results don't come in tiles."""
     element_seconds: float = 0.0
     """What an element takes beside its bytes in kernels that load one at a time."""
+    host_call_seconds: float = 0.0
+    """What the host takes to issue an op of a program, or a gradient that a backward makes. 0: whoever computes them
+    issues them, or it is not known."""
     achievable_fraction_by_dtype: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Of dtypes for which it is another one than ``achievable_fraction``."""
     ramp_seconds_by_dtype: Mapping[str, float] = field(default_factory=dict, hash=False)

@@ -21,6 +21,7 @@ _parameters, _parameter, _gradient, _moment, _bandwidth = sympy.symbols(
 _sum, _layers, _pass = sympy.symbols("sum_seconds layers pass_seconds")
 _elements, _summed, _copied = sympy.symbols("elements sum_itemsize copy_itemsize")
 _beside, _share = sympy.symbols("collective_seconds held_share")
+_calls, _call = sympy.symbols("calls host_call_seconds")
 
 _COUNT: Final = {"parameters": Quantity("1", "elements of the parameters that the rank updates")}
 _ELEMENTS: Final = {"elements": Quantity("1", "elements of a gradient")}
@@ -105,7 +106,23 @@ SLOWED_SECONDS: Final = Formula(
     "until the collectives end, or the pass does",
 )
 
-FORMULAS: Final = (ADAMW_SECONDS, CLIP_SECONDS, ADD_SECONDS, COPY_SECONDS, LEFT_SECONDS, SLOWED_SECONDS)
+HOST_SECONDS: Final = Formula(
+    "host_seconds",
+    "s",
+    _calls * _call,
+    {
+        "calls": Quantity(
+            "1",
+            "ops of the program's text, gradients that backwards make of their operands, weights' "
+            "gradients added up, weights copied or updated",
+        ),
+        "host_call_seconds": Quantity("s", "what the host takes to issue one"),
+    },
+    "the host runs ahead of the device and waits for nothing, so that over many steps the slower one sets the pace: "
+    "the largest cycle mean of a max-plus system, F. Baccelli et al., Synchronization and Linearity, Wiley, 1992",
+)
+
+FORMULAS: Final = (ADAMW_SECONDS, CLIP_SECONDS, ADD_SECONDS, COPY_SECONDS, LEFT_SECONDS, SLOWED_SECONDS, HOST_SECONDS)
 
 
 class Collectives(NamedTuple):
@@ -151,6 +168,11 @@ def slowed_seconds(beside: Sequence[Collectives], pass_seconds: float) -> float:
         return 0.0
     seconds = math.fsum(each.seconds for each in beside)
     return SLOWED_SECONDS.number(seconds, held / seconds, pass_seconds)
+
+
+def host_seconds(calls: float, device: Device) -> float:
+    """Seconds that the host takes to issue so many calls; 0 where it isn't known what one takes."""
+    return HOST_SECONDS.number(calls, device.host_call_seconds)
 
 
 def host_cast_seconds(bytes_: float, device: Device) -> float:
