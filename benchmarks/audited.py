@@ -28,7 +28,7 @@ def largest_difference(built: Built, pipeline: Pipeline | None = None) -> float:
     ``pipeline``: another one of the same model, whose programs and costs count instead.
     """
     pipeline = pipeline or built.pipeline
-    cost = built.plan.cost.model_copy(update={"step_seconds": pipeline.timeline.makespan_seconds})
+    cost = built.plan.cost.model_copy(update={"step_seconds": pipeline.timeline.step_seconds})
     made = replace(built, plan=built.plan.model_copy(update={"cost": cost}), pipeline=pipeline)
     job = Programs.of(made).job(made, StateSource({}), adamw, None, None, 0)
     return audit(_Planned(made.plan, job, pipeline.timeline)).largest_difference

@@ -271,7 +271,7 @@ def _plan(captured: Model, run: Run, audit: bool) -> tuple[Plan, float, float | 
     if run.recompute == LAYERS_OF_EXPERTS:
         pipeline = recomputing(built, run.request, _expert_regions)
     difference = largest_difference(built, pipeline) if audit else None
-    return built.plan, pipeline.timeline.makespan_seconds, difference
+    return built.plan, pipeline.timeline.step_seconds, difference
 
 
 def _expert_regions(block: Block, _: int) -> list[tuple[str, str]]:

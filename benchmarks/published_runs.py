@@ -232,7 +232,8 @@ def _planned(model: Model, run: Run) -> _Planned:
         more += _waited_seconds(built, run.request)
     if run.attention is not None:
         more += _attention_seconds(built, run.request, run.attention)
-    return _Planned(built, pipeline, pipeline.timeline.makespan_seconds + more)
+    timeline = pipeline.timeline
+    return _Planned(built, pipeline, max(timeline.makespan_seconds + more, *timeline.costs.host_seconds))
 
 
 def layer_ops(block: Block) -> list[fx.Node]:

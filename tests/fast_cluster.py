@@ -9,7 +9,7 @@ from autopar import Cluster
 
 _CPU = Cluster.load("cpu")
 _LINK = replace(_CPU.intra_node, latency_seconds=1e-9, bytes_per_second=1e10)
-FAST: Final = replace(_CPU, intra_node=_LINK, inter_node=_LINK)
+FAST: Final = replace(_CPU, device=replace(_CPU.device, host_call_seconds=1e-7), intra_node=_LINK, inter_node=_LINK)
 
 NODES: Final = replace(
     FAST, devices_per_node=2, inter_node=replace(_LINK, latency_seconds=1e-6, bytes_per_second=0.4e10)

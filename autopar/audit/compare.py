@@ -122,7 +122,8 @@ def audit(planned: Planned) -> Audit:
     seen = SeenCosts(job.schedule, ran, prices, [len(s.units) for s in plan.stage_plans])
     rows = [*_of_stages(timeline, seen), *_of_ranks(timeline, seen), *_of_exchanges(timeline, seen)]
     begins = [seen.begin_seconds(rank) for rank in range(job.schedule.ranks)]
-    rows.append(Row("step", plan.cost.step_seconds, step_seconds(job.schedule, seen.seconds, begins)))
+    device = step_seconds(job.schedule, seen.seconds, begins)
+    rows.append(Row("step", plan.cost.step_seconds, max(device, *map(seen.host_seconds, range(job.schedule.ranks)))))
     return Audit(tuple(rows), tuple(_unpriced(seen)))
 
 
@@ -144,6 +145,7 @@ _RANK: Final = {
     "step_seconds": "optimizer",
     "begin_seconds": "totals of the batch and casts",
     "end_seconds": "loads and loss",
+    "host_seconds": "host",
 }
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
+from autopar.audit import host
 from autopar.audit.flops import is_by_shape
 from autopar.audit.prices import Prices
 from autopar.audit.record import (
@@ -64,12 +65,20 @@ class SeenCosts:
         return self.schedule.microbatches - 1
 
     def forward_seconds(self, stage: int) -> float:
+        """As long as the host takes, where that has no lead."""
+        return max(self._device_forward(stage), self._waited(stage, self._forward_calls(stage)))
+
+    def _device_forward(self, stage: int) -> float:
         """With what collectives beside it take from it, as in all passes."""
         plain = self._forward(stage)
         within = self.prices.slowed(self._phase("F", stage))
         return plain + within + step.slowed_seconds([self._gathered_beside(stage)], plain)
 
     def backward_seconds(self, stage: int) -> float:
+        """The same of the backward."""
+        return max(self._device_backward(stage), self._waited(stage, self._backward_calls(stage)))
+
+    def _device_backward(self, stage: int) -> float:
         """Both parts of it, where it is split."""
         plain, late = self._backward(stage), self._weights(stage)
         back = [self._gathering(stage)] if self._streams else []
@@ -81,6 +90,33 @@ class SeenCosts:
     def weight_seconds(self, stage: int) -> float:
         plain = self._weights(stage)
         return plain + (step.slowed_seconds(self._summed_beside(stage), plain) if self.is_split(stage) else 0.0)
+
+    def _waited(self, stage: int, calls: int) -> float:
+        waits = host.reads_counts(self._phase("F", stage))
+        return step.host_seconds(calls, self.prices.cluster.device) if waits else 0.0
+
+    def _forward_calls(self, stage: int) -> int:
+        return host.forward_calls(self._phase("F", stage)) + self._copies(stage)
+
+    def _backward_calls(self, stage: int) -> int:
+        """Of all parts of it."""
+        back = [self._phase(kind, stage) for kind in (("I", "W") if self.is_split(stage) else ("B",))]
+        made = host.gradient_calls(self._phase("F", stage)) + host.again_calls(back[0])
+        return made + sum(phase.sums for phase in back) + self._copies(stage)
+
+    def _copies(self, stage: int) -> int:
+        """Of weights that are made in each pass: for each, those that are made for a forward."""
+        return sum(self._phase(kind, stage).copies for kind in (("GATHER_F", "F") if self._streams else ()))
+
+    def host_seconds(self, rank: int) -> float:
+        """What the host of a rank takes to issue a step."""
+        microbatches, mine = self.schedule.microbatches, self.seen[rank]
+        stages = [stage for stage, home in enumerate(self.schedule.placement) if home == rank]
+        passes = sum(self._forward_calls(stage) + self._backward_calls(stage) for stage in stages)
+        gathers = {str(action) for action in self.schedule.lists[rank] if action.kind == "GATHER"}
+        once = sum(mine.phases.get(text, _EMPTY).copies for text in gathers)
+        updates = mine.masters * (microbatches if self.schedule.is_asynchronous else 1)
+        return step.host_seconds(microbatches * passes + once + updates, self.prices.cluster.device)
 
     def _gathered_beside(self, stage: int) -> Collectives:
         """Of collectives, those beside a forward: of one a step, its share of each microbatch."""

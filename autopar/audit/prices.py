@@ -71,17 +71,17 @@ class Prices:
         return self._forwards(ran for ran in phase.ops if not ran.again)
 
     def _forwards(self, ran: Iterable[Ran]) -> float:
-        ops = list(_once(ran))
+        ops = list(once(ran))
         return math.fsum(self._forward(each) for each in ops) - math.fsum(self._hidden(ops, back=False))
 
     def backward(self, phase: Phase) -> float:
         """What the backward of that forward takes."""
-        ops = list(_once(ran for ran in phase.ops if not ran.again))
+        ops = list(once(ran for ran in phase.ops if not ran.again))
         return math.fsum(self._backward(ran) for ran in ops) - math.fsum(self._hidden(ops, back=True))
 
     def slowed(self, phase: Phase, *, back: bool = False) -> float:
         """What ops take longer because rows travel to experts beside them."""
-        ops = list(_once(ran for ran in phase.ops if not ran.again))
+        ops = list(once(ran for ran in phase.ops if not ran.again))
         routes = [ran.op.kwargs.get(EXCHANGE) for ran in ops if ran.op.name == ROUTE]
         hidden, shares = list(self._hidden(ops, back=back)), [self._held_share(axes) for axes in routes if axes]
         return math.fsum(share * seconds for share, seconds in zip(shares, hidden, strict=True)) if hidden else 0.0
@@ -191,7 +191,7 @@ def _work(ran: Ran) -> Work:
     return replace(work, flops=flops, dtype=dtype, made=work.made or op.result.numel, factors=factors)
 
 
-def _once(ops: Iterable[Ran]) -> Iterator[Ran]:
+def once(ops: Iterable[Ran]) -> Iterator[Ran]:
     """``ops`` in order; of a dispatch in two halves, the second is all of it."""
     start: Ran | None = None
     for ran in ops:

@@ -176,7 +176,7 @@ class Phase:
     all ``kernels`` beside; bytes that go to the host or come back; ``casts``, elements of masters of which copies of
     another dtype are made, by bytes of an element before and after; ``fetched`` the same of all masters on the host of
     which there are copies on the device; ``packed_bytes`` of weights that were copied to travel together, or from where
-    they did."""
+    they did. ``copies`` of weights were made, ``sums`` begun of gradients of weights."""
 
     ops: list[Ran] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
@@ -186,6 +186,8 @@ class Phase:
     casts: Counter[tuple[int, int]] = field(default_factory=Counter)
     fetched: Counter[tuple[int, int]] = field(default_factory=Counter)
     packed_bytes: int = 0
+    copies: int = 0
+    sums: int = 0
 
 
 class Log:
@@ -331,6 +333,10 @@ class Log:
         if self._packing and name == self._packing and made:
             self._phase.packed_bytes += made[0].nbytes
 
+    def copy(self, count: int) -> None:
+        """So many copies of weights are made."""
+        self._phase.copies += count
+
     def fetch(self, master: Tensor, copy: Tensor) -> None:
         """A copy of a master on the host is made."""
         self._phase.fetched[master.element_size(), copy.element_size()] += master.numel()
@@ -340,9 +346,10 @@ class Log:
         if self._casting and name in _COPIES and made and given[-1].dtype != made[0].dtype:
             self._phase.casts[given[-1].element_size(), made[0].element_size()] += made[0].numel()
 
-    def summing(self, stage: int, place: str) -> None:
-        """From here on, until :meth:`summed`, gradients of ``stage`` are added up, in ``place``."""
+    def summing(self, stage: int, place: str, count: int = 0) -> None:
+        """From here on, until :meth:`summed`, gradients of ``stage`` are added up in ``place``: so many new ones."""
         self._summing.append((stage, place))
+        self._phase.sums += count
 
     def summed(self) -> None:
         """That is over."""

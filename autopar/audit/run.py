@@ -51,13 +51,14 @@ from autopar.storages import fake_tensors
 @dataclass(frozen=True)
 class Seen:
     """What one rank did in a step with the first and the last microbatch (and one that a stage offloads, where these
-    aren't): by action, as its text. ``updated`` is how many elements of parameters its optimizer updates; ``gradients``
-    how many of gradients were moved. ``on_host``: that is where masters lie; ``returned`` are bytes of their gradients,
-    by the stage that sums them.
-    ``places``: at how many units of a stage, by its number, its first forward waits for weights."""
+    aren't): by action, as its text. ``updated`` is how many elements of parameters its optimizer updates, those of so
+    many ``masters``; ``gradients`` how many of gradients were moved. ``on_host``: that is where masters lie;
+    ``returned`` are bytes of their gradients, by the stage that sums them. ``places``: at how
+    many units of a stage, by its number, its first forward waits for weights."""
 
     phases: Mapping[str, Phase]
     updated: int
+    masters: int
     gradients: Mapping[Where, Counter[Moved]]
     on_host: bool
     returned: Mapping[int, int]
@@ -113,7 +114,7 @@ def _see(job: Job, batch: Mapping[str, Tensor], rank: int, microbatches: Collect
             _watch(executor, log, microbatches, on_host=on_host)
             with kernels_of(device), Kernels(log), Calls(log):
                 executor.step(given)
-        return Seen(log.phases, updated, dict(log.gradients), on_host, returned, places)
+        return Seen(log.phases, updated, len(executor.masters), dict(log.gradients), on_host, returned, places)
 
     return run_alone(program, rank, job.mesh.world, on_call=log.sent)
 
@@ -157,7 +158,7 @@ def _watch_sums(reducer: Reducer, stage: int, log: Log) -> None:
     for parameter in reducer.parameters.values():
         node = get_gradient_edge(parameter).node
         log.keep(node)
-        node.register_prehook(lambda _: log.summing(stage, MADE))
+        node.register_prehook(lambda made: log.summing(stage, MADE, len([x for x in made if x is not None])))
         node.register_hook(lambda *_: log.summed())
     _watch_method(reducer, "accumulate", stage, PUT_OFF, log)
     for bucket in reducer.buckets:
@@ -181,6 +182,7 @@ def _watch_copies(unit: Unit, log: Log, *, on_host: bool, phase: str) -> None:
 
     def starting() -> None:
         with log.within(phase) if phase else nullcontext(), log.packing(PACKS):
+            log.copy(len(unit.copies))
             if not on_host:
                 with log.casting():
                     return start()
@@ -199,7 +201,7 @@ def _watch_method(item: object, name: str, stage: int, place: str, log: Log) -> 
     method = getattr(item, name)
 
     def called(*args: Any, **kwargs: Any) -> None:
-        log.summing(stage, place)
+        log.summing(stage, place, int(place == PUT_OFF))
         try:
             method(*args, **kwargs)
         finally:

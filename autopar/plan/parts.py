@@ -35,6 +35,7 @@ PARTS: Final = {
     "reduction": "gradients summed at the end of a step",
     "host copies": "activations on their way to the host and back",
     "optimizer": "update of parameters",
+    "host": "what issuing all of that takes the host beyond what the device is busy",
     "scalars": "totals of the batch, loads of experts and the loss, summed over ranks before and after all passes",
     BUBBLE: "waiting for other ranks' work, without what is on its way",
 }

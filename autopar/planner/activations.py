@@ -42,6 +42,8 @@ class Alternative:
     transient_bytes: int
     late_seconds: float = 0.0
     hidden_bytes: int = 0
+    calls: int = 0
+    late_calls: int = 0
 
     @property
     def extra_bytes(self) -> int:
@@ -50,6 +52,10 @@ class Alternative:
     def rerun_seconds(self, *, split: bool) -> float:
         """Of recomputation, where backwards are two passes or one."""
         return self.seconds + (self.late_seconds if split else 0.0)
+
+    def rerun_calls(self, *, split: bool) -> int:
+        """Ops that run again, likewise."""
+        return self.calls + (self.late_calls if split else 0)
 
 
 class BlockChoices:
@@ -120,6 +126,8 @@ class BlockChoices:
             transient_bytes=point.transient_bytes,
             late_seconds=point.late_seconds,
             hidden_bytes=sum(self._found.ops[node].hidden_bytes for node in outside),
+            calls=point.calls,
+            late_calls=point.late_calls,
         )
 
 

@@ -12,11 +12,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import fx
+
 from autopar.cost_models import collective
 from autopar.graph import INPUT_CALL, Meta, Model, Value, info
 from autopar.passes.edges import Edge, Wire, changed_meta, edge, needed_tables, wires
 from autopar.passes.vocabulary import vocabulary_calls
-from autopar.planner.block_costs import BlockCost, Both, Machine
+from autopar.planner.block_costs import BlockCost, Both, Machine, calls_of
 from autopar.planner.block_costs import Wire as Exchange
 from autopar.spmd import transition
 
@@ -32,6 +34,8 @@ class Between:
     send_backward_seconds: float
     wires: Mapping[Exchange, Both]
     """What of the passes is sent, as :attr:`autopar.planner.block_costs.BlockCost.wires`."""
+    calls: tuple[int, int] = (0, 0)
+    """What the host issues in the forward and in the backward."""
 
 
 def between(
@@ -55,7 +59,10 @@ def between(
         taken = {Edge(w.value, w.changes): w for w in crossing if w.first < number <= w.last}
         wanted = [edges[call, k] for call in stage for k in range(len(model.calls[call].operands))]
         wanted += [Edge(w.value, w.changes) for w in made]
-        passes = changes_sent(model, wanted, set(taken), machine)
+        known = set(taken)
+        passes = changes_sent(model, wanted, known, machine)
+        changed = known.difference(taken)
+        tables, _ = calls_of(node for _, node in _table_ops(model, wanted))
         there = number + 1 < len(stages) and placement[number + 1] != placement[number]
         back = number > 0 and placement[number - 1] != placement[number]
         sent = [w for w in crossing if w.first <= number < w.last]
@@ -66,6 +73,7 @@ def between(
                 _message(sent, machine) if there else 0.0,
                 _message([w for w in taken.values() if w.meta.needs_grad], machine) if back else 0.0,
                 passes,
+                (len(changed) + tables, sum(_meta(model, step.value).needs_grad for step in changed)),
             )
         )
     return found
@@ -122,10 +130,15 @@ def _meta(model: Model, value: Value) -> Meta:
 
 def tables_seconds(model: Model, wanted: Sequence[Edge], costs: Sequence[BlockCost]) -> float:
     """Of what depends on the batch alone and is computed for ``wanted``."""
-    needed = needed_tables(model, [into.value for into in wanted if into.total_axes is None])
     return math.fsum(
-        costs[model.calls[call].block].op_seconds.get(node, 0.0) for call, nodes in needed.items() for node in nodes
+        costs[model.calls[call].block].op_seconds.get(node, 0.0) for call, node in _table_ops(model, wanted)
     )
+
+
+def _table_ops(model: Model, wanted: Sequence[Edge]) -> list[tuple[int, fx.Node]]:
+    """These ops, each with its call."""
+    needed = needed_tables(model, [into.value for into in wanted if into.total_axes is None])
+    return [(call, node) for call, nodes in needed.items() for node in nodes if node.op == "call_function"]
 
 
 def _message(crossing: Sequence[Wire], machine: Machine) -> float:

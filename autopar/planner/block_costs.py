@@ -13,11 +13,12 @@ from torch import fx
 
 from autopar.cluster import Cluster, Device, Link
 from autopar.cost_models import collective
-from autopar.graph import AxisRef, Block, Choice, Meta, RuntimeOp, info, op_name, operands
+from autopar.graph import AxisRef, Block, Choice, Meta, RuntimeOp, info, is_getitem, op_name, operands
 from autopar.mesh import AXES, Mesh
 from autopar.passes.expert_roads import counts_seconds, exchange_axes, exchange_seconds, hops_of
 from autopar.passes.overlap_dispatch import meanwhile
 from autopar.passes.products import PRODUCTS, is_transposition
+from autopar.passes.routers import routes
 from autopar.planner.op_costs import fullest, fullest_rows, pass_seconds
 from autopar.rules import lookup
 from autopar.rules.base import Op
@@ -35,7 +36,9 @@ Both: TypeAlias = tuple[float, float]
 class BlockCost:
     """Per call and microbatch: seconds of the passes, bytes and elements of its parameters. ``weight_seconds`` is the
     part of the backward that can be put off, which keeps ``later_bytes``; ``op_seconds`` is each op's forward.
-    ``wires`` is the communication that the passes contain, ``hidden`` what runs beside their compute."""
+    ``wires`` is the communication that the passes contain, ``hidden`` what runs beside their compute. ``calls`` are
+    what the host issues in the forward and in the backward, of which ``turned`` each are transpositions of weights that
+    the text of a split backward doesn't have; ``reads_counts``: whether it waits there for what routers chose."""
 
     forward_seconds: float
     backward_seconds: float
@@ -46,6 +49,14 @@ class BlockCost:
     op_seconds: Mapping[fx.Node, float] = field(default_factory=dict, compare=False)
     wires: Mapping[Wire, Both] = field(default_factory=dict, compare=False)
     hidden: Mapping[Wire, Both] = field(default_factory=dict, compare=False)
+    calls: tuple[int, int] = (0, 0)
+    turned: int = 0
+    reads_counts: bool = False
+
+    def passes(self, *, split: bool) -> tuple[int, int]:
+        """``calls`` where backwards are two passes or one."""
+        forward, backward = self.calls
+        return (forward - self.turned, backward - self.turned) if split else self.calls
 
     @property
     def seconds(self) -> float:
@@ -149,16 +160,21 @@ class _OpCost:
 @dataclass(frozen=True)
 class Computed:
     """Of the ops of a block that is local on all axes, what doesn't depend on where its ranks are: seconds of what they
-    compute, and the other factor of those whose weights' gradients can be put off."""
+    compute, the other factor of those whose weights' gradients can be put off, and how many calls they are (as in
+    :class:`BlockCost`)."""
 
     seconds: Mapping[fx.Node, Both]
     factors: Mapping[fx.Node, fx.Node]
+    calls: tuple[int, int]
+    turned: int
 
     @classmethod
     def of(cls, block: Block, device: Device) -> Computed:
         seconds = {node: _computed(node, device) for node in block.ops}
         factors = ((node, weight_product(node)) for node in block.ops)
-        return cls(seconds, {node: factor for node, factor in factors if factor is not None})
+        kept = {node: factor for node, factor in factors if factor is not None}
+        turned = sum(is_transposition(node) and all(user in kept for user in node.users) for node in block.ops)
+        return cls(seconds, kept, calls_of(block.ops), turned)
 
 
 def block_cost(block: Block, machine: Machine, computed: Computed | None = None) -> BlockCost:
@@ -184,7 +200,24 @@ def block_cost(block: Block, machine: Machine, computed: Computed | None = None)
     held, elements = sum(m.bytes for m in metas), sum(m.numel for m in metas)
     wires, hidden = _sums(cost.exposed for cost in found.values()), _sums(cost.hidden for cost in found.values())
     passes = math.fsum(forward.values()), backward
-    return BlockCost(*passes, weights, sum(later.values()), held, elements, forward, wires, hidden)
+    issued = (computed.calls, computed.turned)
+    kept = sum(later.values())
+    return BlockCost(
+        *passes, weights, kept, held, elements, forward, wires, hidden, *issued, reads_counts=bool(routes(block))
+    )
+
+
+def calls_of(nodes: Iterable[fx.Node]) -> tuple[int, int]:
+    """What the host issues for some ops: each one, and in the backward a gradient of each operand that has one."""
+    ops = [node for node in nodes if is_call(node)]
+    made = [node for node in ops if info(node).meta.needs_grad]
+    return len(ops), sum(info(operand).meta.needs_grad for node in made for operand in operands(node))
+
+
+def is_call(node: fx.Node) -> bool:
+    """Whether the text calls the op: not what takes a result out of several, nor a transition of a parameter, which
+    reductions of gradients are."""
+    return not (is_getitem(node) or (_is_transition(node) and is_parameter(operands(node)[0])))
 
 
 def sent_by(nodes: Iterable[fx.Node], machine: Machine) -> dict[Wire, Both]:

@@ -45,6 +45,7 @@ _MESSAGES: Final = ("messages", "pp", "send")
 _HOST: Final = ("host copies", "host", "copy")
 _SCALARS: Final = ("scalars", "", "")
 _CASTS: Final = ("casts", "", "")
+_ISSUING: Final = ("host", "", "")
 _WAITING: Final = (BUBBLE, "", "")
 _FACTORS: Final = 2
 """A product has two factors, and one more product in the backward for the gradient of each."""
@@ -87,9 +88,9 @@ def cost_plan(
     timeline = pipeline.timeline
     rank = max(range(timeline.schedule.ranks), key=timeline.busy_seconds.__getitem__)
     return CostPlan(
-        step_seconds=timeline.makespan_seconds,
-        bound_seconds=min(bound_seconds, timeline.makespan_seconds),
-        order_seconds=min(pipeline.order_seconds, timeline.makespan_seconds),
+        step_seconds=timeline.step_seconds,
+        bound_seconds=min(bound_seconds, timeline.step_seconds),
+        order_seconds=min(pipeline.order_seconds, timeline.step_seconds),
         rank=rank,
         parts=step_parts(model, pipeline, costs, machine, options, rank),
         model_flops=work.flops,
@@ -101,7 +102,8 @@ def cost_plan(
 def step_parts(
     model: Model, pipeline: Pipeline, costs: Sequence[BlockCost], machine: Machine, options: Options, rank: int
 ) -> list[CostPart]:
-    """What a step is made of on pipeline rank ``rank``: exposed parts add up to the makespan."""
+    """What a step is made of on pipeline rank ``rank``: exposed parts add up to it. The host's is exposed where passes,
+    or the whole step, wait for it; what of its own it issues meanwhile is not hidden."""
     spent = _Spent()
     moves = _Moves(machine, options, pipeline.timeline, rank)
     busy = _walk(pipeline.timeline, rank, moves, spent)
@@ -109,6 +111,8 @@ def step_parts(
     cast = pipeline.casts.once[rank]
     spent.exposed[_CASTS].append(cast)
     spent.exposed[_SCALARS].append(-cast)
+    spent.exposed[_ISSUING].append(pipeline.timeline.step_seconds - pipeline.timeline.makespan_seconds)
+    spent.hidden[_ISSUING] += [pipeline.timeline.costs.host_seconds[rank], *(-x for x in spent.exposed[_ISSUING])]
     for key, seconds in moves.durations().items():
         spent.hidden[key].append(seconds - math.fsum(spent.exposed.get(key, ())))
     order = list(PARTS)
@@ -286,8 +290,8 @@ def _total(parts: Iterable[Mapping[Wire, Both]]) -> dict[Wire, Both]:
 def _take_apart(
     busy: Mapping[tuple[str, int], float], sent: Mapping[int, _Sent], pipeline: Pipeline, spent: _Spent
 ) -> None:
-    """Split what passes take into compute, what they send, what they compute again, adding up gradients, casts, and
-    waiting for multiprocessors that collectives hold."""
+    """Split what passes take into compute, what they send, what they compute again, adding up gradients, casts, waiting
+    for the host, and for multiprocessors that collectives hold."""
     counts = Counter((action.kind, action.stage) for row in pipeline.schedule.lists for action in row)
     for (kind, stage), seconds in busy.items():
         if kind in VOCABULARY_KINDS:
@@ -302,6 +306,9 @@ def _take_apart(
             spent.exposed["contention", "", ""].append(slowed)
             own.append(-slowed)
             if kind != "W":
+                waited = times * pipeline.waiting[stage][way]
+                spent.exposed[_ISSUING].append(waited)
+                own.append(-waited)
                 cast = times * pipeline.casts.passes[stage]
                 spent.exposed[_CASTS].append(cast)
                 own.append(-cast)

@@ -14,9 +14,10 @@ from autopar.options import Options, activations_on_host, masters_on_host
 from autopar.passes.vocabulary import VOCABULARY
 from autopar.planner.activations import Activations, Alternative
 from autopar.planner.between import between
-from autopar.planner.block_costs import BlockCost, Machine
+from autopar.planner.block_costs import BlockCost, Both, Machine
 from autopar.planner.contention import Contention, Passes, Slowed
 from autopar.planner.gradients import Accumulation, GradientCosts
+from autopar.planner.host import Issued
 from autopar.planner.rank_memory import Storage
 from autopar.planner.scalars import scalars
 from autopar.planner.table_gradients import with_gradients
@@ -53,12 +54,14 @@ class Casts(NamedTuple):
 
 class Priced(NamedTuple):
     """``costs`` of all stages; by stage, what of its passes is adding up gradients, and waiting for multiprocessors
-    that collectives hold; ``casts``, which are part of passes, or come before them."""
+    that collectives hold; ``casts``, which are part of passes, or come before them; by stage, what its passes, forward
+    and backward, are ``waiting`` for the host."""
 
     costs: Costs
     accumulations: tuple[Accumulation, ...]
     slowed: tuple[Slowed, ...]
     casts: Casts
+    waiting: tuple[Both, ...]
 
 
 def priced(work: Work, draft: Schedule, stages: Sequence[Sequence[int]], chosen: Mapping[int, Alternative]) -> Priced:
@@ -85,10 +88,13 @@ def priced(work: Work, draft: Schedule, stages: Sequence[Sequence[int]], chosen:
     completing = weights if work.split else backward
     contention = Contention(moves, count, work.split)
     slowed = tuple(map(contention.slowed, stages, map(Passes, forward, backward, weights), per_stage))
+    issued = Issued.of(moves, work.blocks, beside, chosen, tables, split=work.split)
+    both = [(f + s.forward, b + s.backward) for f, b, s in zip(forward, backward, slowed, strict=True)]
+    waiting = tuple(issued.waited(stage, seconds) for stage, seconds in enumerate(both))
     begin, end = scalars(model, stages, work.blocks, machine, placement, work.microbatches)
     costs = Costs(
-        forward_seconds=tuple(f + s.forward for f, s in zip(forward, slowed, strict=True)),
-        backward_seconds=tuple(b + s.backward for b, s in zip(backward, slowed, strict=True)),
+        forward_seconds=tuple(f + wait for (f, _), (wait, _) in zip(both, waiting, strict=True)),
+        backward_seconds=tuple(b + wait for (_, b), (_, wait) in zip(both, waiting, strict=True)),
         send_forward_seconds=tuple(b.send_forward_seconds for b in beside),
         send_backward_seconds=tuple(b.send_backward_seconds for b in beside),
         reduce_seconds=tuple(map(moves.left_to_reduce, stages, completing)),
@@ -104,9 +110,10 @@ def priced(work: Work, draft: Schedule, stages: Sequence[Sequence[int]], chosen:
         logits_bytes=vocabulary.logits_bytes if vocabulary else 0,
         begin_seconds=tuple(b + cast for b, cast in zip(begin, casts.once, strict=True)),
         end_seconds=end,
+        host_seconds=issued.step_seconds(work.microbatches, work.microbatches if draft.is_asynchronous else 1),
         **_offload_costs(work, stages, moves.placement, chosen),
     )
-    return Priced(costs, accumulations, slowed, casts)
+    return Priced(costs, accumulations, slowed, casts, waiting)
 
 
 def _casts(moves: MoveCosts, tables: Sequence[int], ranks: int) -> Casts:

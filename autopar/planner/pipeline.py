@@ -18,7 +18,7 @@ from autopar.options import Options, activations_on_host
 from autopar.passes.vocabulary import STAGELESS
 from autopar.planner.activations import Activations, Alternative
 from autopar.planner.alike import Alike
-from autopar.planner.block_costs import BlockCost, Machine
+from autopar.planner.block_costs import BlockCost, Both, Machine
 from autopar.planner.contention import Slowed
 from autopar.planner.fitting import Demand, Fit, Layout, Pins, fit, pinned
 from autopar.planner.gradients import Accumulation
@@ -65,8 +65,9 @@ class Pipeline:
     """``stages`` are the calls of each stage; ``inflight[k]`` how many microbatches of stage k its rank keeps when it
     keeps the most. ``bound_seconds`` is a proven bound on the slowest rank's passes of one microbatch. ``layout`` is
     how it fits, ``accumulations`` what stages' backwards take to add up gradients, ``slowed`` what collectives beside
-    stages' passes add to them, ``casts`` what copies of masters in another dtype take, ``transient_bytes`` what
-    passes of each pipeline rank hold at most beside what it keeps, ``free_bytes`` what it had left for activations."""
+    stages' passes add to them, ``casts`` what copies of masters in another dtype take, ``waiting`` what of stages'
+    passes, forward and backward, is waiting for the host, ``transient_bytes`` what passes of each pipeline rank hold at
+    most beside what it keeps, ``free_bytes`` what it had left for activations."""
 
     stages: tuple[tuple[int, ...], ...]
     schedule: Schedule
@@ -79,6 +80,7 @@ class Pipeline:
     accumulations: tuple[Accumulation, ...]
     slowed: tuple[Slowed, ...]
     casts: Casts
+    waiting: tuple[Both, ...]
     transient_bytes: tuple[int, ...]
     free_bytes: tuple[int, ...]
 
@@ -371,6 +373,7 @@ def _run(parts: _Parts, made: _Made, away: Away | None = None, *, trusted: bool 
         accumulations=made.priced.accumulations,
         slowed=made.priced.slowed,
         casts=made.priced.casts,
+        waiting=made.priced.waiting,
         transient_bytes=made.transient_bytes,
         free_bytes=made.free_bytes,
     )
@@ -438,7 +441,7 @@ def _best_synthesized(parts: _Parts, pins: Pins | None) -> Pipeline:
             refusals.append(error)  # another placement may fit into the memory
     if not found:
         raise refusals[0]
-    return min(found, key=lambda pipeline: pipeline.timeline.makespan_seconds)
+    return min(found, key=lambda pipeline: (pipeline.timeline.step_seconds, pipeline.timeline.makespan_seconds))
 
 
 def _synthesized(draft: Schedule, costs: Costs, free_bytes: list[int]) -> Schedule:

@@ -43,7 +43,7 @@ from torch import fx
 
 from autopar.graph import AxisRef, Block, RuntimeOp, info
 from autopar.passes.recompute import groups
-from autopar.planner.block_costs import weight_product
+from autopar.planner.block_costs import is_call, weight_product
 from autopar.planner.recompute_walk import Walk
 from autopar.planner.saved import BlockSaved
 from autopar.spmd import Type, transition
@@ -68,6 +68,7 @@ class Problem:
     anything but operands, or runs before it does; ``communicates``: whether other ranks take part. ``made_by`` is the
     op that makes a memory (-1: an input of the block). ``live``: whether its backward ever runs ((): all do).
     ``puts_off``: whether, where backwards are split, it is a product that keeps its factors once it has run ((): none).
+    ``called``: whether the text has it, as it has no transition of a weight ((): all are there).
     """
 
     seconds: tuple[float, ...]
@@ -81,6 +82,7 @@ class Problem:
     made_by: tuple[int, ...]
     live: tuple[bool, ...] = ()
     puts_off: tuple[bool, ...] = ()
+    called: tuple[bool, ...] = ()
 
     def asks(self, op: int) -> bool:
         """Whether a backward needs what the op keeps."""
@@ -89,6 +91,14 @@ class Problem:
     def runs(self, op: int, *, split: bool) -> bool:
         """Whether the last op that keeps anything runs before it does."""
         return self.keeps_made[op] or (split and bool(self.puts_off) and self.puts_off[op])
+
+    def rerun_seconds(self, ops: range) -> float:
+        """Of a run of ops."""
+        return math.fsum(self.seconds[ops.start : ops.stop])
+
+    def rerun_calls(self, ops: range) -> int:
+        """How many of a run of ops the text has."""
+        return sum(self.called[ops.start : ops.stop]) if self.called else len(ops)
 
     @property
     def size(self) -> int:
@@ -99,7 +109,8 @@ class Problem:
 class Point:
     """One choice: what a microbatch keeps of the block under it, the seconds of recomputation, and the bytes that the
     largest region's tensors take again while its backward runs. ``memories`` are those kept. Where backwards are split,
-    recomputation takes ``late_seconds`` more: such functions run before they keep what they are given."""
+    recomputation takes ``late_seconds`` more: such functions run before they keep what they are given. ``calls`` are
+    the ops that run again, ``late_calls`` those beside them there."""
 
     regions: Regions
     saved_bytes: int
@@ -107,6 +118,8 @@ class Point:
     transient_bytes: int
     memories: frozenset[int] = frozenset()
     late_seconds: float = 0.0
+    calls: int = 0
+    late_calls: int = 0
 
 
 def evaluate(problem: Problem, regions: Regions) -> Point:
@@ -116,22 +129,24 @@ def evaluate(problem: Problem, regions: Regions) -> Point:
     kept = {m for i in outside for m in problem.keeps[i]}
     kept |= {m for i, (first, _) in inside.items() for m, p in problem.uses[i] if p < first}
     saved = sum(problem.bytes_[m] for m in kept) + sum(problem.extra_bytes[i] for i in outside)
-    seconds = math.fsum(_rerun_seconds(problem, region) for region in regions)
+    whole, split = ([_rerun(problem, region, split=late) for region in regions] for late in (False, True))
+    seconds, late = (math.fsum(map(problem.rerun_seconds, ops)) for ops in (whole, split))
+    calls, late_calls = (sum(map(problem.rerun_calls, ops)) for ops in (whole, split))
     transient = max((_transient(problem, region) for region in regions), default=0)
-    late = math.fsum(_rerun_seconds(problem, region, split=True) for region in regions) - seconds
-    return Point(regions, saved, seconds, transient, frozenset(kept), late)
+    memories = frozenset(kept)
+    return Point(regions, saved, seconds, transient, memories, late - seconds, calls, late_calls - calls)
 
 
-def _rerun_seconds(problem: Problem, region: Region, *, split: bool = False) -> float:
+def _rerun(problem: Problem, region: Region, *, split: bool) -> range:
     """Up to the last op that keeps anything, and that one only if it keeps what it makes; nothing where no backward
     needs what ops keep."""
     first, last = region
     if not any(map(problem.asks, range(first, last + 1))):
-        return 0.0
+        return range(0)
     while last >= first and not problem.keeps_any[last]:
         last -= 1
     end = last + 1 if last >= first and problem.runs(last, split=split) else last
-    return math.fsum(problem.seconds[first : max(first, end)])
+    return range(first, max(first, end))
 
 
 def _transient(problem: Problem, region: Region) -> int:
@@ -361,6 +376,7 @@ def problem_of(
         made_by=tuple(place.get(owner, -1) for owner in owners),
         live=tuple(any(node in reached for node in group) for group in ops),
         puts_off=tuple(weight_product(group[0]) is not None for group in ops),
+        called=tuple(is_call(group[0]) for group in ops),
     )
     return problem, owners
 

@@ -44,7 +44,8 @@ class Costs:
     gradients, ``gather_vocabulary_seconds`` a gather of the vocabulary tables, ``reduce_vocabulary_seconds`` the
     reduction of their gradients; none without them. An OFFLOAD or FETCH of stage s moves ``offload_bytes[s]`` of its
     ``activation_bytes`` in ``offload_seconds[s]``; none without them. Per pipeline rank, ``begin_seconds`` pass before
-    its first action, and its STEP ends with ``end_seconds``: sums of scalars over ranks; none without them.
+    its first action, and its STEP ends with ``end_seconds``: sums of scalars over ranks; none without them. Its host
+    issues all of that in ``host_seconds``, ahead of the device: no event waits for it, but a step is no shorter.
     """
 
     forward_seconds: tuple[float, ...]
@@ -66,12 +67,13 @@ class Costs:
     offload_bytes: tuple[int, ...] = ()
     begin_seconds: tuple[float, ...] = ()
     end_seconds: tuple[float, ...] = ()
+    host_seconds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("gather_seconds", "scatter_seconds", "offload_seconds", "offload_bytes"):
             if not getattr(self, name):
                 object.__setattr__(self, name, (0,) * len(self.forward_seconds))
-        for name in ("begin_seconds", "end_seconds"):
+        for name in ("begin_seconds", "end_seconds", "host_seconds"):
             if not getattr(self, name):
                 object.__setattr__(self, name, (0.0,) * len(self.step_seconds))
         if not self.weight_seconds:
@@ -175,7 +177,7 @@ _SECONDS: Final[Mapping[str, str]] = {
     "UPDATE": "step_seconds",
 }
 _OF_TABLES: Final = ("gather_vocabulary_seconds", "reduce_vocabulary_seconds")
-_PER_RANK: Final = ("step_seconds", "begin_seconds", "end_seconds", *_OF_TABLES)
+_PER_RANK: Final = ("step_seconds", "begin_seconds", "end_seconds", "host_seconds", *_OF_TABLES)
 _OCCUPIES_RANK: Final = (*COMPUTE, "STEP")
 _COUNTS: Final[Mapping[str, int]] = {"F": +1, "B": -1, "W": -1}
 
@@ -226,6 +228,12 @@ class Timeline:
     peak_in_flight: tuple[int, ...]
     peak_activation_bytes: tuple[int, ...]
     swept: Swept = field(repr=False, compare=False)
+
+    @property
+    def step_seconds(self) -> float:
+        """One step after the other, of which hosts issue the next while devices run one: the makespan, or what the
+        slowest host takes."""
+        return max(self.makespan_seconds, *self.costs.host_seconds)
 
     @cached_property
     def events(self) -> tuple[Event, ...]:

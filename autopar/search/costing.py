@@ -115,7 +115,7 @@ class Costing:
         recomputes = any(chosen.regions for chosen in pipeline.chosen.values())
         if (held := max(r.peak_bytes for r in ranks)) > (budget := self.whole_budget_bytes):
             raise BudgetError(f"a rank would hold {held} bytes of {budget}", held)
-        seconds = pipeline.timeline.makespan_seconds
+        seconds = pipeline.timeline.step_seconds
         parts = parts_of(pipeline, costs, model)
         return Outcome(
             point, seconds, max(r.peak_bytes for r in ranks), recomputes, parts, pipeline.layout, profile.key
@@ -126,11 +126,20 @@ class Costing:
         passes, pp = self._pass_seconds(point, profile), point.region.mesh.pp
         if splits_further(point, profile):
             return passes
+        passes = max(passes, self.host_seconds(point, profile))
         update, streamed = self._update_seconds(point, profile), self._streamed_seconds(point, profile)
         if pp == 1:
             return max(passes, streamed) + update
         # The rank with the longest passes may have the least to update; both are at least their means.
         return max(passes, max(self._mean_seconds(point, profile), streamed) + update)
+
+    def host_seconds(self, point: Point, profile: Profile) -> float:
+        """What hosts take to issue the passes of ``point``, on the average of pipeline ranks: without those of the
+        first and the last call, which may be others than the profile's."""
+        if splits_further(point, profile):
+            return 0.0
+        calls = point.region.microbatches * profile.inner_calls / point.region.mesh.pp
+        return step.host_seconds(calls, self.cluster.device)
 
     def memory_bound(self, point: Point, profile: Profile) -> float:
         """The same, by what has to be recomputed; inf where its layers can't fit."""
@@ -406,6 +415,7 @@ def parts_of(pipeline: Pipeline, costs: Sequence[BlockCost], model: Model) -> di
         "recomputation": again,
         "optimizer": updates,
         "waiting (bubble, transfers, gradient sums)": timeline.makespan_seconds - busy,
+        "the host": timeline.step_seconds - timeline.makespan_seconds,
     }
     return {name: seconds for name, seconds in found.items() if seconds}
 

@@ -182,7 +182,8 @@ class Outlook:
         later = likely.later * profile.costs[self.scaler.block].later_bytes
         room = self.costing.budget_bytes - later * math.ceil(layers.count / region.mesh.pp)
         found = least_seconds(layers, stored, ranks, count, room, host)
-        return found * _unevenness(len(profile.units), stages_of(points[0]))
+        issued = [self.costing.host_seconds(point, profile) for point in points]
+        return np.maximum(found * _unevenness(len(profile.units), stages_of(points[0])), issued)
 
     def bounds(self, points: Sequence[Point], profile: Profile, *, memory: bool = True) -> Array:
         """The same of each of ``points`` of one family, all or none of which may have activations on the host; without
@@ -202,6 +203,7 @@ class Outlook:
             kinds = [replace(ranks, moments=moments) for ranks in kinds]
         free = without_memory(layers)
         passes: Array = np.max([least_seconds(free, stored, ranks, count, _BOUNDLESS) for ranks in kinds], axis=0)
+        passes = np.maximum(passes, [self.costing.host_seconds(point, profile) for point in points])
         if not memory:
             return passes
         host, budget = self._copies(points[0]), self.costing.budget_bytes

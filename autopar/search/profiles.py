@@ -115,6 +115,11 @@ class Profile:
         return math.fsum(unit.forward for unit in self.units)
 
     @cached_property
+    def inner_calls(self) -> int:
+        """What the host issues for a microbatch's passes of all calls but the first and the last, at least."""
+        return sum(sum(self.costs[unit.block].passes(split=True)) for unit in self.units[1:-1])
+
+    @cached_property
     def whole_share(self) -> float:
         """Of the trained elements that a rank has, those of parameters that aren't split though there is tp."""
         whole = self.weights[()].elements if () in self.weights else 0
