@@ -30,6 +30,7 @@ class Measured:
     host_bytes_per_second: float
     host_memory_bytes_per_second: float
     launch_seconds: float
+    host_call_seconds: float
     multiprocessors: int
     element_seconds: float
     sustained_fraction: float
@@ -72,6 +73,7 @@ _SHARES: Final = {
 _OF_GPUS: Final = {
     "host_bytes_per_second": "a large copy, pinned, to the device or from it, whichever is slower",
     "host_memory_bytes_per_second": "an AdamW update on the host, its share",
+    "host_call_seconds": "a step of tiny layers by its calls, issued without waiting for the device",
     "multiprocessors": "as torch says of the device",
     "element_seconds": "a cast of bfloat16 to float32, beside its bytes",
     "sustained_fraction": "large products without a pause",
@@ -91,6 +93,7 @@ def _device(measured: Measured) -> Device:
         flops_per_second={dtype: _rounded(rate) for dtype, rate in measured.products.flops_per_second.items()},
         memory_bytes_per_second=_rounded(measured.memory_bytes_per_second),
         launch_seconds=_rounded(measured.launch_seconds),
+        host_call_seconds=_rounded(measured.host_call_seconds),
         achievable_fraction=1,
         sustained_fraction=_rounded(measured.sustained_fraction),
         multiprocessors=measured.multiprocessors,

@@ -1,4 +1,4 @@
-"""What an op takes beyond its work: from one tiny op to the next."""
+"""What an op takes on the device beyond its work: from one tiny op to the next."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from autopar.calibrate.clock import Clock
 from autopar.calibrate.collectives import measure_collectives
 from autopar.calibrate.describe import Measured, cluster_of
 from autopar.calibrate.fit import fit_products
+from autopar.calibrate.host import host_call_seconds
 from autopar.calibrate.launch import launch_seconds
 from autopar.calibrate.memory import (
     cores,
@@ -151,6 +152,7 @@ def _measure_device(
         host_bytes_per_second=host_bandwidth,
         host_memory_bytes_per_second=host_memory,
         launch_seconds=launch,
+        host_call_seconds=host_call_seconds(clock) if is_cuda else 0.0,
         multiprocessors=multiprocessors,
         element_seconds=element_seconds(clock, effort, bandwidth) if is_cuda else 0.0,
         sustained_fraction=sustained_fraction(clock, products) if is_cuda else 1.0,

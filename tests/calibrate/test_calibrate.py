@@ -10,14 +10,16 @@ import sys
 import tomllib
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from typer.testing import CliRunner
 
 from autopar import cli
-from autopar.calibrate import Calibration, calibrate
+from autopar.calibrate import Calibration, calibrate, host
 from autopar.calibrate.clock import Clock
 from autopar.calibrate.describe import Measured, cluster_of
 from autopar.calibrate.fit import ProductFit
@@ -43,6 +45,7 @@ GPU = Measured(
     host_bytes_per_second=5e10,
     host_memory_bytes_per_second=7e10,
     launch_seconds=2e-6,
+    host_call_seconds=2e-5,
     multiprocessors=132,
     element_seconds=1e-12,
     sustained_fraction=0.91,
@@ -100,6 +103,37 @@ def test_every_figure_says_how_it_was_measured(found: Calibration) -> None:
     assert gpu.inter_node.bytes_per_second == 50e9
     assert gpu.intra_node.bytes_per_second == pytest.approx((2**20 - 2**10) / 9e-4, rel=1e-2)
     assert gpu.device.ramp("bfloat16") == 4e-6
+
+
+class Counted(TorchFunctionMode):
+    """Ops, and gradients of their operands, while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops = self.gradients = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") != "__get__":  # an attribute of a tensor
+            self.ops += 1
+            self.gradients += sum(isinstance(each, torch.Tensor) and each.requires_grad for each in args)
+        return result
+
+
+def test_the_calls_of_the_host_are_counted() -> None:
+    """As often as a layer has them; on a CPU nothing but computing them takes time."""
+    layer, x = host.Layer(), torch.ones(1, 8, 64, requires_grad=True)
+    with Counted() as counted:
+        layer(x)
+    assert (counted.ops, counted.gradients) == (host.OPS, host.GRADIENTS)
+    dtypes = [weight.dtype for weight in layer.parameters()]
+    assert (len(dtypes), dtypes.count(torch.bfloat16)) == (host.WEIGHTS, host.COPIES)
+    assert 1e-8 < host.host_call_seconds(Clock(torch.device("cpu"), 2, 0.0)) < 1e-2
+
+
+def test_a_cpu_has_no_other_host(found: Calibration) -> None:
+    assert found.cluster.device.host_call_seconds == 0.0
+    assert cluster_of("gpu", GPU, MESSAGES, date(2026, 1, 2)).device.host_call_seconds == 2e-5
 
 
 def test_measurements_stand_beside_the_fit(found: Calibration) -> None:
