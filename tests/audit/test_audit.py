@@ -168,6 +168,13 @@ def test_wrong_prices_of_the_host_are_seen(monkeypatch: pytest.MonkeyPatch) -> N
     assert {row.what for row in plan.compile().audit().different} == {"pipeline rank 0: optimizer", "step"}
 
 
+def test_a_wrong_count_of_calls_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan("mlp", {"pp": 2}, {"precision": "bf16"}, torch.float32)
+    right = block_costs.calls_of
+    monkeypatch.setattr(block_costs, "calls_of", lambda nodes: (right(nodes)[0] + 1, right(nodes)[1]))
+    assert {row.what for row in plan.compile().audit().different} == {f"pipeline rank {rank}: host" for rank in (0, 1)}
+
+
 def test_gradients_that_are_scattered_are_added_up_as_planned() -> None:
     """Some have rows that two ranks can't share evenly."""
     options = {"schedule": "zb-h1", "zero": 2, "precision": "bf16"}

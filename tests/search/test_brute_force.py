@@ -23,7 +23,9 @@ SLOW = replace(
     intra_node=replace(BUSY.intra_node, bytes_per_second=1e6, held_multiprocessors=8),
     inter_node=replace(BUSY.inter_node, bytes_per_second=0.5e6),
 )
+HOSTS = replace(FAST, device=replace(FAST.device, host_call_seconds=1e-5))
 CLUSTERS = {"fast": FAST, "cpu": Cluster.load("cpu"), "h100": Cluster.load("h100"), "busy": BUSY, "slow": SLOW}
+CLUSTERS["hosts"] = HOSTS  # which take longer than devices
 SMALL = [
     ("mlp", 2, 2, "cpu", 5, {}),
     ("mlp", 4, 4, "fast", 61, {}),
@@ -33,6 +35,7 @@ MOVING = [  # weights, over links that are slow and take multiprocessors
     ("gpt2", 8, 4, "busy", 1, {"mesh": {"tp": 2, "dp": 2}, "offload": (), "head_chunks": 1}),
     ("gpt2", 8, 4, "slow", 7, {"mesh": {"tp": 2, "dp": 2}, "offload": (), "head_chunks": 1}),
     ("llama", 8, 4, "slow", 1, {"mesh": {"tp": 2, "dp": 2}, "offload": (), "head_chunks": 1, "zero": 3}),
+    ("mlp", 4, 4, "hosts", 97, {}),
 ]
 LARGE = [
     ("gpt2", 4, 4, "h100", 97, {}),
