@@ -93,7 +93,7 @@ ARROWS: dict[str, set[str]] = {
     "search": PLANNING | {"report"},  # of the report, what it says while it searches
     "api": BELOW_API | {"audit", "preparation", "programs", "search", "verification", "write"},
     "autopar": BELOW_API | {"api", "preparation", "verification"},  # autopar/__init__.py, the public names
-    "calibrate": {"errors", "mesh", "cluster", "cost_models", "runtime"},
+    "calibrate": {"errors", "mesh", "cluster", "cost_models", "runtime", "schedules"},
     "command_options": {"errors", "options", "cluster", "plan", "api", "model_names", "report"},
     "cli": BELOW_API | {"api", "autopar", "calibrate", "command_options", "write"},
     "__main__": {"cli"},

@@ -1,20 +1,30 @@
 """What the host takes to issue a call of a program: a step of tiny layers, of which the device makes short work.
 
-A layer has what one of a transformer has in an emitted program: views, casts, products, attention; masters in float32,
-of which copies in bfloat16 are made once a step, and gradients that are added up as they come. Calls are counted as the
-cost model does (:data:`autopar.cost_models.step.HOST_SECONDS`).
+The program is run as emitted ones are, and a layer has what one of a transformer has there: views, casts, products,
+attention; masters in float32, of which copies in bfloat16 are made once a step. Calls are counted as the cost model
+does (:data:`autopar.cost_models.step.HOST_SECONDS`).
 """
 
 from __future__ import annotations
 
 import time
 from statistics import median
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from autopar.calibrate.clock import Clock
+from autopar.mesh import Mesh
+from autopar.runtime.axes import Axes
+from autopar.runtime.executor import Executor
+from autopar.runtime.modules import declare
+from autopar.runtime.optimizers import adamw
+from autopar.runtime.program import Input, Parameter, Program
+from autopar.runtime.store import Store
+from autopar.runtime.weights import StateSource
+from autopar.schedules import generate, lower
+from autopar.schedules.weight_moves import WeightMoves
 
 _WIDTH: Final = 64
 _TOKENS: Final = 8
@@ -27,89 +37,125 @@ OPS, GRADIENTS, WEIGHTS, COPIES = 25, 41, 12, 8
 a weight is added up, and each weight updated."""
 
 
+SHAPES: Final = {
+    "norm_1.weight": (_WIDTH,),
+    "norm_1.bias": (_WIDTH,),
+    "attn.qkv.weight": (_WIDTH, 3 * _WIDTH),
+    "attn.qkv.bias": (3 * _WIDTH,),
+    "attn.out.weight": (_WIDTH, _WIDTH),
+    "attn.out.bias": (_WIDTH,),
+    "norm_2.weight": (_WIDTH,),
+    "norm_2.bias": (_WIDTH,),
+    "mlp.inner.weight": (_WIDTH, 4 * _WIDTH),
+    "mlp.inner.bias": (4 * _WIDTH,),
+    "mlp.outer.weight": (4 * _WIDTH, _WIDTH),
+    "mlp.outer.bias": (_WIDTH,),
+}
+"""Of the weights of a layer; norms are computed in float32, all else in bfloat16."""
+
+
+def _dtype(name: str) -> str:
+    return "float32" if name.startswith("norm") else "bfloat16"
+
+
 class Layer(nn.Module):
     """``[1, tokens, width] -> [1, tokens, width]``, float32 between the branches, bfloat16 in them."""
 
+    norm_1: Any
+    norm_2: Any
+    attn: Any
+    mlp: Any
+
     def __init__(self) -> None:
         super().__init__()
-        self.norm_1, self.norm_2 = nn.LayerNorm(_WIDTH), nn.LayerNorm(_WIDTH)
-        self.qkv, self.out = _product(_WIDTH, 3 * _WIDTH), _product(_WIDTH, _WIDTH)
-        self.inner, self.outer = _product(_WIDTH, 4 * _WIDTH), _product(4 * _WIDTH, _WIDTH)
+        for name, shape in SHAPES.items():
+            declare(self, name, shape, getattr(torch, _dtype(name)))
 
     def forward(self, x: Tensor) -> Tensor:
         aten = torch.ops.aten
         h = aten.layer_norm(x, [_WIDTH], self.norm_1.weight, self.norm_1.bias)
         h = aten.to.dtype(h, torch.bfloat16)
-        h = h @ self.qkv.weight
-        h = h + self.qkv.bias
+        h = h @ self.attn.qkv.weight
+        h = h + self.attn.qkv.bias
         q, k, v = aten.split(h, _WIDTH, dim=2)
         q = aten.transpose(aten.reshape(q, [1, _TOKENS, 1, _WIDTH]), 1, 2)
         k = aten.transpose(aten.reshape(k, [1, _TOKENS, 1, _WIDTH]), 1, 2)
         v = aten.transpose(aten.reshape(v, [1, _TOKENS, 1, _WIDTH]), 1, 2)
         h = aten.scaled_dot_product_attention(q, k, v, is_causal=True)
         h = aten.reshape(aten.transpose(h, 1, 2), [1, _TOKENS, _WIDTH])
-        h = h @ self.out.weight
-        h = h + self.out.bias
+        h = h @ self.attn.out.weight
+        h = h + self.attn.out.bias
         x = x + h
         h = aten.layer_norm(x, [_WIDTH], self.norm_2.weight, self.norm_2.bias)
         h = aten.to.dtype(h, torch.bfloat16)
-        h = h @ self.inner.weight
-        h = h + self.inner.bias
+        h = h @ self.mlp.inner.weight
+        h = h + self.mlp.inner.bias
         h = aten.gelu(h)
-        h = h @ self.outer.weight
-        h = h + self.outer.bias
+        h = h @ self.mlp.outer.weight
+        h = h + self.mlp.outer.bias
         result: Tensor = x + h
         return result
 
 
-def _product(rows: int, columns: int) -> nn.ParameterDict:
-    weight = torch.randn(rows, columns, dtype=torch.bfloat16) / rows
-    return nn.ParameterDict({"weight": weight, "bias": torch.zeros(columns, dtype=torch.bfloat16)})
+class _Stage(nn.Module):
+    layers: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number in range(_LAYERS):
+            declare(self, f"layers.{number}", Layer())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in range(_LAYERS):
+            x = self.layers[number](x)
+        loss: Tensor = torch.ops.aten.mean(x)
+        return loss
 
 
-class Training:
-    """Steps of layers as a rank takes them."""
+_CALLS: Final = _LAYERS * (OPS + GRADIENTS + COPIES + 2 * WEIGHTS) + 1 + 1 - 2
+"""With the mean, which is the loss; but the two ops that read what enters make no gradient of it."""
 
-    def __init__(self, device: torch.device) -> None:
-        with device:
-            self.layers = nn.Sequential(*(Layer() for _ in range(_LAYERS)))
-            self.x, self.gradient = (torch.ones(1, _TOKENS, _WIDTH) for _ in range(2))
-        self.masters = {weight: nn.Parameter(weight.detach().float()) for weight in self.layers.parameters()}
-        self.sums = {weight: torch.zeros_like(master) for weight, master in self.masters.items()}
-        for weight in self.masters:
-            weight.register_post_accumulate_grad_hook(self._add)  # type: ignore[no-untyped-call]
-        self.optimizer = torch.optim.AdamW(self.masters.values(), fused=True)
 
-    def _add(self, weight: Tensor) -> None:
-        assert isinstance(weight, nn.Parameter)
-        assert weight.grad is not None
-        self.sums[weight].add_(weight.grad)
-        weight.grad = None
+def _program() -> Program:
+    names = [(number, name) for number in range(_LAYERS) for name in SHAPES]
+    return Program(
+        stage=0,
+        stages=1,
+        mesh={"pp": 1, "dp": 1, "tp": 1},
+        microbatches=1,
+        receives=(),
+        inputs=(Input("x", "x", (1, _TOKENS, _WIDTH), "float32", 0),),
+        totals=(),
+        sends=(),
+        parameters=tuple(
+            Parameter(f"layers.{number}.{name}", SHAPES[name], SHAPES[name], _dtype(name), master="float32")
+            for number, name in names
+        ),
+        loss_axes=(),
+        plan_digest="",
+    )
 
-    def step(self) -> None:
-        with torch.no_grad():
-            for weight, master in self.masters.items():
-                if weight.dtype != master.dtype:
-                    weight.copy_(master)
-        made = self.layers(self.x.detach().requires_grad_())
-        torch.autograd.backward([made], [self.gradient])
-        for weight, master in self.masters.items():
-            master.grad = self.sums[weight]
-        self.optimizer.step()
+
+def _executor(device: torch.device) -> Executor:
+    """Of one rank, with weights that are all the same."""
+    module, program, axes = _Stage(), _program(), Axes.build(Mesh(), 0, device, own=True)
+    weights = {each.name: torch.full(each.shape, 1 / _WIDTH) for each in program.parameters}
+    store = Store.load(module, program, axes, StateSource(weights))
+    schedule = lower(generate("1f1b", 1, 1), None, WeightMoves("step", False))
+    return Executor({0: module}, {0: program}, schedule, axes, adamw(store.masters.values()), stores={0: store})
 
 
 def host_call_seconds(clock: Clock) -> float:
     """Of steps that are issued one after the other, without waiting for any; on a CPU, of computing them as well."""
-    training = Training(clock.device)
+    executor, batch = _executor(clock.device), {"x": torch.ones(1, _TOKENS, _WIDTH, device=clock.device)}
 
     def run(steps: int) -> float:
         if clock.device.type == "cuda":
             torch.cuda.synchronize(clock.device)
         start = time.perf_counter()
-        with torch.autograd.set_multithreading_enabled(False):
-            for _ in range(steps):
-                training.step()
+        for _ in range(steps):
+            executor.step(batch)
         return (time.perf_counter() - start) / steps
 
     run(3)
-    return median(run(_STEPS) for _ in range(clock.repeats)) / (_LAYERS * (OPS + GRADIENTS + COPIES + 2 * WEIGHTS))
+    return median(run(_STEPS) for _ in range(clock.repeats)) / _CALLS

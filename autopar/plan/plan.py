@@ -31,7 +31,7 @@ from autopar.plan.parts import (
     Value,
 )
 
-VERSION: Final = 6
+VERSION: Final = 7
 
 
 class Plan(Value):

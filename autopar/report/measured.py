@@ -257,7 +257,8 @@ class Comparison:
 
 
 def compare(timeline: Timeline, measured: Sequence[MeasuredRank]) -> Comparison:
-    """Mean seconds per kind on the ranks that were measured, their mean idle time, and the makespan.
+    """Mean seconds per kind on the ranks that were measured, their mean idle time, and the makespan: of the device, and
+    where a step takes as long as its host, that.
 
     What passes wait for messages and exchanges counts as idle, on both sides; the measured ``STEP`` includes the wait
     for reductions and the clipping of gradients.
@@ -276,7 +277,7 @@ def compare(timeline: Timeline, measured: Sequence[MeasuredRank]) -> Comparison:
     span = max(e.end_seconds for rank in measured for e in rank.events)
     idle = _mean([span - rank.busy_seconds for rank in measured])
     rows.append(Row("idle per rank", _mean([timeline.idle_seconds[rank] for rank in sorted(ranks)]), idle))
-    rows.append(Row("makespan", timeline.makespan_seconds, span))
+    rows.append(Row("makespan", timeline.step_seconds, span))
     return Comparison(tuple(rows))
 
 

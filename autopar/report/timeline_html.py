@@ -63,6 +63,8 @@ def timeline_html(timeline: Timeline) -> str:
 
 def _facts(timeline: Timeline) -> Iterator[tuple[str, str]]:
     yield "makespan", duration_text(timeline.makespan_seconds)
+    if timeline.step_seconds > timeline.makespan_seconds:
+        yield "step, as long as hosts issue it", duration_text(timeline.step_seconds)
     yield "idle, of all ranks", percent_text(timeline.idle_share)
     yield "communication overhead", duration_text(timeline.communication_overhead_seconds)
     yield "peak in flight", str(max(timeline.peak_in_flight))

@@ -122,7 +122,7 @@ class Counted(TorchFunctionMode):
 
 def test_the_calls_of_the_host_are_counted() -> None:
     """As often as a layer has them; on a CPU nothing but computing them takes time."""
-    layer, x = host.Layer(), torch.ones(1, 8, 64, requires_grad=True)
+    layer, x = host.Layer(), torch.ones(1, 8, 64, requires_grad=True, device="meta")
     with Counted() as counted:
         layer(x)
     assert (counted.ops, counted.gradients) == (host.OPS, host.GRADIENTS)
