@@ -23,7 +23,7 @@ from autopar.batch import Structure, batch_size, flatten, readable_name
 from autopar.documents import check_documents, check_positions, gives_positions
 from autopar.errors import BatchError, CaptureError
 from autopar.expert_capture import expert_operations
-from autopar.function_capture import UncheckedLosses, traceable_calls
+from autopar.function_capture import TracedValues, traceable_calls
 from autopar.graph import (
     Autocast,
     Info,
@@ -236,7 +236,7 @@ def _export(
         with contextlib.ExitStack() as scoped:
             for override in (_training_path(documents), _no_cache(wrapper), expert_operations(wrapper)):
                 scoped.enter_context(override)
-            for mode in (traceable_calls(), rows, EveryExpert(), UncheckedLosses()):
+            for mode in (traceable_calls(), rows, EveryExpert(), TracedValues()):
                 scoped.enter_context(mode)
             scoped.callback(_SHAPE_LOG.setLevel, _SHAPE_LOG.level)
             _SHAPE_LOG.setLevel(logging.CRITICAL)  # what fails is raised; a traceback beside it says no more

@@ -6,24 +6,27 @@ this gradient. A backward is linear in the gradient g that it is given: b(g) = B
 regard to x. Autograd itself transposes b: z is the derivative of ``b(g)·x`` with regard to g.
 
 ``module.to(dtype)`` that changes nothing returns the module, without writing to its parameters. A loss that asks of
-values whether they are valid doesn't ask.
+values whether they are valid doesn't ask, and ``x.data`` is ``x.detach()``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.autograd import Function
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from autopar.errors import CaptureError
 from autopar.source_lines import calling_line
+
+_DATA: Final[Any] = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
@@ -50,10 +53,13 @@ def traceable_calls() -> Iterator[None]:
         Function.apply = apply  # type: ignore[method-assign]
 
 
-class UncheckedLosses(TorchFunctionMode):
-    """Within it, a loss of torch that first looks whether values are valid, which a trace can't, doesn't look."""
+class TracedValues(TorchFunctionMode):
+    """Within it, a loss of torch that first looks whether values are valid, which a trace can't, doesn't look, and
+    ``x.data``, which a trace loses, is ``x.detach()``: what is written to it is written to x."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _DATA:
+            return args[0].detach()
         return (_gaussian_nll if func is functional.gaussian_nll_loss else func)(*args, **(kwargs or {}))
 
 
@@ -114,18 +120,33 @@ def _applied(kind: type[Any], args: tuple[Any, ...], takes_gradient: list[bool])
         isinstance(y, Tensor) and y.is_floating_point() and all(y is not other for other in context.without_gradient)
         for y in outputs
     ]
-    gradients = [torch.zeros_like(y).requires_grad_(needed) for y, needed in zip(outputs, has, strict=True)]
-    found = kind.backward(context, *gradients)
-    found = found if isinstance(found, tuple) else (found,)
-    taken = [(b, x) for b, x, needed in zip(found, args, takes_gradient, strict=False) if needed and b is not None]
-    wanted = [g for g, needed in zip(gradients, has, strict=True) if needed]
-    moments = iter(_transposed(kind, taken, wanted))
+    wanted = [torch.zeros_like(y) for y, needed in zip(outputs, has, strict=True) if needed]
+
+    def transposed(*given: Tensor) -> list[Tensor | None]:
+        gradients = iter(g.requires_grad_() for g in given)
+        whole = [next(gradients) if needed else torch.zeros_like(y) for y, needed in zip(outputs, has, strict=True)]
+        return _transposed(kind, kind.backward(context, *whole), args, takes_gradient, given)
+
+    moments = iter(_traced(transposed, wanted))
     results = tuple(y + _only_gradient(next(moments)) if h else y for y, h in zip(outputs, has, strict=True))
     return results if isinstance(made, tuple) else results[0]
 
 
-def _transposed(kind: type[Any], taken: list[tuple[Tensor, Tensor]], gradients: list[Tensor]) -> list[Tensor | None]:
-    """Of a backward that made b of ``gradients`` for each x: the transposed map, of all x."""
+def _traced(function: Callable[..., list[Tensor | None]], given: list[Tensor]) -> list[Tensor | None]:
+    """What ``function`` makes of ``given``, by the operations that autograd sees. A trace sees the user's,
+    but autograd takes some of them apart, and hands on what it kept of the parts, which no trace has seen."""
+    with disable_proxy_modes_tracing():
+        graph = make_fx(function)(*given)
+    graph.graph.eliminate_dead_code()
+    return list(fx.Interpreter(graph).run(*given))
+
+
+def _transposed(
+    kind: type[Any], made: Any, args: Sequence[Any], takes_gradient: list[bool], gradients: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Of a backward that ``made`` b of ``gradients`` for each x of ``args``: the transposed map, of all x."""
+    found = made if isinstance(made, tuple) else (made,)
+    taken = [(b, x) for b, x, needed in zip(found, args, takes_gradient, strict=False) if needed and b is not None]
     if not taken:
         return [None] * len(gradients)
     if not all(b.requires_grad for b, _ in taken):
@@ -134,8 +155,7 @@ def _transposed(kind: type[Any], taken: list[tuple[Tensor, Tensor]], gradients: 
             f"  at {calling_line()}\nWrite it with differentiable torch operations, or leave it to autograd."
         )
     given = [x.reshape(b.shape) for b, x in taken]
-    made = torch.autograd.grad([b for b, _ in taken], gradients, given, create_graph=True, allow_unused=True)
-    return list(made)
+    return list(torch.autograd.grad([b for b, _ in taken], gradients, given, create_graph=True, allow_unused=True))
 
 
 def _only_gradient(z: Tensor | None) -> Tensor | float:

@@ -70,6 +70,52 @@ class Rounded(Function):
         return grads[0]
 
 
+class Product(Function):
+    """A linear layer; operations of its backward are several to autograd, which keeps what only it has seen."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return nn.functional.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return 0.5 * grads[0] @ weight, 2 * torch.einsum("bso,bsi->oi", grads[0], x)
+
+
+class Layers(nn.Module):
+    """Of which one has a backward of its own, and reads a weight as nothing that has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward, self.outward = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = Product.apply(self.inward(x), self.outward.weight)
+        return (h / self.inward.weight.data.abs().max()).pow(2).mean()
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}], ids=str)
+def test_backwards_of_products_and_data_are_captured(mesh: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 6, 8, dtype=torch.float64)
+    result = compile_pinned(Layers().double(), 2, sample=x, mesh=mesh, cluster=FAST).verify(x, steps=2)
+    assert result.tolerance == 1e-9
+    assert result.ok, str(result)
+
+
+class Clamps(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        self.inward.weight.data.clamp_(-1, 1)
+        return super().forward(x)
+
+
+def test_data_that_is_written_to_is_refused_by_name() -> None:
+    with pytest.raises(CaptureError, match=r"test_function_capture\.py:\d+ changes parameter 'inward.weight' in place"):
+        capture(Clamps(), torch.randn(4, 6, 8))
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
