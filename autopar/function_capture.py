@@ -5,6 +5,7 @@ its forward would be differentiated instead. So its result y is captured as ``y 
 this gradient. A backward is linear in the gradient g that it is given: b(g) = Bg, and z = Bᵀx has the gradient Bg with
 regard to x. Autograd itself transposes b: z is the derivative of ``b(g)·x`` with regard to g.
 
+What ``torch.vmap`` maps is captured as the operations on all at once that it comes down to.
 ``module.to(dtype)`` that changes nothing returns the module, without writing to its parameters. A loss that asks of
 values whether they are valid doesn't ask, and ``x.data`` is ``x.detach()``.
 """
@@ -28,11 +29,15 @@ from autopar.source_lines import calling_line
 
 _DATA: Final[Any] = Tensor.data.__get__  # type: ignore[attr-defined]
 
+_MAPPING: Final = ("torch._functorch.predispatch", "torch._functorch.vmap")
+
 
 @contextlib.contextmanager
 def traceable_calls() -> Iterator[None]:
-    """Within it, functions with backwards of their own, and moves of modules that change nothing, can be traced."""
-    move, apply = nn.Module.to, Function.__dict__["apply"]
+    """Within it, functions with backwards of their own, moves of modules that change nothing, and ``torch.vmap`` can be
+    traced."""
+    move, apply, vmap = nn.Module.to, Function.__dict__["apply"], torch.vmap
+    mapping: list[Any] = []  # what is mapped within something else is traced with that
 
     def moved(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         return module if _is_idle(module, args, kwargs) else move(module, *args, **kwargs)
@@ -44,13 +49,39 @@ def traceable_calls() -> Iterator[None]:
             return apply.__get__(None, kind)(*args)
         return _applied(kind, args, takes_gradient)
 
+    def mapped(function: Callable[..., Any], *dims: Any, **options: Any) -> Callable[..., Any]:
+        many = vmap(function, *dims, **options)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if mapping or not all(isinstance(a, Tensor) for a in args):
+                return many(*args, **kwargs)
+            mapping.append(many)
+            try:
+                with _Unrecorded():
+                    return _traced(lambda *given: many(*given, **kwargs), args)
+            finally:
+                mapping.clear()
+
+        return called
+
+    torch.vmap = torch.func.vmap = mapped  # type: ignore[assignment]
     nn.Module.to = moved  # type: ignore[method-assign, assignment]
     Function.apply = classmethod(applied)  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
+        torch.vmap = torch.func.vmap = vmap
         nn.Module.to = move  # type: ignore[method-assign]
         Function.apply = apply  # type: ignore[method-assign]
+
+
+class _Unrecorded(TorchFunctionMode):
+    """Within it, an export doesn't record where ``vmap`` begins and ends."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        maps = getattr(func, "__module__", "") in _MAPPING
+        with torch._C.DisableTorchFunction() if maps else contextlib.nullcontext():
+            return func(*args, **(kwargs or {}))
 
 
 class TracedValues(TorchFunctionMode):
@@ -132,13 +163,16 @@ def _applied(kind: type[Any], args: tuple[Any, ...], takes_gradient: list[bool])
     return results if isinstance(made, tuple) else results[0]
 
 
-def _traced(function: Callable[..., list[Tensor | None]], given: list[Tensor]) -> list[Tensor | None]:
-    """What ``function`` makes of ``given``, by the operations that autograd sees. A trace sees the user's,
-    but autograd takes some of them apart, and hands on what it kept of the parts, which no trace has seen."""
+def _traced(function: Callable[..., Any], given: Sequence[Tensor]) -> Any:
+    """What ``function`` makes of ``given``, by the operations that it comes down to below autograd and ``vmap``.
+
+    A trace sees the user's; but autograd takes some of them apart, and hands on what it kept of the parts, which no
+    trace has seen; and what is mapped computes something else than its operations say.
+    """
     with disable_proxy_modes_tracing():
         graph = make_fx(function)(*given)
     graph.graph.eliminate_dead_code()
-    return list(fx.Interpreter(graph).run(*given))
+    return fx.Interpreter(graph).run(*given)
 
 
 def _transposed(

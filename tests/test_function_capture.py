@@ -116,6 +116,27 @@ def test_data_that_is_written_to_is_refused_by_name() -> None:
         capture(Clamps(), torch.randn(4, 6, 8))
 
 
+class Maps(Layers):
+    """Products of rows with themselves, and a mask of positions by mapping a function of two of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        outer = torch.vmap(lambda row: torch.outer(row, row) @ self.outward.weight.exp())(self.inward(x).sum(1))
+        position = torch.arange(x.shape[1])
+        near = lambda here, there: (here >= there) & (here - there < 3)  # noqa: E731
+        for dims in ((None, 0), (0, None)):
+            near = torch.vmap(near, in_dims=dims)
+        return (near(position, position).double() @ self.inward(x)).square().mean() + outer.square().mean()
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}], ids=str)
+def test_what_is_mapped_is_captured(mesh: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    x = 0.1 * torch.randn(4, 6, 8, dtype=torch.float64)
+    result = compile_pinned(Maps().double(), 2, sample=x, mesh=mesh, cluster=FAST).verify(x, steps=2)
+    assert result.tolerance == 1e-9
+    assert result.ok, str(result)
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -169,10 +190,10 @@ def test_a_move_that_changes_a_module_is_refused() -> None:
 
 
 def test_nothing_is_left_overridden() -> None:
-    before = (nn.Module.to, Function.__dict__["apply"])
+    before = (nn.Module.to, Function.__dict__["apply"], torch.vmap, torch.func.vmap)
     with pytest.raises(ZeroDivisionError), traceable_calls():
         raise ZeroDivisionError
-    assert (nn.Module.to, Function.__dict__["apply"]) == before
+    assert (nn.Module.to, Function.__dict__["apply"], torch.vmap, torch.func.vmap) == before
 
 
 class Likelihood(nn.Module):

@@ -101,6 +101,7 @@ ARROWS: dict[str, set[str]] = {
 
 # The only files that may use names of torch that begin with an underscore, and which of them.
 PRIVATE_TORCH = {
+    "autopar/function_capture.py": "torch._C.DisableTorchFunction",  # has no public name
     "autopar/planner/saved_by_op.py": "torch._subclasses.fake_tensor.",  # runs ops on shapes alone
     "autopar/row_capture.py": "torch._check",  # the documented way to say what is known of a size in an export
     "autopar/graph.py": "torch._ops.OpOverload",  # the type of an ATen op has no public name
