@@ -16,6 +16,7 @@ from autopar.batch import Structure, flatten
 from autopar.capture import Flat, Loss, capture
 from autopar.graph import Model, verify
 from autopar.mesh import check_count
+from autopar.passes.batch_statistics import batch_statistics
 from autopar.passes.canonicalize import canonicalize
 from autopar.passes.captured_loops import check_loops
 from autopar.passes.check_indices import check_indices
@@ -142,7 +143,7 @@ class Prepared:
             folded = working_copies(canonicalize(place_casts(untrained(fold(flat)))))
         else:
             folded = canonicalize(untrained(fold(flat)))
-        verify(experts(folded), "experts")
+        verify(experts(batch_statistics(folded)), "experts")
         return folded
 
 

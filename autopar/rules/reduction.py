@@ -52,6 +52,13 @@ def _grouped(op: Op) -> str:
     return f"n z! {spatial}, z!, z! -> n z! {spatial}"
 
 
+def _of_channels(op: Op) -> str:
+    """A batch norm: by given statistics each element on its own, else of all samples and places of a channel."""
+    mark = "!" if op.arg(5, "training", False) else ""
+    own = " ".join(f"{s}{mark}" for s in names(len(op.operands[0].shape) - 2))
+    return f"n{mark} z {own}, z, z, z, z -> n{mark} z {own}"
+
+
 def _transformed(op: Op) -> str:
     """A Fourier transform along one dim, which may change its size."""
     letters = names(len(op.operands[0].shape))
@@ -150,4 +157,5 @@ RULES: dict[str, Rule] = {
     "aten.layer_norm.default": _Norm(_trailing),
     "aten.rms_norm.default": _Norm(_trailing),
     "aten.group_norm.default": Spec(_grouped),
+    "aten.batch_norm.default": Spec(_of_channels),
 }

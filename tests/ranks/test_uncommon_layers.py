@@ -140,8 +140,57 @@ def tame(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
+class Norms(nn.Module):
+    """Batch norms with and without parameters, of images and of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.images = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4, eps=0.1), nn.ReLU(), nn.Flatten())
+        self.rows = nn.BatchNorm1d(16, affine=False, track_running_stats=False)
+        self.leave = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(self.rows(self.images(x)).sigmoid()).square().mean()
+
+
+def images() -> Tensor:
+    return torch.randn(ROWS, 2, 4, 4, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("mesh", [*MESHES, {"pp": 2, "dp": 2}], ids=str)
+def test_statistics_are_of_the_whole_batch(mesh: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    model, x = Norms().double(), images()
+    job = compile_pinned(model, prod(mesh.values()), sample=x, cluster=FAST, mesh=mesh, microbatches=1, optimizer=tame)
+    assert '"dp"' in re.findall(r"loss_axes=(.*),\n", job.job.texts[0])[0]
+    assert any("running averages" in remark for remark in job.plan.remarks)
+    result = job.verify(x, steps=2)
+    assert result.ok, str(result)
+
+
+def test_microbatches_have_statistics_of_their_own() -> None:
+    torch.manual_seed(0)
+    model, x = Norms().double(), images()
+    given = {"sample": x, "cluster": FAST, "mesh": {"dp": 2}, "microbatches": 2, "optimizer": tame}
+    with pytest.raises(ShardingError, match=r"aten.sub.*statistics='microbatch'"):
+        compile_pinned(model, 2, **given)
+    result = compile_pinned(model, 2, statistics="microbatch", **given).verify(x, steps=2)
+    assert result.ok, str(result)
+
+
+def test_given_statistics_split_samples() -> None:
+    torch.manual_seed(0)
+    model, x = Norms().double(), images()
+    model.images[1].eval()
+    model.rows = nn.Identity()
+    job = compile_pinned(model, 4, sample=x, cluster=FAST, mesh={"dp": 2, "tp": 2}, microbatches=2, optimizer=tame)
+    assert not job.plan.replicated_ops
+    result = job.verify(x, steps=2)
+    assert result.ok, str(result)
+
+
 def test_what_needs_all_samples_is_refused_by_name() -> None:
-    """Statistics of a batch are not the mean of those of its parts."""
-    model = Model((4, 6), plain, nn.BatchNorm1d(4, track_running_stats=False)).double()
-    with pytest.raises(ShardingError, match=r"aten.batch_norm.*needs the whole batch at once. Use microbatches=1"):
+    """The largest of a batch is not the sum of those of its parts."""
+    model = Model((4, 6), lambda _, x: x / x.amax(0)).double()
+    with pytest.raises(ShardingError, match=r"aten.amax.*needs the whole batch at once. Use microbatches=1"):
         compile_pinned(model, 2, sample=(torch.randn(ROWS, WIDTH).double(),), cluster=FAST, microbatches=2)

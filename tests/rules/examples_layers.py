@@ -59,6 +59,14 @@ def instances() -> Iterator[Example]:
     yield Example(op, (g(4, 8, 6, 2), None, None, *rest))
 
 
+def batches() -> Iterator[Example]:
+    op = aten.batch_norm.default
+    for learns in (False, True):
+        yield Example(op, (g(4, 8, 6), g(8), g(8), const(8), const(8).abs(), learns, 0.0, 1e-5, False))
+    yield Example(op, (g(4, 8, 2, 2), None, None, const(8), const(8).abs(), False, 0.1, 1e-5, False))
+    yield Example(op, (g(8, 4), g(4), g(4), None, None, True, 0.1, 1e-5, False))
+
+
 def transposed() -> Iterator[Example]:
     yield Example(aten.conv_transpose1d.default, (g(4, 8, 6), g(8, 4, 3)))
     yield Example(aten.conv_transpose2d.input, (g(4, 8, 4, 4), g(8, 4, 3, 3), g(4), [2, 2], [1, 1], [1, 1]))

@@ -29,6 +29,7 @@ FAMILIES: tuple[Family, ...] = (
     *(examples_layers.pools, examples_layers.resolutions, examples_layers.shuffles, examples_layers.samples),
     *(examples_layers.instances, examples_layers.transposed, examples_layers.recurrent, examples_layers.row_losses),
     *(examples_layers.distances, examples_layers.along_dims, examples_layers.matrices, examples_layers.further),
+    examples_layers.batches,
     *(examples_more.chunked_losses, examples_more.made, examples_more.drawn),
 )
 ELSEWHERE = {

@@ -1,0 +1,96 @@
+"""batch_statistics: a batch norm that learns from its batch is written as the two means that it computes.
+
+Guarantees: equal values and gradients. So ranks that have parts of the batch each add up their own, and microbatches
+may have statistics of their own (``statistics="microbatch"``), as accumulating gradients gives them. Running averages
+have no part in the loss and aren't kept. Example: ``batch_norm(x, weight, bias, …, True)`` ->
+``mean(x)``, ``c = x - mean``, ``mean(c * c)``, ``c * rsqrt(… + eps) * weight + bias``.
+
+A batch norm by given statistics stays: it computes element by element.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from autopar.graph import Block, Meta, Model, derive, info, op_name
+
+aten = torch.ops.aten
+BATCH_NORM: Final = "aten.batch_norm.default"
+_REMARK: Final = (
+    "batch norms take statistics of the whole batch, over all ranks that share it; running averages of them stay as "
+    "they are: take some batches through the model in training mode before it is evaluated"
+)
+
+
+def batch_statistics(model: Model) -> Model:
+    for block in model.blocks:
+        for node in block.ops:
+            if op_name(node) == BATCH_NORM and node.args[5]:
+                averages = isinstance(node.args[3], fx.Node)
+                _spell(block, node)
+                if averages and _REMARK not in model.remarks:
+                    model.remarks.append(_REMARK)
+    return model
+
+
+def _spell(block: Block, norm: fx.Node) -> None:
+    x, weight, bias = norm.args[:3]
+    eps = norm.args[7]
+    with block.graph.inserting_before(norm):
+        spelled = _Spelled(block.graph, norm)
+        wide = spelled.cast(x, torch.promote_types(spelled.result.dtype, torch.float32))
+        centred = spelled.op(aten.sub.Tensor, wide, spelled.mean(wide))
+        variance = spelled.mean(spelled.op(aten.mul.Tensor, centred, centred))
+        scale = spelled.op(aten.rsqrt.default, spelled.op(aten.add.Tensor, variance, eps))
+        made = spelled.op(aten.mul.Tensor, centred, scale)
+        if isinstance(weight, fx.Node):
+            made = spelled.op(aten.mul.Tensor, made, spelled.column(weight))
+        if isinstance(bias, fx.Node):
+            made = spelled.op(aten.add.Tensor, made, spelled.column(bias))
+        made = spelled.cast(made, spelled.result.dtype)
+    norm.replace_all_uses_with(made)
+    block.graph.erase_node(norm)
+
+
+class _Spelled:
+    """Ops in the place of a batch norm of ``x [n, c, ...]``."""
+
+    def __init__(self, graph: fx.Graph, norm: fx.Node) -> None:
+        self._graph, self._norm = graph, norm
+        self.result = info(norm).meta
+        self._dims = [d for d in range(len(self.result.shape)) if d != 1]
+
+    def op(self, target: Any, *operands: Any) -> fx.Node:
+        """An op on each element, in the dtype and the largest shape of its operands."""
+        metas = [info(o).meta for o in operands if isinstance(o, fx.Node)]
+        shape = torch.broadcast_shapes(*(meta.shape for meta in metas))  # type: ignore[no-untyped-call]
+        return self._made(target, operands, tuple(shape), metas)
+
+    def mean(self, x: fx.Node) -> fx.Node:
+        """For each channel, of all else: ``[1, c, 1 ...]``."""
+        meta = info(x).meta
+        shape = tuple(1 if d in self._dims else extent for d, extent in enumerate(meta.shape))
+        return self._made(aten.mean.dim, (x, self._dims, True), shape, [meta])
+
+    def column(self, vector: fx.Node) -> fx.Node:
+        """``[c]`` along the channels."""
+        meta = info(vector).meta
+        shape = (*meta.shape, *[1] * (len(self.result.shape) - 2))
+        return vector if shape == meta.shape else self._made(aten.reshape.default, (vector, list(shape)), shape, [meta])
+
+    def cast(self, x: Any, dtype: torch.dtype) -> fx.Node:
+        meta = info(x).meta
+        if meta.dtype == dtype:
+            return x  # type: ignore[no-any-return]
+        made = Meta(meta.shape, dtype, meta.needs_grad)
+        return derive(self._graph.call_function(aten.to.dtype, (x, dtype)), self._norm, outputs=(made,))
+
+    def _made(self, target: Any, args: tuple[Any, ...], shape: tuple[int, ...], of: list[Meta]) -> fx.Node:
+        dtype = of[0].dtype
+        for meta in of[1:]:
+            dtype = torch.promote_types(dtype, meta.dtype)
+        made = Meta(shape, dtype, any(meta.needs_grad for meta in of))
+        return derive(self._graph.call_function(target, args), self._norm, outputs=(made,))
