@@ -3,7 +3,8 @@
 Guarantees: equal values and gradients. In order, on every block:
 
 0. ``broadcast_tensors`` is one ``expand`` for each tensor;
-1. no-ops go (``to`` the same dtype, ``alias``, ``contiguous``, ``x + 0`` on integers, idle dropout);
+1. no-ops go (``to`` the same dtype, ``alias``, ``contiguous``, ``x + 0`` on integers, idle dropout), and what ``cat``
+   takes for nothing (a vector without elements among tensors of more dims, as caches begin);
 2. ``view`` is ``reshape``, with its shape spelled out; chains of reshapes are one;
 3. a matrix product on flattened rows is one on the unflattened tensor (``[b*s, k]`` -> ``[b, s, k]``);
 4. the bias of a product is an addition of its own, so that a pending sum can be reduced before it;
@@ -59,6 +60,9 @@ _RESHAPES = {
     "aten.expand.default",
 }
 
+UNDERSTOOD = _ALWAYS_NO_OP | _CASTS | _DROPOUTS | _STOPS | _RESHAPES | {"aten.broadcast_tensors.default"}
+"""What is read here, whether it has a rule or not."""
+
 
 def _spell_broadcasts(block: Block) -> None:
     """``broadcast_tensors`` is an ``expand`` of each tensor."""
@@ -74,6 +78,18 @@ def _drop_no_ops(block: Block) -> None:
     for node in block.ops:
         if _is_no_op(node):
             _forward(block.graph, node, node.all_input_nodes[0])
+
+
+def _drop_nothing(block: Block) -> None:
+    for node in block.ops:
+        if op_name(node) != "aten.cat.default":
+            continue
+        parts = cast(list[fx.Node], node.args[0])
+        some = [part for part in parts if info(part).meta.shape != (0,)]
+        if len(some) == 1 and info(some[0]).meta == info(node).meta:
+            _forward(block.graph, node, some[0])
+        elif some and len(some) < len(parts):
+            node.args = (some, *node.args[1:])
 
 
 def _is_no_op(node: fx.Node) -> bool:
@@ -280,6 +296,7 @@ _BIASED: dict[str, Callable[[fx.Graph, fx.Node], None]] = {
 _REWRITES: tuple[Callable[[Block], None], ...] = (
     _spell_broadcasts,
     _drop_no_ops,
+    _drop_nothing,
     _name_reshapes,
     _merge_reshapes,
     _unflatten_rows,

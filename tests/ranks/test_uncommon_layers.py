@@ -140,6 +140,34 @@ def tame(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
+class OtherNames(nn.Module):
+    """Ops by their other names, and ops that torch computes by others; a cache that begins as a vector of nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.multiply(self.a(x), x)
+        h = torch.hstack([h.unsqueeze(1), torch.clip(self.b(h), -1, 1).unsqueeze(1)])
+        h = torch.tensordot(h, self.a.weight, dims=([2], [0]))
+        h = torch.divide(h, torch.linalg.norm(h, dim=-1, keepdim=True) + 1)
+        left, right = torch.tensor_split(h.swapaxes(1, 2).moveaxis(1, 2), 2, dim=-1)
+        h = torch.cat([h.new_empty(0), torch.subtract(left, torch.negative(right)).tile(1, 1, 2)], dim=1)
+        return torch.special.expit(h).square().mean()
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}], ids=str)
+def test_ops_by_other_names_are_split(mesh: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(ROWS, WIDTH, dtype=torch.float64)
+    given = {"sample": x, "cluster": FAST, "mesh": mesh, "microbatches": 2, "optimizer": tame}
+    job = compile_pinned(OtherNames().double(), 4, **given)
+    assert not job.plan.replicated_ops
+    result = job.verify(x, steps=2)
+    assert result.ok, str(result)
+
+
 class Norms(nn.Module):
     """Batch norms with and without parameters, of images and of rows."""
 
