@@ -9,7 +9,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+
+from benchmarks.float64 import Float64
+
+__all__ = ["CASES", "MORE", "SEQUENCE", "VOCABULARY", "Case", "Float64", "make", "prepared", "tokens"]
 
 VOCABULARY, SEQUENCE = 48, 16
 
@@ -202,22 +205,6 @@ MORE: Final[dict[str, Callable[[int], Case]]] = {
     "llama_deep": lambda batch: llama(batch, layers=8, vocabulary=50),
 }
 """Cases for tests of one thing: enough layers for two stages on each of four ranks, a vocabulary that none divides."""
-
-
-class Float64(TorchFunctionMode):
-    """transformers casts to float32 in norms, rotary tables and the loss; within this mode such casts go to float64.
-
-    So that a whole model computes in float64, where an error is a mistake and not rounding.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is Tensor.float:
-            func, args = Tensor.to, (*args, torch.float64)
-        if func in (Tensor.to, Tensor.type):
-            args = tuple(torch.float64 if a is torch.float32 else a for a in args)
-        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
-        return func(*args, **kwargs)
 
 
 def make(name: str, batch: int, dtype: torch.dtype = torch.float64) -> Case:
