@@ -261,6 +261,8 @@ RULES: dict[str, Rule] = {
     "aten.lift_fresh_copy.default": _pointwise(each),
     "aten.view_as_complex.default": Spec("... c! ->  ..."),
     "aten.view_as_real.default": Spec("... -> ... c!"),
+    "aten.real.default": Spec("... -> ...", linear=together),
+    "aten.imag.default": Spec("... -> ...", linear=together),
     "aten.complex.default": Spec("..., ... -> ..."),
     "aten.prelu.default": Spec(_slopes),
     "aten.glu.default": Spec(_gated),

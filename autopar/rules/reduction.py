@@ -66,6 +66,20 @@ def _transformed(op: Op) -> str:
     return line([whole(letters, [d])], [f"{letter}'!" if i == d else letter for i, letter in enumerate(letters)])
 
 
+def _transformed_all(last: int) -> Callable[[Op], str]:
+    """A Fourier transform along the dims that are named, else the ``last`` ones (0: all, or as many as have sizes)."""
+
+    def compute(op: Op) -> str:
+        rank = len(op.operands[0].shape)
+        named, sizes = op.arg(2, "dim"), op.arg(1, "s")
+        count = last or (rank if sizes is None else len(sizes))
+        ends = {dim(d, rank) for d in (range(-count, 0) if named is None else named)}
+        letters = names(rank)
+        return line([whole(letters, sorted(ends))], [f"{n}'!" if i in ends else n for i, n in enumerate(letters)])
+
+    return compute
+
+
 def _ranked(dim_position: int) -> Callable[[Op], str]:
     """One of the elements along a dim, by default the last."""
 
@@ -137,6 +151,8 @@ RULES: dict[str, Rule] = {
     "aten.cummax.default": _along(1),
     "aten.cummin.default": _along(1),
     **{f"aten.fft_{kind}.default": Spec(_transformed) for kind in ("fft", "ifft", "rfft", "irfft")},
+    **{f"aten.fft_{kind}n.default": Spec(_transformed_all(0)) for kind in ("fft", "ifft", "rfft", "irfft")},
+    **{f"aten.fft_{kind}2.default": Spec(_transformed_all(2)) for kind in ("fft", "ifft", "rfft", "irfft")},
     "aten.median.dim": _kept(1, 2),
     "aten.nanmedian.dim": _kept(1, 2),
     "aten.mode.default": Spec(_ranked(1)),
