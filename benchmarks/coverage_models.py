@@ -51,7 +51,16 @@ SIZES: Final[Mapping[str, Any]] = {
     "image_size": 32,
 }
 
-_OF_STAGES: Final = ("hidden_size", "embedding_size", "num_layers", "num_heads", "num_attention_heads", "embed_dim")
+_OF_STAGES: Final = (
+    "hidden_size",
+    "embedding_size",
+    "hidden_dim",
+    "num_layers",
+    "num_heads",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "embed_dim",
+)
 """What models with stages of several resolutions have by stage, or by a rule from the first."""
 
 MORE: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -62,7 +71,8 @@ MORE: Final[Mapping[str, Mapping[str, Any]]] = {
         "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
     },
     "dots1": {"n_shared_experts": 1},
-    "efficientnet": {"hidden_dim": 2560},
+    "donut-swin": {"window_size": 2},
+    "efficientnet": {"hidden_dim": 2560, "image_size": 64},
     "esmc": {"num_key_value_heads": 4},
     "funnel": {"block_sizes": [1, 1], "d_head": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
@@ -86,7 +96,6 @@ MORE: Final[Mapping[str, Mapping[str, Any]]] = {
     },
     "swin": {"window_size": 2},
     "swinv2": {"window_size": 2},
-    "xlstm": {"num_blocks": 2},
     "xmod": {"default_language": "en_XX"},
 }
 """Model type -> what its configuration needs beside sizes: layers of each kind, and what has to agree with them."""
@@ -181,9 +190,11 @@ def tiny(task: Task, kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     with torch.no_grad():
-        for parameter in model.parameters():  # some are left as memory was
+        for parameter in model.parameters():  # some are left as memory was; a bias of zero is where ReLU has its kink
             if parameter.dim() > 1 or not bool(parameter.isfinite().all()) or bool((parameter.abs() > 1e3).any()):
                 parameter.normal_(std=0.1)
+            else:
+                parameter.add_(torch.randn_like(parameter), alpha=0.02)
     return model, task.batch(model.config)
 
 
@@ -204,11 +215,11 @@ def _shrunk(config: Any) -> dict[str, Any]:
     if isinstance(kinds, list) and kinds:
         some = _some_of_each(kinds)
         given["mlp_layer_types"] = [some[min(i, len(some) - 1)] for i in range(layers)]
-    if hasattr(config, "depths") or isinstance(getattr(config, "hidden_sizes", None), list | tuple):
+    if hasattr(config, "depths") or getattr(config, "hidden_sizes", None) is not None:
         given = {n: v for n, v in given.items() if n not in (*_OF_STAGES, "intermediate_size", "patch_size")}
         depths = getattr(config, "depths", ())
         given |= {"depths": [1] * len(depths)} if depths and isinstance(depths[0], int) else {}
-        given["image_size"] = 64
+        given["image_size"] = 64 if isinstance(getattr(config, "image_size", 64), int) else [64, 64]
     return given
 
 
