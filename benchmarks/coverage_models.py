@@ -73,6 +73,7 @@ MORE: Final[Mapping[str, Mapping[str, Any]]] = {
     "dots1": {"n_shared_experts": 1},
     "donut-swin": {"window_size": 2},
     "efficientnet": {"hidden_dim": 2560, "image_size": 64},
+    "esm": {"vocab_size": VOCABULARY},
     "esmc": {"num_key_value_heads": 4},
     "funnel": {"block_sizes": [1, 1], "d_head": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
