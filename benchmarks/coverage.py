@@ -167,6 +167,9 @@ def _runs_on_one_device(model: nn.Module, batch: Mapping[str, Any]) -> None:
     if not all(bool(value.isfinite().all()) for value in (loss, *gradients)):
         raise ValueError("loss or gradients aren't finite")
     model.zero_grad()
+    with torch.no_grad():
+        if not torch.allclose(model(**batch).loss, loss, rtol=1e-9):
+            raise ValueError("the loss is another each time, so that ranks can't be compared with one device")
 
 
 def _run(limit: int, function: Callable[[], Any]) -> tuple[str, str]:

@@ -202,7 +202,9 @@ def tiny(task: Task, kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
 def _shrunk(config: Any) -> dict[str, Any]:
     """What makes a small configuration of this one's class."""
     given = {n: v for n, v in SIZES.items() if type(getattr(config, n, None)) in (int, bool, float)}
-    given |= {n: 0.0 for n, v in vars(config).items() if "drop" in n and isinstance(v, float)}
+    rates = {n: v for n, v in vars(config).items() if "drop" in n}
+    given |= {n: 0.0 for n, v in rates.items() if isinstance(v, float)}
+    given |= {n: [0.0] * len(v) for n, v in rates.items() if isinstance(v, list | tuple)}
     if "kv_lora_rank" in given:
         given["num_key_value_heads"] = HEADS
     for name in getattr(config, "sub_configs", {}):
