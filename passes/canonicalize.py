@@ -9,7 +9,8 @@ Guarantees: equal values and gradients. In order, on every block:
 3. a matrix product on flattened rows is one on the unflattened tensor (``[b*s, k]`` -> ``[b, s, k]``);
 4. the bias of a product is an addition of its own, so that a pending sum can be reduced before it;
 5. an index that counts all rows is none: ``x[arange(b)[:, None], i]`` is ``x[:, i]``, where rows can be split;
-6. recurrent layers take and give time first, so that samples are dim 1 of their states and their results alike.
+6. ``x[mask] = value`` with one value for all places is ``where(mask, value, x)``;
+7. recurrent layers take and give time first, so that samples are dim 1 of their states and their results alike.
 """
 
 from __future__ import annotations
@@ -247,6 +248,26 @@ def _counts_rows(index: fx.Node | None, rows: int, others: list[fx.Node]) -> boo
     return op_name(index) == "aten.arange.default" and bool(index.args[0] == rows)
 
 
+def _spell_masked_writes(block: Block) -> None:
+    for node in block.ops:
+        if op_name(node) != "aten.index_put.default" or (len(node.args) > 3 and node.args[3]):
+            continue
+        x, (mask, *others), value = cast(tuple[fx.Node, list[Any], fx.Node], node.args[:3])
+        if others or mask is None or info(mask).meta.dtype != torch.bool:
+            continue
+        marked, given = info(mask).meta, info(value).meta
+        rest = len(info(x).meta.shape) - len(marked.shape)
+        if len(given.shape) > rest or given.dtype != info(x).meta.dtype:
+            continue  # a value for each place that the mask marks
+        shape = (*marked.shape, *[1] * rest)
+        with block.graph.inserting_before(node):
+            if rest:
+                lifted = block.graph.call_function(aten.reshape.default, (mask, list(shape)))
+                mask = derive(lifted, node, outputs=(type(marked)(shape, marked.dtype),))
+            made = derive(block.graph.call_function(aten.where.self, (mask, value, x)), node)
+        _forward(block.graph, node, made)
+
+
 _ONLY_SHAPES = {"aten.reshape.default", "aten.unsqueeze.default"}
 
 
@@ -303,5 +324,6 @@ _REWRITES: tuple[Callable[[Block], None], ...] = (
     _merge_reshapes,
     _split_bias,
     _drop_row_indices,
+    _spell_masked_writes,
     _put_time_first,
 )

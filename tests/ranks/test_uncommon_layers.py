@@ -154,6 +154,8 @@ class OtherNames(nn.Module):
         h = torch.divide(h, torch.linalg.norm(h, dim=-1, keepdim=True) + 1)
         left, right = torch.tensor_split(h.swapaxes(1, 2).moveaxis(1, 2), 2, dim=-1)
         h = torch.cat([h.new_empty(0), torch.subtract(left, torch.negative(right)).tile(1, 1, 2)], dim=1)
+        h[x[:, :2] > 0] = self.b.bias.exp()
+        h[h < -0.5] = 0.25
         return torch.special.expit(h).square().mean()
 
 
