@@ -51,6 +51,7 @@ _PLACED = 3  # regions that say how far estimates of others are off
 _DOUBT = 0.02  # of such a ratio
 _WORK = 1e5  # of a point: about two seconds
 _LOOKS = 20_000  # at regions and points
+_COARSE = 2  # times the rows of a microbatch: those between are next to the best, and looked at then
 
 
 def dive(search: Search, regions: list[Region]) -> None:
@@ -135,7 +136,7 @@ class _Dive:
 
     def run(self, regions: list[Region]) -> None:
         search, begun = self.search, self.search.work
-        first = {region: _first_estimate(search, region) for region in regions}
+        first = {region: _first_estimate(search, region) for region in _coarse(regions)}
         left = [region for region, estimate in first.items() if estimate < search.best_seconds]
         for region, likely in zip(left, search.all_likely(left, self._offload), strict=True):
             self._wait(max(first[region], likely), region)
@@ -234,6 +235,19 @@ class _Dive:
                 self.learned.lay_out(search, point, estimate)
             except AutoparError:
                 self.failed[degrees] += 1
+
+
+def _coarse(regions: Iterable[Region]) -> Iterator[Region]:
+    """Without most of those that differ from others by a few rows alone."""
+    by_mesh: dict[Mesh, list[Region]] = {}
+    for region in regions:
+        by_mesh.setdefault(region.mesh, []).append(region)
+    for some in by_mesh.values():
+        least = 0
+        for region in sorted(some, key=lambda region: region.rows):
+            if region.rows >= least:
+                yield region
+                least = _COARSE * region.rows
 
 
 def _axes(region: Region) -> tuple[object, ...]:

@@ -287,6 +287,18 @@ def test_estimates_of_many_are_those_of_each(offload: tuple[str, ...]) -> None:
     assert any(a < b for a, b in zip(each, larger, strict=True)), "there is room for what the last call works in"
 
 
+def test_regions_that_differ_by_a_few_rows_wait_until_one_of_them_is_the_best() -> None:
+    """Of microbatches of 1 to 96 rows: one of 3 is next to 2, and one of 6 to 4."""
+    meshes = [Mesh(dp=1), Mesh(dp=2)]
+    rows = [size for size in range(1, 97) if 96 % size == 0]
+    found = [Region(mesh, size, 96 // size) for mesh in meshes for size in rows]
+    left = list(dive._coarse(reversed(found)))
+    for mesh in meshes:
+        assert [region.rows for region in left if region.mesh == mesh] == [1, 2, 4, 8, 16, 32, 96]
+    near = dive._Around.of(found).next_to(left[1])
+    assert {1, 3, 4} <= {region.rows for region in near}
+
+
 def test_how_far_estimates_were_off_is_learned_from_what_is_placed() -> None:
     search = space("gpt2", 8, "h100")
     region = next(region for region in search._begin() if region.mesh.dp == 8)
