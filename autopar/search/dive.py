@@ -64,7 +64,6 @@ def dive(search: Search, regions: list[Region]) -> None:
         if not search.outcomes:
             _Dive(search, savers, learned, _SEARCHES).run(some)
     if search.outcomes:
-        _put_away(search, learned)  # early: the better the best, the fewer others are placed
         _Dive(search, False, learned, _AGAIN).run(split)
         around = _Around.of(regions)
         _climb(search, around, learned, ())
@@ -76,12 +75,14 @@ def dive(search: Search, regions: list[Region]) -> None:
 
 @dataclass
 class _Learned:
-    """How many times its estimate a step takes at least, of those that were laid out, by schedule and what is stored
-    where; and how many times the estimate of a region the least of its points' is, once it is placed: of those with
-    and without a pipeline, on whose axes others were before or none."""
+    """How many times its estimate a step takes, of those that were laid out: at least, by schedule and what is stored
+    where; and each, of those with and without a pipeline (``times``). And how many times the estimate of a region the
+    least of its points' is, once it is placed: of those with and without a pipeline, on whose axes others were before
+    or none."""
 
     least: dict[object, float] = field(default_factory=dict)
     placed: defaultdict[tuple[bool, bool], list[float]] = field(default_factory=lambda: defaultdict(list))
+    times: defaultdict[bool, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def unplaced(self, kind: tuple[bool, bool], estimate: float) -> float:
         """What the least of a region's points is likely to be estimated at, if it does as well as any other, or a
@@ -90,9 +91,11 @@ class _Learned:
         return estimate * max(1.0, min(known) * (1 - _DOUBT) if len(known) >= _PLACED else 1.0)
 
     def laid_out(self, kind: tuple[bool, bool], estimate: float) -> float:
-        """What the best point of an unplaced region is likely to take, if it does as well as any that was laid out."""
-        known = min(self.least.values(), default=1.0)
-        return self.unplaced(kind, estimate) * max(1.0, known * (1 - _DOUBT))
+        """What the best point of an unplaced region is likely to take, if it does as well as any that was laid out, or
+        a little better."""
+        known = self.times[kind[1]]
+        times = min(known) * (1 - _DOUBT) if len(known) >= _PLACED else 1.0
+        return self.unplaced(kind, estimate) * max(1.0, times)
 
     def likely(self, point: Point, estimate: float) -> float:
         """What it takes, if it does as well as any like it, or a little better; of what is on the host, if none is
@@ -104,6 +107,7 @@ class _Learned:
     def lay_out(self, search: Search, point: Point, estimate: float) -> None:
         """Raises AutoparError where it can't run or doesn't fit."""
         times = search.lay_out(point).step_seconds / estimate
+        self.times[point.region.mesh.pp > 1].append(times)
         for kind in _kinds(point):
             self.least[kind] = min(self.least.get(kind, math.inf), times)
 
@@ -395,6 +399,6 @@ def _try_likely(
             search.note(point, estimate)
     tried = {outcome.point for outcome in search.outcomes} | set(search.refusals)
     for estimate, _, point in [item for item in sorted(waiting) if item[-1] not in tried][:tries]:
-        if learned.likely(point, estimate) < search.good_seconds and search.work < limit:
+        if learned.likely(point, estimate) < search.best_seconds and search.work < limit:
             with suppress(AutoparError):
                 learned.lay_out(search, point, estimate)

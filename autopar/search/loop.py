@@ -204,12 +204,12 @@ class Search:
         return min((item.bound for item in (*self._waiting, *self._passed)), default=self.best_seconds)
 
     @property
-    def good_seconds(self) -> float:
+    def _good(self) -> float:
         """What nothing has to be below."""
         return self.best_seconds * (1 - self.tolerance)
 
     def _is_beaten(self, bound: float) -> bool:
-        return bound >= self.good_seconds
+        return bound >= self._good
 
     def again(self, spared_bytes: int) -> Search:
         """The same search from the start, with ``spared_bytes`` of a rank's memory left for what no solver counts."""
@@ -324,9 +324,7 @@ class Search:
         if self._outlook is None or self._is_beaten(found):
             return found
         ways, families = self._ways(region, saving=True), list(self.families_of(region))
-        return self._outlook.region_bound(
-            region, families, ways, self.scaling.layers(region.key), found, self.good_seconds
-        )
+        return self._outlook.region_bound(region, families, ways, self.scaling.layers(region.key), found, self._good)
 
     def likely(self, region: Region, offload: tuple[str, ...] = ()) -> float:
         """Seconds of a likely step of ``region``, with this on the host; inf where none leaves room for activations."""
