@@ -41,7 +41,7 @@ _ACTIVATIONS = ("activations",)
 _POLISHED = 4  # points like the best
 _REGIONS_POLISHED = 2
 _AWAY_TRIED = 3  # points with activations on the host
-_NEXT, _LOOKED = 4, 8  # regions next to the best that are laid out, and placed
+_LOOKED = 4  # regions next to the best that are placed
 _FACTOR, _CHANGES = 3, 3  # by which those differ, in so many degrees
 _SEARCHES, _AGAIN = 0.6, 0.1  # of the work of a whole search: at first, and with something to compare with
 _LONGER = 4  # times that, if what waits may still be better by much
@@ -293,9 +293,8 @@ def _climb(search: Search, around: _Around, learned: _Learned, offload: tuple[st
             for number, region in enumerate(around.next_to(best.region))
             if region not in known
         ]
-        laid_out = search.laid_out
         for seconds, _, region in _by_mesh(sorted(near))[:_LOOKED]:
-            if seconds >= search.best_seconds or search.work >= limit or search.laid_out - laid_out >= _NEXT:
+            if seconds >= search.best_seconds or search.work >= limit:
                 break
             if search.place(region) is not None:
                 families = [list(search.stored(family)) for family in search.families_of(region)]
