@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -169,6 +169,10 @@ class RuntimeOp:
 
     def __str__(self) -> str:
         return self.__name__
+
+
+AVERAGED: Final = RuntimeOp("averaged")
+"""Moves a buffer, a running average, towards a value; nothing needs to read what it returns."""
 
 
 def is_aten(node: fx.Node) -> bool:

@@ -117,7 +117,8 @@ def verify_job(job: Compiled, batch: Any, steps: int, device: str = "cpu") -> Ve
     loss_error = max(abs(a - b) / max(abs(b), 1e-30) for a, b in zip(found.losses, expected.losses, strict=True))
     gradients = relative_errors(found.gradients, expected.gradients)
     moved = {n: p for n, p in expected.parameters.items() if n in expected.gradients or n in found.parameters}
-    parameters = relative_errors(found.parameters | found.buffers, moved | biases.on_cpu())
+    averages = {n: buffer.cpu() for n, buffer in reference.named_buffers() if n in found.buffers}
+    parameters = relative_errors(found.parameters | found.buffers, moved | averages | biases.on_cpu())
     worst = max([loss_error, *gradients.values(), *parameters.values()])
     ok = bool(worst <= tolerance)
     computed = max([loss_error, *gradients.values()])

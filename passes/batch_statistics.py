@@ -1,27 +1,36 @@
 """batch_statistics: a batch norm that learns from its batch is written as the two means that it computes.
 
 Guarantees: equal values and gradients. So ranks that have parts of the batch each add up their own, and microbatches
-may have statistics of their own (``statistics="microbatch"``), as accumulating gradients gives them. Running averages
-have no part in the loss and aren't kept. Example: ``batch_norm(x, weight, bias, …, True)`` ->
+may have statistics of their own (``statistics="microbatch"``), as accumulating gradients gives them. Example:
+``batch_norm(x, weight, bias, …, True)`` ->
 ``mean(x)``, ``c = x - mean``, ``mean(c * c)``, ``c * rsqrt(… + eps) * weight + bias``.
+
+Running averages are moved as torch moves them, by ops beside those (:func:`autopar.runtime.averaged`), which the loss
+doesn't depend on; their operands are whole, so each rank moves its copy by the statistics of all. Averages that are
+no buffers of the model, but computed, stay as they are.
 
 A batch norm by given statistics stays: it computes element by element.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
 from typing import Any, Final
 
 import torch
 from torch import fx
 
-from autopar.graph import Block, Meta, Model, derive, info, op_name
+from autopar.graph import AVERAGED, Block, Meta, Model, derive, info, op_name
 
 aten = torch.ops.aten
 BATCH_NORM: Final = "aten.batch_norm.default"
-_REMARK: Final = (
-    "batch norms take statistics of the whole batch, over all ranks that share it; running averages of them stay as "
-    "they are: take some batches through the model in training mode before it is evaluated"
+_MOVED: Final = (
+    "batch norms take statistics of the whole batch, over all ranks that share it, and move running averages by them"
+)
+_LEFT: Final = (
+    "running averages of batch norms that are no buffers of the model stay as they are: register them as buffers"
 )
 
 
@@ -29,21 +38,28 @@ def batch_statistics(model: Model) -> Model:
     for block in model.blocks:
         for node in block.ops:
             if op_name(node) == BATCH_NORM and node.args[5]:
-                averages = isinstance(node.args[3], fx.Node)
-                _spell(block, node)
-                if averages and _REMARK not in model.remarks:
-                    model.remarks.append(_REMARK)
+                averages = [average for average in node.args[3:5] if isinstance(average, fx.Node)]
+                moves = all(info(average).role == "buffer" for average in averages)
+                _spell(block, node, averages if moves else ())
+                remark = _MOVED if moves else _LEFT
+                if averages and remark not in model.remarks:
+                    model.remarks.append(remark)
     return model
 
 
-def _spell(block: Block, norm: fx.Node) -> None:
+def _spell(block: Block, norm: fx.Node, averages: Sequence[fx.Node]) -> None:
+    """``averages``: none, or the running mean and variance that move."""
     x, weight, bias = norm.args[:3]
     eps = norm.args[7]
     with block.graph.inserting_before(norm):
         spelled = _Spelled(block.graph, norm)
         wide = spelled.cast(x, torch.promote_types(spelled.result.dtype, torch.float32))
-        centred = spelled.op(aten.sub.Tensor, wide, spelled.mean(wide))
+        mean = spelled.mean(wide)
+        centred = spelled.op(aten.sub.Tensor, wide, mean)
         variance = spelled.mean(spelled.op(aten.mul.Tensor, centred, centred))
+        if averages:
+            spelled.average(mean, averages[0])
+            spelled.average(variance, averages[1], count=spelled.count)
         scale = spelled.op(aten.rsqrt.default, spelled.op(aten.add.Tensor, variance, eps))
         made = spelled.op(aten.mul.Tensor, centred, scale)
         if isinstance(weight, fx.Node):
@@ -74,6 +90,18 @@ class _Spelled:
         meta = info(x).meta
         shape = tuple(1 if d in self._dims else extent for d, extent in enumerate(meta.shape))
         return self._made(aten.mean.dim, (x, self._dims, True), shape, [meta])
+
+    @property
+    def count(self) -> int:
+        """Elements of each channel."""
+        return prod(self.result.shape[d] for d in self._dims)
+
+    def average(self, value: fx.Node, average: fx.Node, **count: Any) -> None:
+        """Move ``average [c]`` towards ``value``, which hands no gradient on."""
+        meta = replace(info(value).meta, needs_grad=False)
+        given = derive(self._graph.call_function(aten.detach.default, (value,)), self._norm, outputs=(meta,))
+        moved = self._graph.call_function(AVERAGED, (given, average, self._norm.args[6]), count)
+        derive(moved, self._norm, outputs=(replace(meta, shape=info(average).meta.shape),))
 
     def column(self, vector: fx.Node) -> fx.Node:
         """``[c]`` along the channels."""

@@ -4,7 +4,7 @@ Guarantees: after it no change of type on the axis of microbatches is left but t
 the step (:mod:`autopar.passes.hoist`). ``P -> R`` (a sum that is used) becomes a product with the number of
 microbatches, ``R -> P`` (a term of the loss) a quotient by it. So a loss that is made of means is the mean of those of
 microbatches, as accumulating gradients on one device computes it. Example: ``all_reduce(mean, mb, src=P, dst=R)`` ->
-``mul(mean, 4)``.
+``mul(mean, 4)``. A running average (:mod:`autopar.passes.batch_statistics`) is then one of statistics of microbatches.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autopar.errors import GraphError
-from autopar.graph import AxisRef, Block, Model, RuntimeOp, where
+from autopar.graph import AVERAGED, AxisRef, Block, Model, RuntimeOp, where
 from autopar.spmd import P, R
 
 aten = torch.ops.aten
@@ -33,6 +33,9 @@ def _estimate(block: Block, microbatches: int) -> None:
     for node in block.ops:
         if isinstance(node.target, RuntimeOp) and _MICROBATCHES in node.args and "src" in node.kwargs:
             _scale(node, microbatches)
+        elif node.target == AVERAGED and "count" in node.kwargs:
+            count: Any = node.kwargs["count"]
+            node.kwargs = {"count": count // microbatches}
 
 
 def _scale(node: fx.Node, microbatches: int) -> None:

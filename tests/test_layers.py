@@ -105,6 +105,7 @@ PRIVATE_TORCH = {
     "autopar/planner/saved_by_op.py": "torch._subclasses.fake_tensor.",  # runs ops on shapes alone
     "autopar/row_capture.py": "torch._check",  # the documented way to say what is known of a size in an export
     "autopar/graph.py": "torch._ops.OpOverload",  # the type of an ATen op has no public name
+    "autopar/runtime/recomputation.py": "torch._C._current_graph_task_id",  # as torch.utils.checkpoint asks it
     "autopar/simulate/torch_private.py": "torch.",
     "autopar/shapes.py": "torch.",  # what operations make of tensors without values
     "autopar/storages.py": "torch.",  # sees what operations make, fake tensors among it

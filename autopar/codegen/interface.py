@@ -13,7 +13,7 @@ from autopar.codegen.function import Function, Var
 from autopar.codegen.job import Job
 from autopar.codegen.runs import number, runs
 from autopar.codegen.text import INDENT, literal, wrap
-from autopar.graph import Call, Info, ParameterInfo, arguments, info, is_aten
+from autopar.graph import AVERAGED, Call, Info, ParameterInfo, arguments, info, is_aten, operands
 from autopar.options import weights_streamed
 from autopar.passes.edges import Wire
 from autopar.passes.routers import weights_of
@@ -47,6 +47,7 @@ def program_of(job: Job, part: Part, forward: Function) -> Program:
         spanning=_spanning(job, part) if weights_streamed(job.options.zero, job.options.offload) else (),
         routers=tuple(_routers(job, part)),
         readers=_readers(job, part),
+        averages=tuple(dict.fromkeys(_averages(job, part))),
     )
 
 
@@ -63,6 +64,13 @@ def _routers(job: Job, part: Part) -> Iterator[Router]:
             order, imbalance = (tuple(known_of.order), known_of.imbalance) if known_of is not None else ((), 1.0)
             skips = tuple(n for n in weights_of(job.model, found) if job.model.parameters[n].skips)
             yield Router(found.layer, found.experts, split, bias, order, imbalance, skips)
+
+
+def _averages(job: Job, part: Part) -> Iterator[str]:
+    """Of the stage's calls, the buffers that they move."""
+    for call in (job.model.calls[index] for index in part.calls):
+        names = dict(zip(job.model.block_of(call).parameters, call.parameters, strict=True))
+        yield from (names[operands(node)[1]] for node in job.model.block_of(call).ops if node.target == AVERAGED)
 
 
 def _spanning(job: Job, part: Part) -> tuple[str, ...]:
@@ -221,6 +229,7 @@ _UNSAID: Final[Sequence[tuple[str, Any]]] = (
     ("spanning", ()),
     ("routers", ()),
     ("readers", {}),
+    ("averages", ()),
 )
 
 

@@ -57,6 +57,7 @@ _SHORT: Final = {
     "embedding_sharded": "embed",
     "embedding_rows": "embed",
     "mean_of_whole": "mean",
+    "averaged": "average",
     "arange": "position",
     "dispatch": "rows",
     "dispatch_start": "flight",

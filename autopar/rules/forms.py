@@ -101,6 +101,7 @@ FORMS: Final[Mapping[str, Callable[[Op], Kept]]] = {
     "linear": _product,
     "matmul": _product,
     "mean_of_whole": _nothing,
+    "averaged": _nothing,
     "cumsum_sharded": _nothing,
     "dropout_replayed": _nothing,
     "relu_kept_as_bits": _bits,

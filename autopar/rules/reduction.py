@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autopar.graph import Choice
-from autopar.rules.base import Local, Op, Rule
+from autopar.rules.base import Local, Op, Rule, Whole
 from autopar.rules.lines import along, dim, line, names, reduced, whole
 from autopar.rules.spec import Line, Spec, together
 
@@ -174,4 +174,5 @@ RULES: dict[str, Rule] = {
     "aten.rms_norm.default": _Norm(_trailing),
     "aten.group_norm.default": Spec(_grouped),
     "aten.batch_norm.default": Spec(_of_channels),
+    "averaged": Whole(),  # a buffer is whole, and so is what it is moved by
 }

@@ -21,7 +21,7 @@ from autopar.runtime.gist import (
     threshold_kept_as_bits,
 )
 from autopar.runtime.grouped import grouped_bias, grouped_linear
-from autopar.runtime.local_ops import mean_of_whole
+from autopar.runtime.local_ops import averaged, mean_of_whole
 from autopar.runtime.modules import Container, declare
 from autopar.runtime.ops import cross_entropy_sharded, embedding_rows, embedding_sharded
 from autopar.runtime.program import Input, Parameter, Program, Router, Tensor, Total, VocabularyProgram
@@ -51,6 +51,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "attention_with_offset",
+    "averaged",
     "chunked_cross_entropy",
     "combine",
     "convert",

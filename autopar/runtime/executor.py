@@ -137,6 +137,11 @@ class Executor:
         return {router.bias: bias for router, bias in self._biases()}
 
     @property
+    def averages(self) -> dict[str, Tensor]:
+        """Name -> the running average ``[c]`` of each of this rank's layers that moves one."""
+        return {n: self.stages[stage].get_buffer(n) for stage, p in self.programs.items() for n in p.averages}
+
+    @property
     def masters(self) -> dict[str, nn.Parameter]:
         """What this rank stores and trains, under the model's own names, each once."""
         return {name: master for store in self.stores.values() for name, master in store.masters.items()}

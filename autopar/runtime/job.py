@@ -169,7 +169,7 @@ class Job:
 @dataclass
 class RankResult:
     """What one rank leaves behind: losses and loads of experts per step, in the part that it stores the last step's
-    gradients and parameters, and the selection biases of its routers, which steps change."""
+    gradients and parameters, and the buffers that steps change: selection biases of its routers, running averages."""
 
     losses: list[float] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
@@ -265,7 +265,7 @@ def run_rank(
         result.losses.append(float(executor.step(batch)))
         result.loads.append(executor.expert_load)
     result.parameters = {n: p.detach().cpu() for n, p in executor.named_parameters().items()}
-    result.buffers = {n: bias.cpu() for n, bias in executor.selection_biases.items()}
+    result.buffers = {n: bias.cpu() for n, bias in (executor.selection_biases | executor.averages).items()}
     return result
 
 

@@ -143,7 +143,7 @@ class Program:
     a tuple of what it ``sends``, to every rank's :class:`VocabularyProgram`. ``parameters`` are in the order of their
     use; ``spanning`` names those that more than one of the stage's calls use; ``readers`` those that another layer than
     the one they are named after reads first, with its path, or "" for the stage's own code. ``routers`` are of the
-    stage's layers.
+    stage's layers; ``averages`` names the buffers that forwards move, equal on all ranks.
     """
 
     stage: int
@@ -161,6 +161,7 @@ class Program:
     spanning: tuple[str, ...] = ()
     routers: tuple[Router, ...] = ()
     readers: dict[str, str] = field(default_factory=dict)
+    averages: tuple[str, ...] = ()
 
     @property
     def is_last(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar, cast
 
+import torch
 from torch.utils.checkpoint import checkpoint
 
 Result = TypeVar("Result")
@@ -19,3 +20,12 @@ def recompute(function: Callable[..., Result], *arguments: object) -> Result:
     (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.)
     """
     return cast(Result, checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False))
+
+
+def runs_again() -> bool:
+    """Whether a backward runs the caller: it computes again what a forward did.
+
+    ``torch.utils.checkpoint`` tells one backward from another by the same number. Compiled code is always the forward:
+    a compiler leaves writes to buffers out of what it computes again.
+    """
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

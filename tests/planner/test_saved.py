@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar import simulate
+from autopar import ParallelModel, simulate
 from autopar.batch import flatten
 from autopar.graph import Model, info, op_name
 from autopar.planner.saved import Kept, kept_storages, saved_tensors
@@ -76,7 +76,29 @@ def test_of_one_rank(name: str, mesh: dict[str, int], head_chunks: int) -> None:
         ranks = mesh["tp"] * mesh.get("dp", 1)
         options: Any = {"mesh": mesh, "cluster": FAST, "head_chunks": head_chunks}
         job = compile_pinned(case.model, ranks, sample=case.batch, loss=case.loss, **options)
-    batch, _ = flatten(case.batch)
+    check_ranks(job, case.batch)
+
+
+def test_what_moves_averages_keeps_nothing() -> None:
+    x = torch.randn(8, 8, dtype=torch.float64)
+    model = Normalized().double()
+    check_ranks(compile_pinned(model, 2, sample=x, mesh={"dp": 2}, microbatches=1, cluster=FAST), x)
+
+
+class Normalized(nn.Module):
+    """A batch norm that ranks take by their samples: what follows can't be split by channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.enter(x)).softmax(-1).square().mean()
+
+
+def check_ranks(job: ParallelModel, given: Any) -> None:
+    ranks = job.plan.mesh.world
+    batch, _ = flatten(given)
 
     def program(rank: int) -> int:
         axes = Axes.build(job.plan.mesh, rank, "cpu")

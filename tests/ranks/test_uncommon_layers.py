@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from autopar import simulate
 from autopar.errors import ShardingError
+from autopar.runtime.job import run_rank
 from tests.fast_cluster import FAST
 from tests.pinned import compile_pinned
 
@@ -206,6 +209,53 @@ def test_microbatches_have_statistics_of_their_own() -> None:
         compile_pinned(model, 2, **given)
     result = compile_pinned(model, 2, statistics="microbatch", **given).verify(x, steps=2)
     assert result.ok, str(result)
+
+
+MEANS = [{"dp": 2}, {"tp": 2}, {"pp": 2, "dp": 2}]
+
+
+@pytest.mark.parametrize("way", ["whole", "recomputed", "microbatches"])
+@pytest.mark.parametrize("mesh", MEANS, ids=str)
+def test_running_averages_are_those_of_one_device(mesh: dict[str, int], way: str) -> None:
+    """On every rank, after two steps; with statistics of their own, of one microbatch after another."""
+    torch.manual_seed(0)
+    model, x, count = Norms().double(), images(), 1 + (way == "microbatches")
+    options = {"whole": {}, "recomputed": {"recompute": "full"}, "microbatches": {"statistics": "microbatch"}}[way]
+    given = {"sample": x, "cluster": FAST, "mesh": mesh, "microbatches": count, "optimizer": tame, **options}
+    job = compile_pinned(model, prod(mesh.values()), **given)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    ranks = simulate.run(lambda rank: run_rank(job.job, rank, {"0": x}, 2), prod(mesh.values())).results
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+    expected = dict(one_device(model, x.chunk(count), 2).named_buffers())
+    names = ["images.1.running_mean", "images.1.running_var"]
+    assert sum(list(rank.buffers) == names for rank in ranks) == prod(mesh.values()) // mesh.get("pp", 1)
+    for name, buffer in (item for rank in ranks for item in rank.buffers.items()):
+        assert (buffer - before[name]).abs().min() > 1e-3
+        torch.testing.assert_close(buffer, expected[name], rtol=1e-12, atol=1e-12)
+    if way == "recomputed":
+        assert any("recompute(" in text for text in job.job.texts)
+
+
+@pytest.mark.parametrize("mesh", MEANS[:2], ids=str)
+def test_moves_of_averages_cost_what_plans_say(mesh: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    model = Model((4,), plain, nn.BatchNorm1d(4)).double()
+    x = torch.randn(ROWS, WIDTH, dtype=torch.float64)
+    job = compile_pinned(model, 2, sample=x, cluster=FAST, mesh=mesh, microbatches=1, recompute="full")
+    assert "averaged(" in job.job.texts[0]
+    found = job.audit()
+    assert found.ok, str(found)
+
+
+def one_device(model: nn.Module, microbatches: Sequence[Tensor], steps: int) -> nn.Module:
+    trained = copy.deepcopy(model)
+    optimizer = tame(trained.parameters())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for x in microbatches:
+            (trained(x) / len(microbatches)).backward()
+        optimizer.step()
+    return trained
 
 
 def test_given_statistics_split_samples() -> None:

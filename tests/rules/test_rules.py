@@ -34,7 +34,7 @@ FAMILIES: tuple[Family, ...] = (
 )
 ELSEWHERE = {
     *(*TRANSITIONS, "getitem", "embedding_sharded", "cross_entropy_sharded", "mean_of_whole"),
-    *("attention_with_offset", "ring_attention", "cumsum_sharded"),
+    *("attention_with_offset", "ring_attention", "cumsum_sharded", "averaged"),
     *("route", "dispatch", "dispatch_start", "grouped_linear", "grouped_bias", "combine"),
 }
 """Ops of solved graphs (tests/rules/test_axes.py and test_outputs.py), and of experts (test_experts.py)."""
