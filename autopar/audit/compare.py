@@ -130,6 +130,7 @@ def audit(planned: Planned) -> Audit:
 _STAGE: Final = {
     "forward_seconds": "forward",
     "backward_seconds": "backward",
+    "whole_seconds": "whole backward",
     "weight_seconds": "weight gradients",
     "send_forward_seconds": "message forward",
     "send_backward_seconds": "message backward",
@@ -152,9 +153,10 @@ _RANK: Final = {
 def _of_stages(timeline: Timeline, seen: SeenCosts) -> Iterator[Row]:
     for stage in range(timeline.schedule.stages):
         for name, what in _STAGE.items():
+            if not _is_used(name, stage, seen):
+                continue
             planned, found = getattr(timeline.costs, name)[stage], getattr(seen, name)(stage)
-            used = _is_used(name, stage, seen)
-            if used and (planned or found):
+            if planned or found:
                 yield Row(f"stage {stage}: {what}", planned, found)
         run, priced = seen.back_flops(stage)
         yield Row(f"stage {stage}: products of the backward", priced, run, "FLOP")
@@ -164,6 +166,8 @@ def _is_used(name: str, stage: int, seen: SeenCosts) -> bool:
     """A figure of the timeline that this schedule's actions don't ask for is nobody's."""
     if name == "weight_seconds":
         return seen.is_split(stage)
+    if name == "whole_seconds":
+        return seen.is_mixed(stage)
     return name != "offload_seconds" or seen.offloads(stage)
 
 

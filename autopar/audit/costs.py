@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from typing import Final
 
 from autopar.audit import host
@@ -35,6 +36,7 @@ from autopar.cost_models.step import Collectives
 from autopar.rules import lookup
 from autopar.runtime.vocabulary import VOCABULARY
 from autopar.schedules.actions import Action, Schedule
+from autopar.schedules.backwards import Backwards, mixed_backwards, telling
 from autopar.schedules.flow import EXCHANGES, VOCABULARY_KINDS
 
 _EMPTY: Final = Phase()
@@ -58,8 +60,35 @@ class SeenCosts:
         return self.seen[rank].phases.get(str(action), _EMPTY)
 
     def is_split(self, stage: int) -> bool:
-        """Whether the stage's backward is two passes."""
-        return (0, stage) in self.schedule.split
+        """Whether a backward of the stage is two passes."""
+        return any(number == stage for _, number in self.schedule.split)
+
+    def is_mixed(self, stage: int) -> bool:
+        """Whether some are, and others one."""
+        return stage in self._mixed
+
+    @cached_property
+    def _mixed(self) -> Mapping[int, Backwards]:
+        return mixed_backwards(self.schedule)
+
+    def _count(self, stage: int, *, whole: bool) -> int:
+        """How many backwards of the stage are of this kind."""
+        if stage in self._mixed:
+            return self._mixed[stage].whole if whole else self._mixed[stage].split
+        return 0 if whole == self.is_split(stage) else self.schedule.microbatches
+
+    def _ends_split(self, stage: int) -> bool:
+        """Whether W completes the last gradients."""
+        return self._mixed[stage].ends_split if stage in self._mixed else self.is_split(stage)
+
+    def _back(self, stage: int, *, whole: bool) -> list[Phase]:
+        """The passes of the first backward of a kind that was seen."""
+        split, seen = self.schedule.split, sorted(self._seen_of(stage))
+        microbatch = next(number for number in seen if ((number, stage) in split) != whole)
+        return [self._phase(kind, stage, microbatch) for kind in (("B",) if whole else ("I", "W"))]
+
+    def _seen_of(self, stage: int) -> set[int]:
+        return telling(self.schedule, self.schedule.placement[stage])
 
     def _last(self) -> int:
         return self.schedule.microbatches - 1
@@ -75,17 +104,25 @@ class SeenCosts:
         return plain + within + step.slowed_seconds([self._gathered_beside(stage)], plain)
 
     def backward_seconds(self, stage: int) -> float:
-        """The same of the backward."""
-        return max(self._device_backward(stage), self._waited(stage, self._backward_calls(stage)))
-
-    def _device_backward(self, stage: int) -> float:
-        """Both parts of it, where it is split."""
-        plain, late = self._backward(stage), self._weights(stage)
-        back = [self._gathering(stage)] if self._streams else []
-        within = self.prices.slowed(self._phase("F", stage), back=True)
+        """The same of the backward: of both parts of it, if one of the stage is split."""
         if not self.is_split(stage):
-            return plain + within + step.slowed_seconds([*back, *self._summed_beside(stage)], plain)
-        return self.weight_seconds(stage) + (plain - late) + within + step.slowed_seconds(back, plain - late)
+            return self.whole_seconds(stage)
+        plain, late = self._of_stage("_split_backward", stage), self._weights(stage)
+        back, within = self._beside_backward(stage)
+        seconds = self.weight_seconds(stage) + (plain - late) + within + step.slowed_seconds(back, plain - late)
+        return max(seconds, self._waited(stage, self._backward_calls(stage, whole=False)))
+
+    def whole_seconds(self, stage: int) -> float:
+        """Of a backward that isn't split."""
+        plain = self._of_stage("_whole_backward", stage)
+        back, within = self._beside_backward(stage)
+        seconds = plain + within + step.slowed_seconds([*back, *self._summed_beside(stage)], plain)
+        return max(seconds, self._waited(stage, self._backward_calls(stage, whole=True)))
+
+    def _beside_backward(self, stage: int) -> tuple[list[Collectives], float]:
+        """Gathers, and what rows that travel within it take."""
+        back = [self._gathering(stage)] if self._streams else []
+        return back, self.prices.slowed(self._phase("F", stage), back=True)
 
     def weight_seconds(self, stage: int) -> float:
         plain = self._weights(stage)
@@ -98,9 +135,9 @@ class SeenCosts:
     def _forward_calls(self, stage: int) -> int:
         return host.forward_calls(self._phase("F", stage)) + self._copies(stage)
 
-    def _backward_calls(self, stage: int) -> int:
+    def _backward_calls(self, stage: int, *, whole: bool) -> int:
         """Of all parts of it."""
-        back = [self._phase(kind, stage) for kind in (("I", "W") if self.is_split(stage) else ("B",))]
+        back = self._back(stage, whole=whole)
         made = host.gradient_calls(self._phase("F", stage)) + host.again_calls(back[0])
         return made + sum(phase.sums for phase in back) + self._copies(stage)
 
@@ -112,11 +149,14 @@ class SeenCosts:
         """What the host of a rank takes to issue a step."""
         microbatches, mine = self.schedule.microbatches, self.seen[rank]
         stages = [stage for stage, home in enumerate(self.schedule.placement) if home == rank]
-        passes = sum(self._forward_calls(stage) + self._backward_calls(stage) for stage in stages)
+        passes = sum(microbatches * self._forward_calls(stage) for stage in stages)
+        for stage, whole in product(stages, (False, True)):
+            count = self._count(stage, whole=whole)
+            passes += count * self._backward_calls(stage, whole=whole) if count else 0
         gathers = {str(action) for action in self.schedule.lists[rank] if action.kind == "GATHER"}
         once = sum(mine.phases.get(text, _EMPTY).copies for text in gathers)
         updates = mine.masters * (microbatches if self.schedule.is_asynchronous else 1)
-        return step.host_seconds(microbatches * passes + once + updates, self.prices.cluster.device)
+        return step.host_seconds(passes + once + updates, self.prices.cluster.device)
 
     def _gathered_beside(self, stage: int) -> Collectives:
         """Of collectives, those beside a forward: of one a step, its share of each microbatch."""
@@ -150,14 +190,16 @@ class SeenCosts:
         kinds = ("GATHER_F", "F") if self._streams else ()
         return math.fsum(self.prices.casts(self._phase(kind, stage)) for kind in kinds)
 
-    def _backward(self, stage: int) -> float:
+    def _split_backward(self, stage: int) -> float:
         """With what it computes again."""
-        return self._of_stage("_backward_of", stage)
+        return self._backward_of(stage, whole=False)
 
-    def _backward_of(self, stage: int) -> float:
-        back = self._phase("I" if self.is_split(stage) else "B", stage)
-        ops = self.prices.backward(self._phase("F", stage)) + self.prices.again(back)
-        return ops + self.accumulation_seconds(stage) + self._cast(stage)
+    def _whole_backward(self, stage: int) -> float:
+        return self._backward_of(stage, whole=True)
+
+    def _backward_of(self, stage: int, *, whole: bool) -> float:
+        ops = self.prices.backward(self._phase("F", stage)) + self.prices.again(self._back(stage, whole=whole)[0])
+        return ops + self.accumulation_seconds(stage, whole=whole) + self._cast(stage)
 
     def _weights(self, stage: int) -> float:
         return self._of_stage("_weights_of", stage)
@@ -165,12 +207,15 @@ class SeenCosts:
     def _weights_of(self, stage: int) -> float:
         return self.prices.weights(self._phase("F", stage)) + self.accumulation_seconds(stage, put_off=True)
 
-    def accumulation_seconds(self, stage: int, *, put_off: bool = False) -> float:
-        """Of adding up gradients, per microbatch."""
-        places = (PUT_OFF, *_SENT) if put_off else (MADE, PUT_OFF, *_SENT)
+    def accumulation_seconds(self, stage: int, *, whole: bool = False, put_off: bool = False) -> float:
+        """Of adding up gradients, per microbatch: what is made in backwards of a kind, of those; all that is sent."""
+        places = (PUT_OFF,) if put_off else (MADE, PUT_OFF)
         found = self.seen[self.schedule.placement[stage]].gradients
-        mine = (where for where in found if where.stage == stage)
-        return self._moved_seconds(found, mine, places)
+        mine = [where for where in found if where.stage == stage]
+        made = [where for where in mine if (where.kind == "B") == whole] if self.is_mixed(stage) else mine
+        count = self._count(stage, whole=whole)
+        added = self._moved_seconds(found, made, places) * self.schedule.microbatches / count if count else 0.0
+        return added + self._moved_seconds(found, mine, _SENT)
 
     def _table_seconds(self, rank: int, kind: str) -> float:
         """The same of a split vocabulary's, in a pass. What is done with sums once a step counts with ``T``."""
@@ -187,14 +232,18 @@ class SeenCosts:
         seconds = [self._times(w, m) * self._move_seconds(m, elements) for w, m, elements in moves if m.place in places]
         return math.fsum(seconds) / self.schedule.microbatches
 
-    def _times(self, where: Where, moved: Moved) -> int:
-        """How often a step has what was seen of the first and the last microbatch, which all after the first are like.
-        But a sum is cast, and sent, once; what is sent in each backward is added once less."""
-        alike, last = self.schedule.microbatches - 1, self._last()
+    def _times(self, where: Where, moved: Moved) -> float:
+        """How often a step has what was seen of some microbatches: others are like the last one that was seen of their
+        kind. But a sum is cast, and sent, once; what is sent in each backward is added once less."""
+        seen = self._seen_of(max(0, where.stage))
         if moved.place == ENDED:
-            return alike if moved.is_added else 1
-        once = where.microbatch != last or not last or (moved.is_cast and moved.place != SENT)
-        return 1 if once else alike
+            return (self.schedule.microbatches - 1) / max(1, len(seen) - 1) if moved.is_added else 1
+        if where.microbatch < 0 or (moved.is_cast and moved.place != SENT):
+            return 1
+        split, stage = self.schedule.split, where.stage
+        is_split = (where.microbatch, stage) in split
+        kind = {m for m in range(self.schedule.microbatches) if ((m, stage) in split) == is_split}
+        return 1 + len(kind - seen) if where.microbatch == max(kind & seen) else 1
 
     def _move_seconds(self, moved: Moved, elements: int) -> float:
         price = step.add_seconds if moved.is_added else step.copy_seconds
@@ -245,7 +294,7 @@ class SeenCosts:
 
     def _left(self, sums: float, stage: int) -> float:
         """Of sums that run beside the pass that makes their terms: what is left at its end."""
-        completing = self._weights(stage) if self.is_split(stage) else self._backward(stage)
+        completing = self._weights(stage) if self._ends_split(stage) else self._of_stage("_whole_backward", stage)
         return step.left_seconds(sums, self.layers[stage], completing)
 
     @cached_property
@@ -295,7 +344,7 @@ class SeenCosts:
         """
         ops = [ran for ran in self._phase("F", stage).ops if not ran.again and ran.flops and not is_by_shape(ran)]
         ops = [ran for ran in ops if not lookup(ran.op.name).repeats]
-        late = self._phase("W", stage).flops if self.is_split(stage) else 0
+        late = self._phase("W", stage).flops if (0, stage) in self.schedule.split else 0
         run = sum(ran.back_flops for ran in ops) + late
         return run, sum(ran.flops * sum(m.needs_grad for m in ran.op.operands) for ran in ops)
 
@@ -395,7 +444,7 @@ class SeenCosts:
 
 _FIELDS: Final = {
     "F": "forward_seconds",
-    "B": "backward_seconds",
+    "B": "whole_seconds",
     "W": "weight_seconds",
     "SEND_F": "send_forward_seconds",
     "SEND_B": "send_backward_seconds",

@@ -43,6 +43,7 @@ from autopar.runtime.shards import Positions, stored_shape
 from autopar.runtime.store import Unit
 from autopar.runtime.vocabulary import VOCABULARY
 from autopar.schedules.actions import Action, Schedule
+from autopar.schedules.backwards import telling
 from autopar.simulate.alone import run_alone
 from autopar.simulate.kernels import kernels_of
 from autopar.storages import fake_tensors
@@ -51,10 +52,11 @@ from autopar.storages import fake_tensors
 @dataclass(frozen=True)
 class Seen:
     """What one rank did in a step with the first and the last microbatch (and one that a stage offloads, where these
-    aren't): by action, as its text. ``updated`` is how many elements of parameters its optimizer updates, those of so
-    many ``masters``; ``gradients`` how many of gradients were moved. ``on_host``: that is where masters lie;
-    ``returned`` are bytes of their gradients, by the stage that sums them. ``places``: at how
-    many units of a stage, by its number, its first forward waits for weights."""
+    aren't; and those that stand for others where backwards are of two kinds): by action, as its text. ``updated`` is
+    how many elements of parameters its optimizer updates, those of so many ``masters``; ``gradients`` how many of
+    gradients were moved. ``on_host``: that is where masters lie; ``returned`` are bytes of their gradients, by the
+    stage that sums them. ``places``: at how many units of a stage, by its number, its first forward waits for weights.
+    """
 
     phases: Mapping[str, Phase]
     updated: int
@@ -72,10 +74,10 @@ def see(job: Job, batch: Mapping[str, Tensor], device: str) -> list[Seen]:
     It is the rank with the last part of a sequence, which has the most to do where attention is causal.
     """
     last = job.mesh.cp - 1
-    ends = {0, job.schedule.microbatches - 1}
     found = []
     for index in range(job.mesh.pp):
         rank = job.mesh.rank(pp=index, cp=last)
+        ends = telling(job.schedule, index)
         seen = _see(job, batch, rank, ends, device)
         copied = {action.microbatch for action in first_offloads(job.schedule, index).values()}
         if copied - ends:  # stages that keep what they have of the first and the last microbatch on the device

@@ -21,6 +21,7 @@ from autopar.planner.between import between
 from autopar.planner.block_costs import BlockCost, Both, Machine, Wire
 from autopar.planner.contention import Slowed
 from autopar.planner.gradients import Accumulation
+from autopar.planner.host import Waited
 from autopar.planner.op_costs import dtype_name
 from autopar.planner.pipeline import Pipeline
 from autopar.rules import lookup
@@ -306,7 +307,7 @@ def _take_apart(
             spent.exposed["contention", "", ""].append(slowed)
             own.append(-slowed)
             if kind != "W":
-                waited = times * pipeline.waiting[stage][way]
+                waited = times * _waited(kind, pipeline.waiting[stage])
                 spent.exposed[_ISSUING].append(waited)
                 own.append(-waited)
                 cast = times * pipeline.casts.passes[stage]
@@ -326,12 +327,17 @@ def _take_apart(
 def _slowed(kind: str, slowed: Slowed) -> float:
     """What of it is a pass of ``kind``."""
     inner = slowed.backward - slowed.weights
-    return {"F": slowed.forward, "B": slowed.backward, "W": slowed.weights}.get(kind, inner)
+    return {"F": slowed.forward, "B": slowed.whole, "W": slowed.weights}.get(kind, inner)
+
+
+def _waited(kind: str, waited: Waited) -> float:
+    """Likewise."""
+    return {"F": waited.forward, "B": waited.whole}.get(kind, waited.backward)
 
 
 def _accumulated(kind: str, accumulation: Accumulation) -> float:
     """What of it a backward of ``kind`` takes."""
-    return {"B": accumulation.seconds, "W": accumulation.put_off}.get(kind, accumulation.seconds - accumulation.put_off)
+    return {"B": accumulation.whole, "W": accumulation.put_off}.get(kind, accumulation.seconds - accumulation.put_off)
 
 
 def _book(sent: _Sent, way: int, times: int, spent: _Spent) -> Iterator[float]:

@@ -22,47 +22,51 @@ from typing import NamedTuple
 from autopar.cost_models import step
 from autopar.planner.block_costs import BlockCost, Both, Machine
 from autopar.planner.zero import MoveCosts
+from autopar.schedules.backwards import Backwards
 
 
 class Slowed(NamedTuple):
     """Seconds that passes of a stage take longer, per microbatch on the average of an update: forward, backward, and of
-    this the part that makes weights' gradients, where it is a pass of its own."""
+    this the part that makes weights' gradients, where it is a pass of its own; and a backward that is ``whole`` where
+    others aren't (else the same)."""
 
     forward: float
     backward: float
     weights: float
+    whole: float
 
 
 class Passes(NamedTuple):
-    """Seconds of a stage's passes of a microbatch; ``weights`` is the part of the backward that may be put off."""
+    """Seconds of a stage's passes of a microbatch; ``weights`` is the part of the backward that may be put off, and
+    ``whole`` a backward that is one pass."""
 
     forward: float
     backward: float
     weights: float
+    whole: float
 
 
 @dataclass(frozen=True)
 class Contention:
-    """Of stages whose weights move as ``moves`` says, in an update of so many ``microbatches``; ``split``: their
-    backwards are two passes."""
+    """Of stages whose weights move as ``moves`` says, in an update of so many ``microbatches``."""
 
     moves: MoveCosts
     microbatches: int
-    split: bool
 
-    def slowed(self, calls: Sequence[int], passes: Passes, costs: Iterable[BlockCost]) -> Slowed:
-        """The passes of ``calls``, which would take so long with all multiprocessors; ``costs`` are those of each."""
+    def slowed(self, calls: Sequence[int], passes: Passes, costs: Iterable[BlockCost], backwards: Backwards) -> Slowed:
+        """The passes of ``calls``, which would take so long with all multiprocessors; ``costs`` are those of each.
+        Sums are what is left, and beside, of the kind of backward that is the last; each of either kind has a share."""
         forward, backward = _exchanges(costs, self.moves.machine)
-        by_moves = self._by_moves(calls, passes)
-        return Slowed(forward + by_moves.forward, backward + by_moves.backward, by_moves.weights)
+        moved = self._by_moves(calls, passes, backwards)
+        return Slowed(forward + moved.forward, backward + moved.backward, moved.weights, backward + moved.whole)
 
-    def _by_moves(self, calls: Sequence[int], passes: Passes) -> Slowed:
+    def _by_moves(self, calls: Sequence[int], passes: Passes, backwards: Backwards) -> Slowed:
         """Of weights and gradients."""
         moves, once = self.moves, 1 / self.microbatches
         gathered, scattered, reduced = moves.gathering(calls), moves.scattering(calls), moves.reducing(calls)
         if not gathered.held_seconds and not scattered.held_seconds and not reduced.held_seconds:
-            return Slowed(0.0, 0.0, 0.0)
-        completing = passes.weights if self.split else passes.backward
+            return Slowed(0.0, 0.0, 0.0, 0.0)
+        completing = passes.weights if backwards.ends_split else passes.whole
         sums = [
             step.hidden(scattered, moves.scatter_seconds(calls), moves.left_to_scatter(calls, completing)),
             step.hidden(reduced, moves.reduce_seconds(calls), moves.left_to_reduce(calls, completing)).times(once),
@@ -73,10 +77,12 @@ class Contention:
             left = moves.first_gathered(calls, passes.forward)
             before, back = step.hidden(gathered, moves.gather_seconds(calls), left).times(once), []
         forward = step.slowed_seconds([before], passes.forward)
-        if not self.split:
-            return Slowed(forward, step.slowed_seconds([*back, *sums], passes.backward), 0.0)
+        whole = step.slowed_seconds([*back, *sums], passes.whole)
+        if not backwards.split:
+            return Slowed(forward, whole, 0.0, whole)
         weights = step.slowed_seconds(sums, passes.weights)
-        return Slowed(forward, step.slowed_seconds(back, passes.backward - passes.weights) + weights, weights)
+        backward = step.slowed_seconds(back, passes.backward - passes.weights) + weights
+        return Slowed(forward, backward, weights, whole if backwards.whole else backward)
 
 
 def _exchanges(costs: Iterable[BlockCost], machine: Machine) -> Both:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -28,6 +28,7 @@ from autopar.planner.block_costs import put_off_weights
 from autopar.planner.packing import alone
 from autopar.planner.rank_memory import is_own_master
 from autopar.planner.zero import MoveCosts
+from autopar.schedules.backwards import Backwards
 
 
 class Summed(NamedTuple):
@@ -44,19 +45,29 @@ class Summed(NamedTuple):
     is_scattered: bool
 
     def added(
-        self, elements: float, microbatches: int, device: Device, *, put_off: bool = False, follows: bool = False
+        self,
+        elements: float,
+        microbatches: int,
+        device: Device,
+        *,
+        put_off: bool = False,
+        follows: bool = False,
+        begins: bool = True,
+        casts: bool | None = None,
     ) -> float:
         """Seconds of an update, for so many elements of parameters on a rank, as gradients are made. ``put_off``: by
-        products that are. ``follows``: each microbatch has made one before, elsewhere on the rank."""
+        products that are. ``follows``: each microbatch has made one before, elsewhere on the rank. ``begins``: the
+        update's first gradient is one of these; ``casts``: so is its second (None: it is if there are two)."""
         if (self.is_scattered and not follows) or (put_off and self.dtype == self.master):
             return 0.0
-        more, made, own = microbatches - 1, self.dtype.itemsize, self.master.itemsize
+        more, made, own = microbatches - begins, self.dtype.itemsize, self.master.itemsize
         if follows:
             return microbatches * step.add_seconds(elements, made, own, device)
         added = more * step.add_seconds(elements, made, own, device)
         if self.is_in_place:
-            return added + (step.copy_seconds(elements, own, own, device) if self.is_summed else 0.0)
-        return added + (self._cast(elements, self.dtype, self.master, device) if more else 0.0)
+            return added + (step.copy_seconds(elements, own, own, device) if self.is_summed and begins else 0.0)
+        has_second = more > 0 if casts is None else casts
+        return added + (self._cast(elements, self.dtype, self.master, device) if has_second else 0.0)
 
     def sent(
         self,
@@ -93,10 +104,12 @@ class Summed(NamedTuple):
 
 
 class Accumulation(NamedTuple):
-    """Seconds per microbatch: all, and those of the pass that completes gradients, where there is one for that."""
+    """Seconds per microbatch: all, and those of the pass that completes gradients, where there is one for that; and of
+    a backward that is ``whole``. The same for stages all of whose backwards are alike."""
 
     seconds: float
     put_off: float
+    whole: float
 
 
 @dataclass(frozen=True)
@@ -108,18 +121,20 @@ class GradientCosts:
     microbatches: int
     split: bool
 
-    def accumulation(self, calls: Sequence[int]) -> Accumulation:
-        """What the backward of a microbatch through ``calls`` takes for it, on the average of an update."""
-        key = self.moves.key(calls)
+    def accumulation(self, calls: Sequence[int], backwards: Backwards | None = None) -> Accumulation:
+        """What the backward of a microbatch through ``calls`` takes for it, on the average of those of its kind in an
+        update, which are these ``backwards`` (None: all alike)."""
+        known = backwards or Backwards.alike(self.microbatches, split=self.split)
+        key = self.moves.key(calls), known
         if key not in self._known:
-            self._known[key] = self._accumulation(calls)
+            self._known[key] = self._accumulation(calls, known)
         return self._known[key]
 
     @cached_property
     def _known(self) -> dict[Hashable, Accumulation]:
         return {}
 
-    def _accumulation(self, calls: Sequence[int]) -> Accumulation:
+    def _accumulation(self, calls: Sequence[int], backwards: Backwards) -> Accumulation:
         moves, count, device = self.moves, self.microbatches, self.moves.machine.device
         kept = {name: (self._summed(name, node), node) for name, node in moves.trained(calls, borrowed=True)}
         own = {name: summed for name, (summed, _) in kept.items() if name not in moves.borrowed(calls)}
@@ -134,19 +149,40 @@ class GradientCosts:
                 key = summed, name not in unpacked, again
                 sent[key] += info(node).meta.numel
                 stored[key] += moves.whole_elements(name, node) // summed.shards
-        now, later = (
-            [
-                summed.added(elements, count, device, put_off=put_off, follows=follows)
-                for (summed, put_off, follows), elements in made.items()
-                if put_off == late
-            ]
-            for late in (False, True)
-        )
-        later += [
+        leaves = math.fsum(
             summed.sent(elements, count, device, stored[summed, packed, again], packed=packed, again=again)
             for (summed, packed, again), elements in sent.items()
-        ]
-        return Accumulation(math.fsum((*now, *later)) / count, math.fsum(later) / count)
+        )
+        now, later, whole = (
+            self._added(made, backwards, whole=whole, late=late)
+            for whole, late in ((False, False), (False, True), (True, None))
+        )
+        whole += leaves / count
+        if not backwards.split:
+            return Accumulation(whole, leaves / count, whole)
+        put_off = later + leaves / count
+        return Accumulation(now + put_off, put_off, whole if backwards.whole else now + put_off)
+
+    def _added(
+        self, made: Mapping[tuple[Summed, bool, bool], int], backwards: Backwards, *, whole: bool, late: bool | None
+    ) -> float:
+        """Per backward of a kind, ``whole`` or split; ``late``: by products that are put off, or not (None: all)."""
+        count, device, found = backwards.whole if whole else backwards.split, self.moves.machine.device, list[float]()
+        for (summed, is_late, follows), elements in made.items():
+            if count and late in (None, is_late):
+                order = backwards.late if is_late else backwards.made
+                found.append(
+                    summed.added(
+                        elements,
+                        count,
+                        device,
+                        put_off=is_late and not whole,
+                        follows=follows,
+                        begins=order.first == whole,
+                        casts=self.microbatches > 1 and order.second == whole,
+                    )
+                )
+        return math.fsum(found) / count if count else 0.0
 
     def _summed(self, name: str, node: fx.Node) -> Summed:
         moves, dtype = self.moves, info(node).meta.dtype

@@ -16,13 +16,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 from autopar.cost_models import step
 from autopar.graph import Model
 from autopar.planner.activations import Alternative
 from autopar.planner.between import Between
-from autopar.planner.block_costs import BlockCost, Both
+from autopar.planner.block_costs import BlockCost
 from autopar.planner.zero import MoveCosts
+
+
+class Waited(NamedTuple):
+    """Seconds that passes of a stage wait for the host: forward, backward, and a backward that is ``whole`` where
+    others are two passes (else the same)."""
+
+    forward: float
+    backward: float
+    whole: float
 
 
 @dataclass(frozen=True)
@@ -73,12 +83,12 @@ class Issued:
             calls[home] += microbatches * sum(each) + once
         return tuple(step.host_seconds(count, self.moves.machine.device) for count in calls)
 
-    def waited(self, stage: int, seconds: Both) -> Both:
-        """How much longer than these ``seconds`` a stage's passes take because the host has no lead."""
+    def waited(self, stage: int, forward: float, backward: float, whole: float) -> Waited:
+        """How much longer than so many seconds a stage's passes take because the host has no lead."""
         if not self.waits[stage]:
-            return 0.0, 0.0
-        forward, backward = (step.host_seconds(calls, self.moves.machine.device) for calls in self.passes[stage])
-        return max(0.0, forward - seconds[0]), max(0.0, backward - seconds[1])
+            return Waited(0.0, 0.0, 0.0)
+        ahead, back = (step.host_seconds(calls, self.moves.machine.device) for calls in self.passes[stage])
+        return Waited(*(max(0.0, host - own) for host, own in ((ahead, forward), (back, backward), (back, whole))))
 
 
 def _trained(model: Model, calls: Sequence[int]) -> int:

@@ -14,16 +14,17 @@ from autopar.options import Options, activations_on_host, masters_on_host
 from autopar.passes.vocabulary import VOCABULARY
 from autopar.planner.activations import Activations, Alternative
 from autopar.planner.between import between
-from autopar.planner.block_costs import BlockCost, Both, Machine
+from autopar.planner.block_costs import BlockCost, Machine
 from autopar.planner.contention import Contention, Passes, Slowed
 from autopar.planner.gradients import Accumulation, GradientCosts
-from autopar.planner.host import Issued
+from autopar.planner.host import Issued, Waited
 from autopar.planner.rank_memory import Storage
 from autopar.planner.scalars import scalars
 from autopar.planner.table_gradients import with_gradients
 from autopar.planner.vocabulary_costs import VocabularyCost
 from autopar.planner.zero import MoveCosts
 from autopar.schedules import Costs, Schedule
+from autopar.schedules.backwards import Backwards, mixed_backwards
 from autopar.schedules.offloads import LEAST_BYTES
 
 
@@ -42,6 +43,16 @@ class Work:
     activations: Activations
     split: bool
 
+    def backwards(self, draft: Schedule) -> list[Backwards]:
+        """By stage of a draft, which may have other numbers of microbatches where all of its backwards are alike."""
+        mixed, count = mixed_backwards(draft), 1 if draft.is_asynchronous else self.microbatches
+        alike = Backwards.alike(count, split=self.split)
+        if not mixed:
+            return [alike] * draft.stages
+        whole = Backwards.alike(count, split=False)
+        split = {stage for _, stage in draft.split}
+        return [mixed.get(stage, alike if stage in split else whole) for stage in range(draft.stages)]
+
 
 class Casts(NamedTuple):
     """Seconds of making copies of masters in another dtype, and of weights because they travel together: by pipeline
@@ -54,14 +65,14 @@ class Casts(NamedTuple):
 
 class Priced(NamedTuple):
     """``costs`` of all stages; by stage, what of its passes is adding up gradients, and waiting for multiprocessors
-    that collectives hold; ``casts``, which are part of passes, or come before them; by stage, what its passes, forward
-    and backward, are ``waiting`` for the host."""
+    that collectives hold; ``casts``, which are part of passes, or come before them; by stage, what its passes are
+    ``waiting`` for the host."""
 
     costs: Costs
     accumulations: tuple[Accumulation, ...]
     slowed: tuple[Slowed, ...]
     casts: Casts
-    waiting: tuple[Both, ...]
+    waiting: tuple[Waited, ...]
 
 
 def priced(work: Work, draft: Schedule, stages: Sequence[Sequence[int]], chosen: Mapping[int, Alternative]) -> Priced:
@@ -70,7 +81,8 @@ def priced(work: Work, draft: Schedule, stages: Sequence[Sequence[int]], chosen:
     moves = MoveCosts(model, work.options, machine, stages, placement)
     # An asynchronous schedule updates by the gradient of each microbatch.
     count = 1 if draft.is_asynchronous else work.microbatches
-    accumulations = tuple(map(GradientCosts(moves, count, split=work.split).accumulation, stages))
+    backwards = work.backwards(draft)
+    accumulations = tuple(map(GradientCosts(moves, count, split=work.split).accumulation, stages, backwards))
     tables = [i for i, call in enumerate(model.calls) if model.block_of(call).kind == VOCABULARY]
     per_stage = [[work.blocks[model.calls[i].block] for i in stage] for stage in stages]
     beside = between(model, stages, work.blocks, machine, placement)
@@ -81,20 +93,25 @@ def priced(work: Work, draft: Schedule, stages: Sequence[Sequence[int]], chosen:
     )
     weights = tuple(sum(c.weight_seconds for c in s) + a.put_off for s, a in zip(per_stage, accumulations, strict=True))
     again = [math.fsum(chosen[i].rerun_seconds(split=work.split) for i in stage) for stage in stages]
-    backward = tuple(
-        sum(c.backward_seconds for c in s) + again_ + b.backward_seconds + a.seconds + cast
-        for s, again_, b, a, cast in zip(per_stage, again, beside, accumulations, casts.passes, strict=True)
+    backward, whole = (
+        tuple(
+            sum(c.backward_seconds for c in s) + again_ + b.backward_seconds + added + cast
+            for s, again_, b, added, cast in zip(per_stage, again, beside, kind, casts.passes, strict=True)
+        )
+        for kind in ([a.seconds for a in accumulations], [a.whole for a in accumulations])
     )
-    completing = weights if work.split else backward
-    contention = Contention(moves, count, work.split)
-    slowed = tuple(map(contention.slowed, stages, map(Passes, forward, backward, weights), per_stage))
+    completing = [w if kinds.ends_split else b for w, b, kinds in zip(weights, whole, backwards, strict=True)]
+    passes = map(Passes, forward, backward, weights, whole)
+    slowed = tuple(map(Contention(moves, count).slowed, stages, passes, per_stage, backwards))
     issued = Issued.of(moves, work.blocks, beside, chosen, tables, split=work.split)
-    both = [(f + s.forward, b + s.backward) for f, b, s in zip(forward, backward, slowed, strict=True)]
-    waiting = tuple(issued.waited(stage, seconds) for stage, seconds in enumerate(both))
+    own = zip(forward, backward, whole, slowed, strict=True)
+    taken = [(f + s.forward, b + s.backward, w + s.whole) for f, b, w, s in own]
+    waiting = tuple(issued.waited(stage, *seconds) for stage, seconds in enumerate(taken))
     begin, end = scalars(model, stages, work.blocks, machine, placement, work.microbatches)
     costs = Costs(
-        forward_seconds=tuple(f + wait for (f, _), (wait, _) in zip(both, waiting, strict=True)),
-        backward_seconds=tuple(b + wait for (_, b), (_, wait) in zip(both, waiting, strict=True)),
+        forward_seconds=tuple(f + waited.forward for (f, _, _), waited in zip(taken, waiting, strict=True)),
+        backward_seconds=tuple(b + waited.backward for (_, b, _), waited in zip(taken, waiting, strict=True)),
+        whole_seconds=tuple(b + waited.whole for (_, _, b), waited in zip(taken, waiting, strict=True)),
         send_forward_seconds=tuple(b.send_forward_seconds for b in beside),
         send_backward_seconds=tuple(b.send_backward_seconds for b in beside),
         reduce_seconds=tuple(map(moves.left_to_reduce, stages, completing)),

@@ -18,10 +18,11 @@ from autopar.options import Options, activations_on_host
 from autopar.passes.vocabulary import STAGELESS
 from autopar.planner.activations import Activations, Alternative
 from autopar.planner.alike import Alike
-from autopar.planner.block_costs import BlockCost, Both, Machine
+from autopar.planner.block_costs import BlockCost, Machine
 from autopar.planner.contention import Slowed
 from autopar.planner.fitting import Demand, Fit, Layout, Pins, fit, pinned
 from autopar.planner.gradients import Accumulation
+from autopar.planner.host import Waited
 from autopar.planner.makespan_bounds import makespan_bound
 from autopar.planner.modes import mode_of
 from autopar.planner.offload import offloaded
@@ -66,7 +67,7 @@ class Pipeline:
     keeps the most. ``bound_seconds`` is a proven bound on the slowest rank's passes of one microbatch. ``layout`` is
     how it fits, ``accumulations`` what stages' backwards take to add up gradients, ``slowed`` what collectives beside
     stages' passes add to them, ``casts`` what copies of masters in another dtype take, ``waiting`` what of stages'
-    passes, forward and backward, is waiting for the host, ``transient_bytes`` what passes of each pipeline rank hold at
+    passes is waiting for the host, ``transient_bytes`` what passes of each pipeline rank hold at
     most beside what it keeps, ``free_bytes`` what it had left for activations."""
 
     stages: tuple[tuple[int, ...], ...]
@@ -80,7 +81,7 @@ class Pipeline:
     accumulations: tuple[Accumulation, ...]
     slowed: tuple[Slowed, ...]
     casts: Casts
-    waiting: tuple[Both, ...]
+    waiting: tuple[Waited, ...]
     transient_bytes: tuple[int, ...]
     free_bytes: tuple[int, ...]
 

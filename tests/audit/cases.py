@@ -77,6 +77,7 @@ FAST_PLANS: Final = (
     Plan("moe_qwen2_moe", {"dp": 8, "ep": 8}, {"expert_imbalance": 1.25}, batch=16, cluster=NODES),  # in two hops
     Plan("mlp", {"dp": 4}, {"zero": 3, "zero_ranks": 2}, cluster=BUSY),  # what collectives slow: both passes
     Plan("mlp", {"pp": 2, "dp": 2}, {"schedule": "zb-h1", "zero": 2}, cluster=BUSY),  # the second half of the backward
+    Plan("mlp", {"pp": 2, "dp": 2}, {"schedule": "dualpipe-v", "microbatches": 6}, batch=12),  # two kinds
     Plan("mlp", {"dp": 2}, {"offload": ("optimizer",), **BF16}, torch.float32, cluster=BUSY),  # updated on the host
 )
 
