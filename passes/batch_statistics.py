@@ -7,13 +7,15 @@ may have statistics of their own (``statistics="microbatch"``), as accumulating 
 
 Running averages are moved as torch moves them, by ops beside those (:func:`autopar.runtime.averaged`), which the loss
 doesn't depend on; their operands are whole, so each rank moves its copy by the statistics of all. Averages that are
-no buffers of the model, but computed, stay as they are.
+no buffers of the model, but computed, stay as they are. Those that several calls move are in the order of the program
+where these are in one stage; each stage of a pipeline has a copy of its own.
 
 A batch norm by given statistics stays: it computes element by element.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
@@ -22,7 +24,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from autopar.graph import AVERAGED, Block, Meta, Model, derive, info, op_name
+from autopar.graph import AVERAGED, Block, Meta, Model, derive, info, op_name, operands
 
 aten = torch.ops.aten
 BATCH_NORM: Final = "aten.batch_norm.default"
@@ -32,6 +34,7 @@ _MOVED: Final = (
 _LEFT: Final = (
     "running averages of batch norms that are no buffers of the model stay as they are: register them as buffers"
 )
+_SHARED: Final = "several layers move {}: each stage of a pipeline that has some of them moves a copy of its own"
 
 
 def batch_statistics(model: Model) -> Model:
@@ -44,7 +47,19 @@ def batch_statistics(model: Model) -> Model:
                 remark = _MOVED if moves else _LEFT
                 if averages and remark not in model.remarks:
                     model.remarks.append(remark)
+    if shared := _moved_by_several(model):
+        model.remarks.append(_SHARED.format(", ".join(shared)))
     return model
+
+
+def _moved_by_several(model: Model) -> list[str]:
+    """The names of running averages that more than one call moves."""
+    calls: Counter[str] = Counter()
+    for call in model.calls:
+        block = model.block_of(call)
+        names = dict(zip(block.parameters, call.parameters, strict=True))
+        calls.update({names[operands(node)[1]] for node in block.ops if node.target == AVERAGED})
+    return sorted(name for name, count in calls.items() if count > 1)
 
 
 def _spell(block: Block, norm: fx.Node, averages: Sequence[fx.Node]) -> None:

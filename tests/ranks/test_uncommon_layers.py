@@ -236,6 +236,33 @@ def test_running_averages_are_those_of_one_device(mesh: dict[str, int], way: str
         assert any("recompute(" in text for text in job.job.texts)
 
 
+class Shared(nn.Module):
+    """Layers with one batch norm between them; and one whose averages are parts of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norm = nn.BatchNorm1d(WIDTH)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.Sigmoid()) for _ in range(2))
+        self.register_buffer("both", torch.eye(2, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return F.batch_norm(x, self.both[0], self.both[1], training=True).sigmoid().square().mean()
+
+
+def test_averages_that_layers_share_move_in_order() -> None:
+    torch.manual_seed(0)
+    model, x = Shared().double(), torch.randn(ROWS, WIDTH, dtype=torch.float64)
+    job = compile_pinned(model, 2, sample=x, cluster=FAST, mesh={"dp": 2}, microbatches=1, optimizer=tame)
+    result = job.verify(x, steps=2)
+    assert result.ok, str(result)
+    assert result.parameter_errors["layers.0.1.running_var"] < 1e-12
+    remarks = "\n".join(job.plan.remarks)
+    assert "several layers move layers.0.1.running_mean, layers.0.1.running_var: each stage" in remarks
+    assert "averages of batch norms that are no buffers of the model stay" in remarks
+
+
 @pytest.mark.parametrize("mesh", MEANS[:2], ids=str)
 def test_moves_of_averages_cost_what_plans_say(mesh: dict[str, int]) -> None:
     torch.manual_seed(0)
