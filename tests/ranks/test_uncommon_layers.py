@@ -263,6 +263,16 @@ def test_averages_that_layers_share_move_in_order() -> None:
     assert "averages of batch norms that are no buffers of the model stay" in remarks
 
 
+def test_averages_that_stages_share_are_seen_to_differ() -> None:
+    torch.manual_seed(0)
+    model, x = Shared().double(), torch.randn(ROWS, WIDTH, dtype=torch.float64)
+    given = {"sample": x, "cluster": FAST, "mesh": {"pp": 2}, "microbatches": 1, "optimizer": tame}
+    result = compile_pinned(model, 2, **given).verify(x, steps=2)
+    assert not result.ok
+    assert result.divergence.startswith("all but running averages agree: pipeline stages that share a batch norm")
+    assert "layers.0.1.running_mean" in str(result)
+
+
 @pytest.mark.parametrize("mesh", MEANS[:2], ids=str)
 def test_moves_of_averages_cost_what_plans_say(mesh: dict[str, int]) -> None:
     torch.manual_seed(0)
