@@ -150,16 +150,17 @@ class Prices:
         return self.messages(messages) + turned / self.cluster.device.achievable_memory_bytes_per_second
 
     def _hidden(self, ops: Sequence[Ran], *, back: bool) -> Iterator[float]:
-        """What is computed between the two halves of a dispatch hides as much of its messages."""
-        start = 0
+        """What is computed between the two halves of a dispatch hides as much of its messages. Others are whole."""
+        start: int | None = None
         for place, ran in enumerate(ops):
             if ran.op.name == DISPATCH_START:
                 start = place
-            elif ran.op.name == DISPATCH and ops[start].op.name == DISPATCH_START:
+            elif ran.op.name == DISPATCH and start is not None:
                 between = ops[start + 1 : place]
                 free = math.fsum(self._backward(r) if back else self._forward(r) for r in between)
                 both = (ops[start], ran)
                 yield min(free, math.fsum(self._sent(each, back=back) for each in both))
+                start = None
 
     def compute(self, ran: Ran) -> tuple[float, float]:
         """Forward and backward of an op, without what it sends; changes of type only send."""

@@ -70,12 +70,13 @@ def emit(
     """
     varied, regions = split_blocks(model, recompute or {})
     hoisted, reduce = hoist_parameter_sums(varied)
+    hoisted = start_dispatches(hoisted, regions)  # which looks for products by their rules
     if options is not None and options.float8:
         hoisted = float8(hoisted)
     if split_backward:
         hoisted = defer_weights(hoisted)
     job = make_job(
-        name_routers(start_dispatches(hoisted, regions)),
+        name_routers(hoisted),
         stages,
         mesh,
         microbatches=microbatches,

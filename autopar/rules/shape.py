@@ -166,8 +166,7 @@ def copies(node: fx.Node, device: str) -> bool:
     transpose has brought together.
 
     Views are made of a tensor without values, as the op before them lays its result out: in the order of its dims, but
-    for attention, whose fused kernels have heads behind positions. A CPU has none for values of another width than
-    queries.
+    for attention, whose fused kernels have heads behind positions.
     """
     if op_name(node) not in _RESHAPES:
         return False
@@ -178,13 +177,20 @@ def copies(node: fx.Node, device: str) -> bool:
         source = operands(source)[0]
     shape, dtype = info(source).meta.shape, info(source).meta.dtype
     given = torch.empty(shape, dtype=dtype, device="meta")
-    if op_name(source) == _ATTENTION and (device == "cuda" or shape[-1] == info(operands(source)[0]).meta.shape[-1]):
+    if op_name(source) == _ATTENTION and (device == "cuda" or _is_fused_on_cpu(Op.of(source))):
         laid_out = (*shape[:-3], shape[-2], shape[-3], shape[-1])
         given = torch.empty(laid_out, dtype=dtype, device="meta").transpose(-2, -3)
     for view in reversed(chain):
         given = _viewed(view, given)
     made = given.contiguous() if op_name(node) == _CONTIGUOUS else given.reshape(info(node).meta.shape)
     return made is not given and made._base is None
+
+
+def _is_fused_on_cpu(attention: Op) -> bool:
+    """A CPU has no fused kernel for values of another width than queries, dropout, or masks with gradients."""
+    masks = attention.operands[3:]
+    equal = attention.operands[0].shape[-1] == attention.operands[2].shape[-1]
+    return equal and not attention.arg(4, "dropout_p", 0.0) and not any(mask.needs_grad for mask in masks)
 
 
 def _viewed(view: fx.Node, tensor: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,7 @@ from tests.audit.cases import FAST_PLANS, PINNED, SLOW_PLANS, Plan
 from tests.fast_cluster import BUSY, FAST
 from tests.models import MLP, Case, prepared
 from tests.moe_models import family
+from tests.random_models import Recipe, case_of
 from tests.ranks import test_uncommon_weights as uncommon
 
 
@@ -48,6 +49,30 @@ def test_programs_cost_what_plans_say(plan: Plan) -> None:
 @pytest.mark.parametrize("plan", SLOW_PLANS, ids=str)
 def test_programs_cost_what_more_plans_say(plan: Plan) -> None:
     check(plan.compile().audit())
+
+
+ONE_IN_HALVES = Recipe(layers=2, twice=1, mlp="experts", parallel=True)
+"""Of its layers, one that is called twice has experts of its own, and the other dispatches in halves."""
+
+SPLIT = {"pp": 2, "tp": 2, "ep": 2}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "mesh", "options"),
+    [
+        (Recipe(positions="bias"), {"dp": 2}, {}),  # masks with gradients, for which a CPU has no fused attention
+        (ONE_IN_HALVES, {"cp": 2, "ep": 2}, {"attention": "heads", "cp_order": "contiguous"}),
+        (Recipe(mlp="shared"), SPLIT, {"schedule": "zb-h1"}),  # dispatches in halves, of products that are put off
+    ],
+    ids=["bias", "halves", "split"],
+)
+def test_programs_of_models_of_other_parts_cost_what_plans_say(
+    recipe: Recipe, mesh: dict[str, int], options: dict[str, Any]
+) -> None:
+    case = case_of(recipe)
+    given: dict[str, Any] = {**PINNED, "microbatches": 4 if "pp" in mesh else 2, "cluster": FAST, **options}
+    ranks = math.prod(size for axis, size in mesh.items() if axis != "ep")
+    check(autopar.compile(case.model, ranks, sample=case.batch, loss=case.loss, mesh=mesh, **given).audit())
 
 
 def _half(function: Callable[..., float]) -> Callable[..., float]:
