@@ -51,8 +51,17 @@ def within_budget(lay_out: Callable[[int], T], exact: Callable[[T], T], budget_b
 
 
 def _leanest(lay_out: Callable[[int], T], exact: Callable[[T], T], budget_bytes: int, least_bytes: int) -> T:
-    """What the solver can do at least with ``least_bytes``, if that really fits."""
-    found = exact(lay_out(budget_bytes - least_bytes))
+    """What the solver can do at least with ``least_bytes``, or with what it asks for then, if that really fits: where
+    activations go to the host, what it asks for is a guess."""
+    for left in reversed(range(_ROUNDS)):
+        try:
+            found = exact(lay_out(budget_bytes - least_bytes))
+            break
+        except BudgetError as error:
+            more = error.needed_bytes - budget_bytes
+            if not left or more <= 0:
+                raise
+            least_bytes += more
     if max(found.plan.peak_bytes) > budget_bytes:
         raise _refusal(found.plan, budget_bytes)
     return found

@@ -133,6 +133,20 @@ def test_far_below_the_budget_nothing_is_measured() -> None:
     assert within_budget(lambda spared: plan, refuse, 100) is plan
 
 
+def test_a_guess_of_what_the_leanest_needs_is_corrected() -> None:
+    """With room for 50 there is none for the leanest yet, which needs 60."""
+    solve, asked = solver(100, 60, lambda used: 65 if used > 60 else 10)
+
+    def lay_out(spared: int) -> Found:
+        if 100 - spared < 50:
+            asked.append(spared)
+            raise BudgetError("a guess", 50 + spared)
+        return solve(spared)
+
+    assert within_budget(lay_out, exact, 100).plan.peak_bytes == [70, 40]
+    assert asked == [0, 65, 50, 40]
+
+
 def test_the_leanest_is_measured_itself() -> None:
     """Sparing what a large choice hides leaves too little, but the leanest hides less."""
     lay_out, asked = solver(100, 60, lambda used: 45 if used > 60 else 10)
