@@ -136,8 +136,13 @@ def along_dims() -> Iterator[Example]:
         yield Example(op.default, (g(4, 8, 6), 4, 1))
     yield Example(aten.fft_irfft.default, (torch.randn(4, 8, 4, dtype=torch.complex128, requires_grad=True),))
     yield Example(aten.fft_fftn.default, (g(4, 8, 6), None, [0, 2]))
-    yield Example(aten.fft_rfft2.default, (g(4, 8, 6),))
     yield Example(aten.fft_ifftn.default, (g(4, 8, 6), [4]))
+    yield Example(aten.fft_rfftn.default, (g(4, 8, 6), None, [1, 2]))
+    for op in (aten.fft_fft2, aten.fft_ifft2, aten.fft_rfft2):
+        yield Example(op.default, (g(4, 8, 6),))
+    for op in (aten.fft_irfft2, aten.fft_irfftn):
+        spectrum = torch.randn(4, 8, 4, dtype=torch.complex128, requires_grad=True)
+        yield Example(op.default, (spectrum, None, [1, 2]))
     for op in (aten.real, aten.imag):
         yield Example(op.default, (torch.randn(4, 8, dtype=torch.complex128, requires_grad=True),))
     for op in (aten.median.dim, aten.nanmedian.dim, aten.var_mean.dim, aten.std_mean.dim):
