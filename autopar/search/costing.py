@@ -31,7 +31,7 @@ from autopar.search.interleaving import Interleaving
 from autopar.search.keeping import Keeping
 from autopar.search.layers import layer_block
 from autopar.search.profiles import Key, Profile, Unit, Weights
-from autopar.search.space import BEATEN, Family, Point, moves_each_time
+from autopar.search.space import BEATEN, Family, Point, Region, moves_each_time
 
 _WHOLE = 0.02  # of the weights: as many at least that tp doesn't split
 
@@ -138,8 +138,17 @@ class Costing:
         first and the last call, which may be others than the profile's."""
         if splits_further(point, profile):
             return 0.0
-        calls = point.region.microbatches * profile.inner_calls / point.region.mesh.pp
-        return step.host_seconds(calls, self.cluster.device)
+        return self.passes_issued(point.region, profile.inner_calls)
+
+    def passes_issued(self, region: Region, calls: int) -> float:
+        """Seconds that a host takes to issue the passes of a rank on average, with so many ``calls`` of all ranks in
+        each microbatch."""
+        return step.host_seconds(region.microbatches * calls / region.mesh.pp, self.cluster.device)
+
+    def issued_seconds(self, point: Point, profile: Profile) -> float:
+        """What it likely takes to issue all of ``point``: each weight is updated, and copied where others store it."""
+        once = step.host_seconds((1 + (point.zero > 0)) * profile.trained / point.region.mesh.pp, self.cluster.device)
+        return self.passes_issued(point.region, profile.issued_calls) + once
 
     def memory_bound(self, point: Point, profile: Profile) -> float:
         """The same, by what has to be recomputed; inf where its layers can't fit."""

@@ -328,10 +328,12 @@ class Search:
 
     def likely(self, region: Region, offload: tuple[str, ...] = ()) -> float:
         """Seconds of a likely step of ``region``, with this on the host; inf where none leaves room for activations."""
+        issued = self._issued(region)
         if self._outlook is None:
-            return 0.0
+            return issued
         times = self.scaling.layers(region.key, likely=True)
-        return self._outlook.likely(region, self._likely_ways(region, offload), times, self._like(region.key))
+        found = self._outlook.likely(region, self._likely_ways(region, offload), times, self._like(region.key))
+        return max(found, issued)
 
     def all_likely(self, regions: Sequence[Region], offload: tuple[str, ...] = ()) -> list[float]:
         """The same of ``regions``, as if none like them was placed."""
@@ -341,7 +343,11 @@ class Search:
             times = [self.scaling.layers(region.key, likely=True) for region in some]
             ways = [self._likely_ways(region, offload) for region in some]
             found |= zip(some, map(float, self._outlook.all_likely(some, ways, times)), strict=True)
-        return list(found.values())
+        return [max(seconds, self._issued(region)) for region, seconds in found.items()]
+
+    def _issued(self, region: Region) -> float:
+        """Seconds that a host takes to issue a rank's passes, if they have as many calls as without axes."""
+        return self.costing.passes_issued(region, self.root.issued_calls)
 
     def _likely_ways(self, region: Region, offload: tuple[str, ...]) -> list[Way]:
         ways = self._ways(region, saving=False)
@@ -365,7 +371,9 @@ class Search:
         if found.min() < self.best_seconds:
             found = np.maximum(found, self._outlook.estimates(points, profile, kept=True))
         return [
-            float(passes) + costing.beside_seconds(point, profile) if costing.may_fit(point, profile) else math.inf
+            max(float(passes) + costing.beside_seconds(point, profile), costing.issued_seconds(point, profile))
+            if costing.may_fit(point, profile)
+            else math.inf
             for point, passes in zip(points, found, strict=True)
         ]
 

@@ -115,6 +115,16 @@ class Profile:
         return math.fsum(unit.forward for unit in self.units)
 
     @cached_property
+    def issued_calls(self) -> int:
+        """What the host issues for a microbatch's passes."""
+        return sum(sum(self.costs[unit.block].passes(split=False)) for unit in self.units)
+
+    @cached_property
+    def trained(self) -> int:
+        """How many parameters it trains."""
+        return sum(known.trainable and not known.is_buffer for known in self.model.parameters.values())
+
+    @cached_property
     def inner_calls(self) -> int:
         """What the host issues for a microbatch's passes of all calls but the first and the last, at least."""
         return sum(sum(self.costs[unit.block].passes(split=True)) for unit in self.units[1:-1])
