@@ -187,10 +187,10 @@ def copies(node: fx.Node, device: str) -> bool:
 
 
 def _is_fused_on_cpu(attention: Op) -> bool:
-    """A CPU has no fused kernel for values of another width than queries, dropout, or masks with gradients."""
+    """A CPU has no fused kernel for values of another width than queries, or masks with gradients."""
     masks = attention.operands[3:]
     equal = attention.operands[0].shape[-1] == attention.operands[2].shape[-1]
-    return equal and not attention.arg(4, "dropout_p", 0.0) and not any(mask.needs_grad for mask in masks)
+    return equal and not any(mask.needs_grad for mask in masks)
 
 
 def _viewed(view: fx.Node, tensor: torch.Tensor) -> torch.Tensor:
