@@ -364,7 +364,7 @@ class Search:
         return max(known, key=lambda profile: profile.key.rows, default=None)
 
     def estimates(self, points: Sequence[Point], profile: Profile) -> list[float]:
-        """Seconds of likely steps of ``points`` of one family; inf where they can't fit."""
+        """Seconds of likely steps of ``points`` of one family, by passes or by their host; inf where they can't fit."""
         if self._outlook is None or not points:
             return [self.costing.bound(point, profile) for point in points]
         found, costing = self._outlook.estimates(points, profile), self.costing

@@ -182,8 +182,7 @@ class Outlook:
         later = likely.later * profile.costs[self.scaler.block].later_bytes
         room = self.costing.budget_bytes - later * math.ceil(layers.count / region.mesh.pp)
         found = least_seconds(layers, stored, ranks, count, room, host)
-        issued = [self.costing.host_seconds(point, profile) for point in points]
-        return np.maximum(found * _unevenness(len(profile.units), stages_of(points[0])), issued)
+        return found * _unevenness(len(profile.units), stages_of(points[0]))
 
     def bounds(self, points: Sequence[Point], profile: Profile, *, memory: bool = True) -> Array:
         """The same of each of ``points`` of one family, all or none of which may have activations on the host; without
