@@ -36,10 +36,6 @@ class Backwards(NamedTuple):
         order = Order(not split, not split)
         return cls(0 if split else microbatches, microbatches if split else 0, order, order, split)
 
-    @property
-    def is_mixed(self) -> bool:
-        return bool(self.whole and self.split)
-
 
 def mixed_backwards(schedule: Schedule) -> dict[int, Backwards]:
     """Of the stages that have both kinds."""
