@@ -5,8 +5,8 @@
 Every class that transformers lists for a task (:data:`coverage_models.TASKS`) is made with random weights in float64.
 It has to run forward and backward on one device: what doesn't is left out. Then it is captured; trained for a step on
 four simulated ranks with each of :data:`MESHES` pinned, and compared with one device (``job.verify``: loss, gradients,
-parameters; within :data:`TOLERANCE`); and planned for four GPUs with nothing pinned. Each class runs in a process of its own.
-Classes whose graph is that of one before count without being run again. Seconds are of CPU time.
+parameters; within :data:`TOLERANCE`); and planned for four GPUs with nothing pinned. Each class runs in a process of
+its own. Classes whose graph is that of one before count without being run again. Seconds are of CPU time.
 """
 
 from __future__ import annotations
