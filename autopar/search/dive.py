@@ -64,6 +64,7 @@ def dive(search: Search, regions: list[Region]) -> None:
         if not search.outcomes:
             _Dive(search, savers, learned, _SEARCHES).run(some)
     if search.outcomes:
+        _put_away(search, learned)  # what else looks good is often beaten by then
         _Dive(search, False, learned, _AGAIN).run(split)
         around = _Around.of(regions)
         _climb(search, around, learned, ())
