@@ -7,10 +7,10 @@ schedule is generated twice, first with equal passes.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from operator import sub
 
 from autopar.errors import ArgumentError, BudgetError, PlanError, ScheduleError, StageError
 from autopar.graph import Model
@@ -35,6 +35,7 @@ from autopar.planner.units import units_of
 from autopar.planner.vocabulary_costs import VocabularyCost, vocabulary_cost
 from autopar.planner.zero import weight_moves
 from autopar.schedules import Costs, Schedule, Timeline, Timelines, generate, simulate_timeline
+from autopar.schedules.early_weights import with_early_weights
 from autopar.schedules.flow import COMPUTE
 from autopar.schedules.greedy import Job
 from autopar.schedules.kept import kept_stages
@@ -104,7 +105,7 @@ class Pipeline:
         return math.fsum(self.chosen[i].rerun_seconds(split=bool(self.schedule.split)) for i in self.stages[stage])
 
 
-_ROOMS = 3  # tries to make room for what a schedule keeps
+_ROOMS = 5  # tries to make room for what a schedule keeps
 _ROOM = 512  # of the budget, that much at least: a cut rounds what its layers keep
 _COPIES = 4  # tries to recompute as little as copies to the host keep up with
 _BOUNDLESS = 1 << 60
@@ -193,7 +194,7 @@ def lay_out(
         draft = _draft(parts, name := _schedule_name(wanted, machine.sizes["pp"]))
         schedule_for = partial(_named, parts, name, draft)
         if known is not None:
-            made = _made(parts, draft, known.fit, schedule_for, offloads=known.away is not None)
+            made = _made(parts, draft, known.fit, schedule_for, offloads=known.away is not None and known.away.moves)
             return _run(parts, made, known.away)
         return _pipeline(parts, draft, pins, schedule_for)
     return _best_synthesized(parts, pins)
@@ -213,7 +214,8 @@ def _pipeline(
             "weights with them, which can't go to the host. Use a synchronous schedule, or leave offload out"
         )
     if pins is not None:
-        made = _made(parts, draft, _fit(parts, draft, pins, kept_stages(draft)), schedule_for)
+        fitted = _fit(parts, draft, pins, kept_stages(draft))
+        made = _made(parts, draft, fitted, schedule_for, offloads=pins.away.moves)
         return _run(parts, made, pins.away, trusted=pins.actions is None)
     if not offloads:
         return _roomy(parts, draft, schedule_for)
@@ -281,7 +283,8 @@ def _offloading(
         if best is not None and tried[part] >= best.timeline.makespan_seconds:
             continue  # copies make no step shorter
         try:
-            found = _run(parts, made, offloaded(made.schedule, made.costs, made.free_bytes, parts.budget_bytes))
+            away = offloaded(made.schedule, made.costs, made.free_bytes, parts.budget_bytes)
+            found = _run(parts, made if away.moves else _made(parts, draft, cut, schedule_for), away)
         except BudgetError as error:
             refusals.append(error)
             continue
@@ -341,17 +344,20 @@ class _Made:
 
 
 def _made(parts: _Parts, draft: Schedule, found: Fit, schedule_for: _ScheduleFor, *, offloads: bool = False) -> _Made:
-    """Scheduled by the costs of a cut and the bytes left for activations, which with ``offloads`` don't count yet."""
+    """Scheduled by the costs of a cut and the bytes left for activations, of which with ``offloads`` those don't count
+    that may go to the host."""
     stages = _stages(parts.calls, found.cut)
     if draft.is_asynchronous:
         _refuse_ties(parts, stages)
     priced = _priced(parts, stages, draft, found.chosen)
     transients = _transients(parts, stages, draft, found.chosen)
     free = _free_bytes(parts, stages, draft, transients)
-    # A schedule that is made for the memory would be one for the memory without the host's.
-    room = [sys.maxsize] * len(free) if offloads else list(free)
+    costs = priced.costs
+    if offloads:  # a schedule that is made for the memory would be one for the memory without the host's
+        stays = tuple(map(sub, costs.activation_bytes, costs.offload_bytes))
+        costs = replace(costs, activation_bytes=stays, offload_bytes=())
     posts = weight_moves(parts.model, parts.options, parts.machine.lines.values())
-    schedule = parts.shared.timelines.lowered(schedule_for(priced.costs, room), priced.costs, posts)
+    schedule = parts.shared.timelines.lowered(schedule_for(costs, list(free)), priced.costs, posts)
     return _Made(found, stages, schedule, priced, transients, free)
 
 
@@ -419,9 +425,10 @@ def _draft(parts: _Parts, name: str) -> Schedule:
 
 
 def _named(parts: _Parts, name: str, draft: Schedule, costs: Costs, free_bytes: list[int]) -> Schedule:
-    if not draft.head and not SCHEDULES[name].cost_aware:
-        return draft  # the same, whatever passes take
-    return _generate(parts, name, parts.wanted.chunks, PassTimes.of(costs))
+    found = draft  # the same, whatever passes take
+    if draft.head or SCHEDULES[name].cost_aware:
+        found = _generate(parts, name, parts.wanted.chunks, PassTimes.of(costs))
+    return with_early_weights(found, costs, free_bytes)
 
 
 def _best_synthesized(parts: _Parts, pins: Pins | None) -> Pipeline:

@@ -49,6 +49,11 @@ class Away(NamedTuple):
     shares: Shares
     room: Sequence[float] = ()
 
+    @property
+    def moves(self) -> bool:
+        """Whether anything goes to the host."""
+        return any(self.shares.values())
+
 
 def goes(microbatch: int, share: int) -> bool:
     """Whether it is one of a ``share`` of microbatches.

@@ -113,10 +113,10 @@ class Spill(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a rank keeps on the device at several ``moments``: microbatches from forward to backward, and from there to
-    their weights' gradients."""
+    """How many microbatches a rank keeps on the device from forward to backward, when these are the most. What waits
+    for weights' gradients then needn't (:mod:`autopar.schedules.early_weights`)."""
 
-    moments: tuple[tuple[float, float], ...]
+    most: float
     spills: tuple[Spill, ...] = ()
 
 
@@ -124,9 +124,8 @@ class Kept(NamedTuple):
 class Held:
     """What each unit takes and holds, in order: seconds of its passes and of its forward, bytes of its state, bytes
     that it keeps of a microbatch at least, and whether it is one of the ``layers``: those of the block that is called
-    most, each of which may keep ``saved`` bytes (falling) for ``extra`` seconds more (rising, convex), and keeps
-    ``later`` bytes from a backward without its weights' gradients until these. ``working``: bytes of each unit's
-    largest op."""
+    most, each of which may keep ``saved`` bytes (falling) for ``extra`` seconds more (rising, convex). ``working``:
+    bytes of each unit's largest op."""
 
     seconds: Array
     forward: Array
@@ -136,7 +135,6 @@ class Held:
     working: Array
     saved: Array
     extra: Array
-    later: float
 
     def inner(self) -> Held:
         """Without the first unit and the last."""
@@ -151,16 +149,15 @@ class Held:
 
     def scaled(self, share: float) -> Held:
         """Of ranks with ``share`` of the work."""
-        names = ("seconds", "forward", "least", "working", "saved", "extra", "later")
+        names = ("seconds", "forward", "least", "working", "saved", "extra")
         return replace(self, **{name: share * getattr(self, name) for name in names})
 
     def stage_seconds(self, kept: Kept, budget: float) -> Array:
         """Of a rank that holds units i to j, ``[i, j]``, and keeps microbatches of each: with the least that it has to
-        recompute to fit in ``budget`` bytes at all moments; inf where nothing does."""
+        recompute to fit in ``budget`` bytes; inf where nothing does."""
         seconds, state, least, layers = (_between(v) for v in (self.seconds, self.state, self.least, self.layers))
         room = budget - state - self._largest
-        extra = [self._again(room - moment[0] * least, moment, layers) for moment in kept.moments]
-        found = seconds + np.max(extra, axis=0)
+        found = seconds + self._again(room - kept.most * least, kept.most, layers)
         if kept.spills:
             found = np.maximum(found, self._spilled(room, layers, seconds, kept.spills))
         return np.where(seconds >= 0, found, np.inf)
@@ -188,7 +185,7 @@ class Held:
         if last:
             room, working = room - self.state[-1] - self.least[-1], max(working - self.least[-1], self.working[-1])
         room = room - working * (last or layers > 0)
-        found: Array = seconds + np.max([self._again(room, moment, layers) for moment in kept.moments], axis=0)
+        found = seconds + self._again(room, kept.most, layers)
         return np.maximum(found, self._spilled(room, layers, seconds, kept.spills)) if kept.spills else found
 
     def _spilled(self, room: Array, layers: Array, seconds: Array, spills: Sequence[Spill]) -> Array:
@@ -207,10 +204,8 @@ class Held:
         least: Array = best.min(axis=-1)
         return least
 
-    def _again(self, room: Array, moment: tuple[float, float], layers: Array) -> Array:
-        """What so many layers recompute at least, of which a rank keeps this in ``room`` bytes."""
-        kept, later = moment
-        room = room - later * self.later * layers
+    def _again(self, room: Array, kept: float, layers: Array) -> Array:
+        """What so many layers recompute at least, of which a rank keeps so many microbatches in ``room`` bytes."""
         if not kept:
             return np.where(room < 0, np.inf, 0.0)
         with np.errstate(all="ignore"):
@@ -287,6 +282,6 @@ def shared_out(
     return max(float(slowest), mean)
 
 
-def looped(units: Sequence[Unit], counts: Counts) -> float:
-    """Of interleaved 1F1B, over all cuts of ``units``, by ``counts`` of its paths."""
+def by_paths(units: Sequence[Unit], counts: Counts) -> float:
+    """Of several stages on each rank, over all cuts of ``units``, by ``counts`` of paths."""
     return counts.seconds([(unit.forward, unit.backward) for unit in units])

@@ -25,7 +25,7 @@ from autopar.planner.pipeline import Pipeline, Wanted, lay_out
 from autopar.planner.rank_memory import MOMENTS, Storage, rank_state
 from autopar.schedules import Timelines
 from autopar.schedules.registry import SCHEDULES
-from autopar.search.bounds import Held, folded, looped, recomputed, scaled, shared_out, straight
+from autopar.search.bounds import Held, by_paths, folded, recomputed, scaled, shared_out, straight
 from autopar.search.gradients import Sums
 from autopar.search.interleaving import Interleaving
 from autopar.search.keeping import Keeping
@@ -208,15 +208,15 @@ class Costing:
         split = row.splits_backward or splits_head(family)
         if chunks == 1:
             return beside + straight(inner, ranks, microbatches, split=split)
-        found = beside + folded(inner, ranks, microbatches, split=split)
-        if row.placement != "looped":
-            return found
+        found, paths = beside + folded(inner, ranks, microbatches, split=split), self.interleaving
+        first, last = (Unit(unit.block, 0.0, 0.0, 0.0) for unit in (units[0], units[-1]))
+        cut = [first, *inner, last] if beside else units
+        if row.placement == "v":
+            return max(found, beside + by_paths(cut, paths.on_v(ranks, microbatches, len(inner))))
         sizes = ranks, chunks, microbatches, len(inner)
         if not beside:
-            return max(found, looped(units, self.interleaving.counts(*sizes, ends=True)))
-        first, last = (Unit(unit.block, 0.0, 0.0, 0.0) for unit in (units[0], units[-1]))
-        cut = [first, *inner, last]
-        both = (looped(cut, self.interleaving.counts(*sizes, ends=ends)) for ends in (True, False))
+            return max(found, by_paths(cut, paths.counts(*sizes, ends=True)))
+        both = (by_paths(cut, paths.counts(*sizes, ends=ends)) for ends in (True, False))
         return max(found, next(both), beside + next(both))  # the head may be computed while the last backwards run
 
     def _memory_seconds(self, point: Point, profile: Profile) -> float:
@@ -449,7 +449,6 @@ def held_by(profile: Profile, storage: Storage, recompute: str, root: Profile) -
         working=np.array([float(profile.activations.working_bytes[b]) for b in blocks]),
         saved=share * saved,
         extra=share * extra,
-        later=float(profile.costs[block].later_bytes),
     )
 
 

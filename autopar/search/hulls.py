@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+Flags = NDArray[np.bool_]
 
 
 def hull(points: Sequence[tuple[float, float]]) -> tuple[Array, Array]:

@@ -1,9 +1,12 @@
-"""What interleaved 1F1B waits, whatever its stages are cut to be: paths through its lists that count each stage alike.
+"""What ranks with several stages wait, whatever these are cut to be: paths that count each stage alike.
 
 A step takes at least what any path of passes that wait for each other does. One leads down to a stage with the first
 microbatch, stays on that stage's rank to the stage's last backward, and leads up again: between, the rank runs all of
-its passes but those forwards that came before the stage's first one, and the backwards that come after its last one. A
-mean of such paths is a bound as well; in the best one it is no use to have a layer in one stage rather than in another.
+its passes but those forwards that came before the stage's first one, and the backwards that come after its last one.
+Of interleaved 1F1B the lists say which these are. Of schedules on a V, which are made for the costs at hand, all
+forwards of a rank's first stage may come before the first one of its second; and where backwards are split, weights'
+gradients may fill the time at the end. A mean of such paths is a bound as well; in the best one it is no use to have a
+layer in one stage rather than in another.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.schedules.interleaved import groups_of
-from autopar.search.hulls import Array
+from autopar.schedules.placements import looped, v_shaped
+from autopar.search.hulls import Array, Flags
 
 _LONGER = 2.0  # times a forward: a backward, where the mean is chosen
 
@@ -50,7 +54,7 @@ class Counts:
 class Interleaving:
     """The best mean of paths, by ranks, stages of each, microbatches and layers; each found once."""
 
-    _known: dict[tuple[int, int, int, int, bool], Counts] = field(default_factory=dict)
+    _known: dict[tuple[int, int, int, int, bool | None], Counts] = field(default_factory=dict)
 
     def counts(self, ranks: int, chunks: int, microbatches: int, layers: int, *, ends: bool) -> Counts:
         """Of ``layers`` equal layers between one other call at each end. Without ``ends``, paths end where they would
@@ -60,17 +64,35 @@ class Interleaving:
             self._known[key] = _best(*paths(ranks, chunks, microbatches, ends=ends), layers)
         return self._known[key]
 
+    def on_v(self, ranks: int, microbatches: int, layers: int) -> Counts:
+        """The same of two stages on each rank, as a V, in any order of passes."""
+        key = ranks, 2, microbatches, layers, None
+        if key not in self._known:
+            self._known[key] = _best(*paths_on_v(ranks, microbatches), layers)
+        return self._known[key]
+
 
 def paths(ranks: int, chunks: int, microbatches: int, *, ends: bool) -> tuple[Array, Array]:
     """``[path, stage]``: how many forwards and backwards of each stage the path by way of each stage has."""
     groups = groups_of(ranks, microbatches)
-    stage = np.arange(ranks * chunks)
-    via, other = stage[:, None], stage[None, :]
-    own, before = via % ranks == other % ranks, other < via
+    own, before = _own_and_before(looped(ranks, chunks))
     stays = microbatches * own
     forward = stays - len(groups[0]) * (own & before) + before
     backward = stays - ends * (len(groups[-1]) * (own & before) - before * 1)
     return forward.astype(np.float64), backward.astype(np.float64)
+
+
+def paths_on_v(ranks: int, microbatches: int) -> tuple[Array, Array]:
+    """The same on a V; the time at the end isn't in it."""
+    own, before = _own_and_before(v_shaped(ranks))
+    forward = microbatches * (own & ~before) + before
+    return forward.astype(np.float64), (microbatches * own).astype(np.float64)
+
+
+def _own_and_before(placement: Sequence[int]) -> tuple[Flags, Flags]:
+    """``[stage, other]``: whether the other is on the same rank, and whether it comes before."""
+    ranks, stage = np.array(placement), np.arange(len(placement))
+    return ranks[:, None] == ranks, stage < stage[:, None]
 
 
 def _best(forward: Array, backward: Array, layers: int) -> Counts:

@@ -6,8 +6,9 @@ Lists that depend on what passes take may keep other amounts: of those, bounds b
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -18,8 +19,11 @@ from autopar.schedules.registry import SCHEDULES
 from autopar.search.bounds import Kept, Spill
 from autopar.search.hulls import Array
 
-_KEEPS: Final = {"F": 1, "FETCH": 1, "B": -1, "I": -1, "OFFLOAD": -1, "W": 0}
+_KEEPS: Final = {"F": 1, "FETCH": 1, "B": -1, "I": -1, "OFFLOAD": -1}
 """What an action does to the number of microbatches that wait for a backward; a copy to the host is over at once."""
+
+_LATER: Final = {"I": 1, "W": -1}
+"""The same of those that wait for weights' gradients."""
 
 _PASSES: Final = 2048  # of a schedule that is generated; of fewer, no more are kept
 _STEADY: Final = 2  # times the ranks: with more microbatches, no more are in flight
@@ -27,8 +31,6 @@ _NEVER: Final = 1e-9  # times that a microbatch is away
 _BARRIERS: Final = {"naive": 3, "vocab-1": 2, "vocab-2": 1}
 """Of a split head (arXiv 2411.05288, section 5); for each, one microbatch more is kept."""
 _FEW: Final = 4  # ranks of a schedule that is generated to say what more ranks are likely to do
-
-Moments = tuple[tuple[float, float], ...]
 
 
 class Likely(NamedTuple):
@@ -52,11 +54,12 @@ class _Level(NamedTuple):
 
 @dataclass(frozen=True)
 class _Rank:
-    """What a rank keeps of its stages on average, at several moments: with all on the device, with all ``away`` on the
-    host that can be."""
+    """How many microbatches of its stages, on average, a rank keeps at most: from forward to backward, with all on the
+    device (``here``) or all ``away`` on the host that can be; and from there to their weights' gradients."""
 
-    here: Moments
-    away: Moments
+    here: float
+    away: float
+    later: float
     levels: tuple[_Level, ...]
 
 
@@ -89,13 +92,13 @@ class Keeping:
             return straight_kept(ranks, microbatches)
         if not head and name == "interleaved" and _is_whole(ranks, microbatches):
             return looped_kept(ranks, microbatches, chunks or 2)
-        return np.array([rank.here[0][0] for rank in self._ranks(name, ranks, microbatches, chunks, head)])
+        return np.array([rank.here for rank in self._ranks(name, ranks, microbatches, chunks, head)])
 
     def later(self, name: str, ranks: int, microbatches: int, chunks: int | None, head: str) -> float:
         """The most microbatches that wait for weights' gradients on any rank."""
         if ranks == 1 or not SCHEDULES[name].splits_backward:
             return 0.0
-        return max(rank.here[-1][1] for rank in self._ranks(name, ranks, microbatches, chunks, head))
+        return max(rank.later for rank in self._ranks(name, ranks, microbatches, chunks, head))
 
     def likely(self, name: str, ranks: int, microbatches: int, chunks: int | None, head: str) -> Likely:
         """What many ranks do is read off a few, which keep and wait in proportion; and what they do with a split head
@@ -127,19 +130,12 @@ class Keeping:
 
     def _ranks(self, name: str, ranks: int, microbatches: int, chunks: int | None, head: str) -> tuple[_Rank, ...]:
         if ranks == 1:
-            return (_Rank(((1.0, 0.0),), ((1.0, 0.0),), ()),)
+            return (_Rank(1.0, 1.0, 0.0, ()),)
         key = _key(name, ranks, microbatches, chunks, head)
         if key not in self._known:
             schedule = generate(*key[:3], chunks=chunks, head=head)
             self._known[key] = tuple(_rank(actions, schedule.chunks) for actions in schedule.lists)
         return self._known[key]
-
-
-def moments_of(ranks: Sequence[Kept]) -> Array:
-    """``[moment, 2, rank]``: those of all ranks, as many of each."""
-    most = max(len(rank.moments) for rank in ranks)
-    rows = [rank.moments + rank.moments[-1:] * (most - len(rank.moments)) for rank in ranks]
-    return np.array(rows, dtype=np.float64).transpose(1, 2, 0)
 
 
 def _is_whole(ranks: int, microbatches: int) -> bool:
@@ -188,25 +184,14 @@ def _spill(level: _Level, microbatches: int, seconds: float) -> Spill:
 
 
 def _rank(actions: Sequence[Action], chunks: int) -> _Rank:
-    away = tuple(with_offloads(actions, dict.fromkeys((action.stage for action in actions), ALL)))
-    return _Rank(_moments(actions, chunks), _moments(away, chunks), tuple(_levels(actions, chunks)))
+    away = with_offloads(actions, dict.fromkeys((action.stage for action in actions), ALL))
+    here, rest, later = (_most(*each) / chunks for each in ((actions, _KEEPS), (away, _KEEPS), (actions, _LATER)))
+    return _Rank(here, rest, later, tuple(_levels(actions, chunks)))
 
 
-def _moments(actions: Sequence[Action], chunks: int) -> Moments:
-    """When it has the most that still waits for a backward (first), and whenever it has more that waits for weights'
-    gradients than at any moment with as much of the other."""
-    kept = later = 0
-    found: dict[int, int] = {}
-    for action in actions:
-        if action.kind in _KEEPS:
-            kept += _KEEPS[action.kind]
-            later += {"I": 1, "W": -1}.get(action.kind, 0)
-            found[kept] = max(found.get(kept, 0), later)
-    best: list[tuple[float, float]] = []
-    for kept in sorted(found, reverse=True):
-        if not best or found[kept] > best[-1][1] * chunks:
-            best.append((kept / chunks, found[kept] / chunks))
-    return tuple(best)
+def _most(actions: Iterable[Action], changes: Mapping[str, int]) -> int:
+    """Of what actions change by so much, the most at any time."""
+    return max(accumulate((changes.get(action.kind, 0) for action in actions), initial=0))
 
 
 def _levels(actions: Sequence[Action], chunks: int) -> Iterator[_Level]:

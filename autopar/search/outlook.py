@@ -16,12 +16,15 @@ from autopar.options import activations_on_host, masters_on_host, weights_stream
 from autopar.planner.modes import MODES
 from autopar.planner.pass_memory import passing_bytes
 from autopar.planner.rank_memory import Storage
+from autopar.schedules.placements import looped as going_round
+from autopar.schedules.placements import v_shaped
 from autopar.schedules.registry import SCHEDULES
 from autopar.schedules.weight_moves import MESSAGES
 from autopar.search.costing import Costing, seconds_of, splits_further, splits_head
 from autopar.search.gradients import Adding, Kind, Sums, adding
 from autopar.search.hulls import Array
-from autopar.search.keeping import folded_kept, looped_kept, moments_of, straight_kept
+from autopar.search.interleaving import Counts
+from autopar.search.keeping import folded_kept, looped_kept, straight_kept
 from autopar.search.layers import Scaler, layer_sizes, layer_weights
 from autopar.search.profiles import Key, Profile, Weights
 from autopar.search.space import Family, Point, Region, expert_share, stages_of
@@ -32,7 +35,7 @@ from autopar.search.wholesale import (
     Stored,
     folded,
     least_seconds,
-    looped,
+    placed,
     side_by_side,
     straight,
     without_memory,
@@ -89,7 +92,7 @@ class Outlook:
         roomy = [free_of_state[place] for place in _undominated(free_of_state)]
         for ranks, chunks in _kinds(region, layers, families):
             seconds = least_seconds(free, roomy, ranks, region.microbatches, _BOUNDLESS)
-            fastest = max(float(seconds.min()), self._interleaved(region, layers, roomy, chunks, ranks))
+            fastest = max(float(seconds.min()), self._by_paths(region, layers, roomy, chunks, ranks))
             if fastest < min(found, enough):
                 host = self._host(ranks, region, away=away)
                 seconds = least_seconds(layers, stored, ranks, region.microbatches, self.costing.budget_bytes, host)
@@ -98,23 +101,26 @@ class Outlook:
                 break
         return max(known, found)
 
-    def _interleaved(
-        self, region: Region, layers: Layers, ways: Sequence[Stored], chunks: Iterable[int], ranks: Ranks
+    def _by_paths(
+        self, region: Region, layers: Layers, ways: Sequence[Stored], chunks: Sequence[int], ranks: Ranks
     ) -> float:
-        """The passes of the fastest of interleaved schedules with these ``chunks``; 0 without any."""
-        added = min(way.added for way in ways)
-        each = float(layers.forward), float(layers.inputs + layers.weights) + added
+        """The passes of the fastest of interleaved schedules with these ``chunks``, or of those on a V (no chunks)."""
+        paths, sizes = self.costing.interleaving, (region.microbatches, layers.count)
+        each = float(layers.forward), float(layers.inputs + layers.weights) + min(way.added for way in ways)
         beside = region.microbatches * float(sum(layers.beside)) / ranks.count if ranks.spreads_head else 0.0
-        found = []
+
+        def seconds(counts: Counts) -> float:
+            return counts.layer_seconds(layers.count, each, layers.ahead, layers.behind)
+
+        if not ranks.goes_on:
+            return 0.0
+        found = [beside + seconds(paths.on_v(ranks.count, *sizes))] if not chunks else []
         for number in chunks:
-            sizes = ranks.count, number, region.microbatches, layers.count
-            all_ = self.costing.interleaving.counts(*sizes, ends=True)
-            seconds = all_.layer_seconds(layers.count, each, layers.ahead, layers.behind)
+            least = seconds(paths.counts(ranks.count, number, *sizes, ends=True))
             if beside:
-                waits = self.costing.interleaving.counts(*sizes, ends=False)
-                seconds = max(seconds, beside + waits.layer_seconds(layers.count, each, layers.ahead, layers.behind))
-            found.append(seconds)
-        return min(found, default=0.0)
+                least = max(least, beside + seconds(paths.counts(ranks.count, number, *sizes, ends=False)))
+            found.append(least)
+        return min(found)
 
     def likely(self, region: Region, ways: Iterable[Way], times: Array, like: Profile | None) -> float:
         """Seconds of a likely step of ``region``, with one stage on each rank, or with many.
@@ -192,14 +198,10 @@ class Outlook:
         if row is None or not self.scaler.suits(profile):
             return np.zeros(len(points))
         layers = self.scaler.with_units(profile.key, profile.units)
-        layers = replace(layers, later=float(profile.costs[self.scaler.block].later_bytes))
         stored = [self._of_point(point, profile) for point in points]
         head, count = MODES[family.vocabulary].head, region.microbatches
         asked = (family.schedule, region.mesh.pp, count, family.chunks, head)
         kinds = self._all_ranks(family, layers, self.costing.keeping.most(*asked))
-        if row.splits_backward:
-            moments = moments_of(self.costing.keeping.here(*asked))
-            kinds = [replace(ranks, moments=moments) for ranks in kinds]
         free = without_memory(layers)
         passes: Array = np.max([least_seconds(free, stored, ranks, count, _BOUNDLESS) for ranks in kinds], axis=0)
         passes = np.maximum(passes, [self.costing.host_seconds(point, profile) for point in points])
@@ -223,12 +225,17 @@ class Outlook:
         """Ways to say how ranks work under a schedule, each of which is a bound."""
         found, row = [_ranks(family, layers, kept)], SCHEDULES[family.schedule]
         pp, count, heads = family.region.mesh.pp, family.region.microbatches, splits_head(family)
-        if pp == 1 or row.placement != "looped":
+        if pp == 1 or row.placement == "straight":
             return found
-        for ends in (True, False) if heads else (True,):
-            counts = self.costing.interleaving.counts(pp, family.chunks or 2, count, layers.count, ends=ends)
-            ranks = looped(layers, pp, counts, count, kept, ends=ends)
-            found.append(replace(ranks, spreads_head=heads, skips_head=heads and ends, last=_last_rank(family)))
+        is_v, paths = row.placement == "v", self.costing.interleaving
+        placement = v_shaped(pp) if is_v else going_round(pp, family.chunks or 2)
+        for ends in (False,) if is_v else (True, False) if heads else (True,):
+            sizes = count, layers.count
+            counts = paths.on_v(pp, *sizes) if is_v else paths.counts(pp, family.chunks or 2, *sizes, ends=ends)
+            ranks = placed(layers, placement, counts, count, kept, ends=ends)
+            puts_off = is_v and row.splits_backward
+            ranks = replace(ranks, puts_off=puts_off, spreads_head=heads, skips_head=heads and ends)
+            found.append(replace(ranks, last=_last_rank(family)))
         return found
 
     def _copies(self, point: Point) -> Host | None:
@@ -244,7 +251,7 @@ class Outlook:
             np.array([[getattr(spill, name) for spill in row] for row in rows]).T
             for name in ("kept", "times", "forwards", "backwards")
         )
-        return Host(rate, kept, times, (forwards, backwards), moments_of(away))
+        return Host(rate, kept, times, (forwards, backwards), np.array([rank.most for rank in away]))
 
     def _host(self, ranks: Ranks, region: Region, *, away: bool) -> Host | None:
         rate = self.costing.cluster.device.host_bytes_per_second
@@ -255,7 +262,7 @@ class Outlook:
         half = none + count / 2  # where a rank may keep the most at any time
         ahead = (half, half) if ranks.goes_on else (ranks.kept, none)
         times = steady / np.maximum(1.0, ranks.kept)
-        return Host(rate, ranks.kept[None], times[None], (ahead[0][None], ahead[1][None]), np.array([[none, none]]))
+        return Host(rate, ranks.kept[None], times[None], (ahead[0][None], ahead[1][None]), none)
 
     def _best_ways(self, mesh: Mesh, ways: Sequence[Way], microbatches: int) -> list[Stored]:
         """Of regions with this mesh: those that no other one is as good as in everything, however many microbatches

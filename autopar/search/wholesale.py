@@ -15,10 +15,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from autopar.search.hulls import Array
+from autopar.search.hulls import Array, Flags
 from autopar.search.interleaving import Counts
 
-Flags = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 Figure = float | Array
 
 _VALUES: Final = 16  # of what layers keep that are told apart where the rest is copied
@@ -33,9 +32,8 @@ class Layers:
     all count as if they were at both ends. Of a microbatch: seconds of a layer's ``forward``, of the part of its
     backward that the next one waits for (``inputs``), and of its ``weights``' gradients; seconds of all other calls
     (``beside``: forward, backward), of the last one alone at least (``last``). A layer may keep ``saved`` bytes
-    (falling) for ``extra`` seconds more (rising, convex), a ``share`` of both, works in ``working`` bytes, and keeps
-    ``later`` bytes from a backward without its weights' gradients until these. What isn't counted may differ by way to
-    store them: then it is an array."""
+    (falling) for ``extra`` seconds more (rising, convex), a ``share`` of both, and works in ``working`` bytes. What
+    isn't counted may differ by way to store them: then it is an array."""
 
     count: int
     ahead: int
@@ -48,7 +46,6 @@ class Layers:
     extra: Array
     working: Figure
     share: Figure = 1.0
-    later: float = 0.0
     last: float = 0.0
 
     def slower(self, other: Layers, share: float) -> Layers:
@@ -87,12 +84,11 @@ class Ranks:
     waited for wherever they are. ``must`` says which stages have a layer in any case. ``ahead`` layers at least come
     before a rank's first forward; if they do after its last backward, too, these ``ends`` count. ``puts_off``: weights'
     gradients are a pass of their own. ``kept`` microbatches wait for a backward at most, after as many forwards, or
-    when some backwards ran as well (``goes_on``: there are several ``stages``); more is known of other ``moments``
-    (``[moment, 2, rank]``: microbatches that wait for a backward, and for weights' gradients). A split head is spread
-    over all ranks, in time that counts with that of layers or (``skips_head``) doesn't. A rank works in ``working``
-    bytes at least, whatever its layers do, and holds the gathered weights of so many layers and the messages of so many
-    (``passing``). What a layer computes again may be taken to be there as a whole in its backward (``transient``).
-    ``last`` is the rank that has the last call, if that isn't spread."""
+    when some backwards ran as well (``goes_on``: there are several ``stages``). A split head is spread over all ranks,
+    in time that counts with that of layers or (``skips_head``) doesn't. A rank works in ``working`` bytes at least,
+    whatever its layers do, and holds the gathered weights of so many layers and the messages of so many (``passing``).
+    What a layer computes again may be taken to be there as a whole in its backward (``transient``). ``last`` is the
+    rank that has the last call, if that isn't spread."""
 
     share: Array
     waits: tuple[Array, Array]
@@ -109,30 +105,24 @@ class Ranks:
     working: Array | float = 0.0
     passing: tuple[int, int] = (0, 0)
     transient: bool = False
-    moments: Array | None = None
     last: int | None = None
 
     @property
     def count(self) -> int:
         return len(self.share)
 
-    @property
-    def all_moments(self) -> Array:
-        """When it keeps the most, at least."""
-        return np.array([[self.kept, np.zeros(self.count)]]) if self.moments is None else self.moments
-
 
 class Host(NamedTuple):
     """Where activations may go, at ``rate`` bytes per second. For some numbers of microbatches that a rank would keep
     (``kept``, ``[level, rank]``): how often in a step what it has no room for of these is copied (``times``), beside
-    how many forwards and backwards (``ahead``) that is for the first time. It keeps all of some microbatches, at
-    ``moments`` (as of :class:`Ranks`)."""
+    how many forwards and backwards (``ahead``) that is for the first time. Of some microbatches nothing goes: ``stays``
+    of each rank."""
 
     rate: float
     kept: Array
     times: Array
     ahead: tuple[Array, Array]
-    moments: Array
+    stays: Array
 
 
 def straight(layers: Layers, ranks: int, microbatches: int, kept: Array, *, ends: bool) -> Ranks:
@@ -179,15 +169,17 @@ def folded(layers: Layers, ranks: int, kept: Array, *, ends: bool, stages: int) 
     return Ranks(share, (none, none), none > 0, waits, ahead, ends, False, kept, goes_on=True, stages=stages)
 
 
-def looped(layers: Layers, ranks: int, counts: Counts, microbatches: int, kept: Array, *, ends: bool) -> Ranks:
-    """Stages that go round the ranks, of which paths have these ``counts``. That is said of passes alone: not of copies
-    to the host, which may have taken the time in which a path is elsewhere."""
-    forward, backward = (each.reshape(-1, ranks).T for each in (counts.forward, counts.backward))
+def placed(
+    layers: Layers, placement: Sequence[int], counts: Counts, microbatches: int, kept: Array, *, ends: bool
+) -> Ranks:
+    """Several stages on each rank, of which paths have these ``counts``. That is said of passes alone: not of copies to
+    the host, which may have taken the time in which a path is elsewhere."""
+    stage = np.argsort(placement, kind="stable").reshape(len(kept), -1)
+    forward, backward = counts.forward[stage], counts.backward[stage]
     share = backward.min(axis=1) / microbatches
     waits = (each - microbatches * share[:, None] for each in (forward, backward))
-    stage = np.arange(forward.size).reshape(-1, ranks).T
     must = (stage >= layers.ahead) & (stage < forward.size - layers.behind)
-    found = Ranks(share, (next(waits), next(waits)), must, (0.0, 0.0), _ahead(layers, ranks), ends, False, kept)
+    found = Ranks(share, (next(waits), next(waits)), must, (0.0, 0.0), _ahead(layers, len(kept)), ends, False, kept)
     return replace(found, goes_on=True, stages=stage.shape[1])
 
 
@@ -293,7 +285,7 @@ def _rows(
     layers: Layers, stored: Array, ranks: Ranks, microbatches: int, room: Array, count: Array, host: Host | None
 ) -> Array:
     """``[way, rank, n]``: seconds of the passes of a rank with n layers, for which it has ``room``."""
-    each = _room_of_each(layers, ranks, room, count, host.moments if host is not None else ranks.all_moments)
+    each = _room_of_each(layers, ranks, room, count, host.stays if host is not None else ranks.kept)
     share = _by_way(layers.share)
     extra = share * np.interp(-each / np.maximum(share, _TINY), -layers.saved, layers.extra)
     rows = microbatches * count * _layer_passes(layers, stored, ranks, count, extra)[1]
@@ -306,19 +298,16 @@ def _rows(
     return result
 
 
-def _room_of_each(layers: Layers, ranks: Ranks, room: Array, count: Array, moments: Array) -> Array:
-    """``[way, rank, n]``: bytes of a microbatch that each of n layers may keep on average; negative where a rank has no
-    room at all."""
-    least, most = np.full(room.shape, np.inf), _by_way(layers.share) * layers.saved[0]
-    for waiting, later in moments:
-        kept, left = waiting[:, None] * count, room - layers.later * later[:, None] * count
-        with np.errstate(divide="ignore", invalid="ignore"):
-            each = np.where(kept > 0, left / kept, np.where(left < 0, -np.inf, np.inf))
-            if ranks.transient:
-                again = (left - most) / np.maximum(kept - 1, 1e-9)
-                each = np.where((kept > 1) & (each < most), np.minimum(each, again), each)
-        least = np.minimum(least, each)
-    return least
+def _room_of_each(layers: Layers, ranks: Ranks, room: Array, count: Array, kept: Array) -> Array:
+    """``[way, rank, n]``: bytes of a microbatch that each of n layers may keep on average, if a rank keeps so many;
+    negative where it has no room at all."""
+    waiting, most = kept[:, None] * count, _by_way(layers.share) * layers.saved[0]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        each: Array = np.where(waiting > 0, room / waiting, np.where(room < 0, -np.inf, np.inf))
+        if ranks.transient:
+            again = (room - most) / np.maximum(waiting - 1, 1e-9)
+            each = np.where((waiting > 1) & (each < most), np.minimum(each, again), each)
+    return each
 
 
 def _layer_passes(layers: Layers, stored: Array, ranks: Ranks, count: Array, extra: Array) -> tuple[Array, Array]:

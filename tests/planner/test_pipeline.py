@@ -147,9 +147,9 @@ class Lacking:
         return [1000]
 
 
-@pytest.mark.parametrize(("least", "spared"), [(0, 0), (1, 100), (150, 200), (300, 300), (301, 0)])
+@pytest.mark.parametrize(("least", "spared"), [(0, 0), (1, 100), (150, 200), (500, 500), (501, 0)])
 def test_room_is_made_until_what_is_kept_fits(monkeypatch: pytest.MonkeyPatch, least: int, spared: int) -> None:
-    """In steps of a 512th of the budget, though a byte is all that is lacking; for nothing after three of them."""
+    """In steps of a 512th of the budget, though a byte is all that is lacking; for nothing after five of them."""
     monkeypatch.setattr(pipeline, "_fit", lambda parts, *_: parts)
     monkeypatch.setattr(pipeline, "_made", lambda parts, draft, found, schedule_for: found)
     monkeypatch.setattr(pipeline, "_run", lambda parts, made: made)

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from autopar.schedules.placements import looped
 from autopar.search.interleaving import Counts, Interleaving
-from autopar.search.wholesale import Layers, Stored, least_seconds, looped
+from autopar.search.wholesale import Layers, Stored, least_seconds, placed
 
 ROUNDED = 1 + 1e-9
 FREE = Stored(0.0, 0.0, 0.0)
@@ -92,7 +93,7 @@ def test_stages_that_have_a_layer_in_any_case(
     count = stages + spare - ahead - behind
     layers, kept = layers_of(count, ahead, behind), np.ones(ranks)
     counts = Interleaving().counts(ranks, chunks, microbatches, count, ends=True)
-    works = looped(layers, ranks, counts, microbatches, kept, ends=True)
+    works = placed(layers, looped(ranks, chunks), counts, microbatches, kept, ends=True)
     layer = range(ahead, ahead + count)
     having = np.array(
         [[any(i in layer for i in range(a, b)) for a, b in cut] for cut in cuts(ahead + count + behind, stages)]

@@ -9,35 +9,32 @@ from autopar.search.keeping import Keeping
 
 def test_one_forward_one_backward() -> None:
     keeping = Keeping()
-    assert [rank.moments for rank in keeping.here("1f1b", 4, 16)] == [((kept, 0.0),) for kept in (4.0, 3.0, 2.0, 1.0)]
-    assert [rank.moments[0][0] for rank in keeping.here("1f1b", 4, 2)] == [2, 2, 2, 1], "there are no more"
-    assert [rank.moments for rank in keeping.here("1f1b", 1, 16)] == [((1.0, 0.0),)]
+    assert [rank.most for rank in keeping.here("1f1b", 4, 16)] == [4, 3, 2, 1]
+    assert [rank.most for rank in keeping.here("1f1b", 4, 2)] == [2, 2, 2, 1], "there are no more"
+    assert [rank.most for rank in keeping.here("1f1b", 1, 16)] == [1]
 
 
 def test_several_stages_of_a_rank_count_by_their_share() -> None:
     (first, last) = Keeping().here("interleaved", 2, 8, 2)
-    assert (first.moments[0][0], last.moments[0][0]) == (2.5, 1.5)
+    assert (first.most, last.most) == (2.5, 1.5)
 
 
-def test_what_waits_for_weights_gradients() -> None:
-    """After a backward less waits for one, and more for weights' gradients; together no more than 1F1B's first rank."""
-    for rank in Keeping().here("zb-h1", 4, 16):
-        kept, later = zip(*rank.moments, strict=True)
-        assert list(kept) == sorted(kept, reverse=True)
-        assert list(later) == sorted(later)
-        assert later[-1] > 0
-        assert max(map(sum, rank.moments)) <= 4
+def test_what_waits_for_weights_gradients_alone_counts_apart() -> None:
+    keeping = Keeping()
+    assert [rank.most for rank in keeping.here("zb-h1", 4, 16)] == [4, 3, 2, 1], "as of 1F1B"
+    assert keeping.later("zb-h1", 4, 16, None, "") == 4, "of the last rank"
+    assert keeping.later("1f1b", 4, 16, None, "") == 0
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "v-half"])
 def test_less_is_on_the_device_where_copies_may_go_to_the_host(name: str) -> None:
     keeping = Keeping()
     here, away = keeping.here(name, 4, 16), keeping.away(name, 4, 16, None, "", 1e9)
-    assert all(a.moments[0][0] <= h.moments[0][0] for a, h in zip(away, here, strict=True))
-    assert sum(a.moments[0][0] for a in away) < sum(h.moments[0][0] for h in here)
+    assert all(a.most <= h.most for a, h in zip(away, here, strict=True))
+    assert sum(a.most for a in away) < sum(h.most for h in here)
     for rank, kept in zip(away, here, strict=True):
         most = rank.spills[-1]
-        assert most.kept == kept.moments[0][0], "what would be there"
+        assert most.kept == kept.most, "what would be there"
         assert most.kept == most.forwards - most.backwards
         assert most.seconds == 1e-9 / 16
 
@@ -46,12 +43,12 @@ def test_one_runs_while_another_is_on_its_way() -> None:
     """Of 1F1B: one that computes, and one that comes back. Its first rank begins five of eight microbatches while four
     wait for a backward, and each of them is away while two do."""
     away = Keeping().away("1f1b", 4, 16, None, "", 1e9)
-    assert [rank.moments[0][0] for rank in away] == [2, 2, 2, 1]
+    assert [rank.most for rank in away] == [2, 2, 2, 1]
     assert away[0].spills[-1].times == pytest.approx(16 * 5 / 8 / 2)
 
 
 def test_a_microbatch_whose_backward_follows_stays() -> None:
     """The last rank of 1F1B: what is too much there can't be copied in any time."""
     last = Keeping().away("1f1b", 4, 16, None, "", 1e9)[-1]
-    assert last.moments == ((1.0, 0.0),)
+    assert last.most == 1
     assert last.spills[-1].times > 1e6

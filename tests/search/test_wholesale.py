@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from autopar.cost_models.step import Collectives, slowed_seconds
 from autopar.schedules import Costs, generate, lower, simulate_timeline
 from autopar.schedules.pass_times import PassTimes
+from autopar.schedules.placements import looped, v_shaped
 from autopar.schedules.weight_moves import WeightMoves
 from autopar.search import wholesale
 from autopar.search.hulls import Array
@@ -27,7 +28,7 @@ from autopar.search.wholesale import (
     Stored,
     folded,
     least_seconds,
-    looped,
+    placed,
     side_by_side,
     straight,
     without_memory,
@@ -105,7 +106,7 @@ def test_several_kinds_of_layers_at_once_take_what_each_takes(kinds: list[tuple[
     """With copies to the host, of passes and of what layers may keep, and with other numbers of ways."""
     ways = [FREE, Stored(1.0, 1.5, 0.5, 0.1, 0.2, 0.3, 0.2), Stored(0.5, 0.0, 0.0)]
     kept = straight_kept(2, 4)
-    host = Host(2.0, kept[None], np.ones((1, 2)), (kept[None], np.zeros((1, 2))), np.zeros((1, 2, 2)))
+    host = Host(2.0, kept[None], np.ones((1, 2)), (kept[None], np.zeros((1, 2))), np.zeros(2))
     rows = []
     for number, (seconds, share) in enumerate(kinds, start=1):
         layers = replace(
@@ -208,7 +209,7 @@ def test_ranks_wait_for_each_other() -> None:
     (found,) = least_seconds(layers, [FREE], many, 16, 1e9)
     assert 16 * 6.0 + 0.4 * bubble < found <= 16 * 6.0 + bubble
     counts = Interleaving().counts(4, 2, 16, 8, ends=True)
-    rounds = looped(layers, 4, counts, 16, looped_kept(4, 16, 2), ends=True)
+    rounds = placed(layers, looped(4, 2), counts, 16, looped_kept(4, 16, 2), ends=True)
     (found,) = least_seconds(layers, [FREE], rounds, 16, 1e9)
     assert found == pytest.approx(16 * 6.0 + bubble / 2), "each stage has one layer"
 
@@ -220,21 +221,24 @@ def test_ranks_wait_for_each_other() -> None:
     st.integers(1, 6),
     st.floats(0.0, 4.0),
     st.floats(0.0, 4.0),
-    st.sampled_from(["interleaved", "1f1b", "zb-h1", "v-half"]),
+    st.sampled_from(["interleaved", "1f1b", "zb-h1", "v-half", "v-min"]),
 )
 def test_no_timeline_is_below(
     count: int, shape: tuple[int, int], microbatches: int, gathered: float, scattered: float, name: str
 ) -> None:
     """Of equal layers, cut in all ways, whose weights are gathered for each pass, and gradients scattered after it."""
     ranks, chunks = shape
-    stages = ranks * {"interleaved": chunks, "v-half": 2}.get(name, 1)
+    stages = ranks * {"interleaved": chunks, "v-half": 2, "v-min": 2}.get(name, 1)
     assume(stages <= count)
     layers, kept = layers_of(count), np.ones(ranks)
-    whole, split = name in ("interleaved", "1f1b"), name in ("zb-h1", "v-half")
+    whole, split = name in ("interleaved", "1f1b"), name in ("zb-h1", "v-half", "v-min")
     if name == "interleaved":
         counts = Interleaving().counts(ranks, chunks, microbatches, count, ends=True)
-        works = looped(layers, ranks, counts, microbatches, kept, ends=True)
+        works = placed(layers, looped(ranks, chunks), counts, microbatches, kept, ends=True)
     elif name == "v-half":
+        counts = Interleaving().on_v(ranks, microbatches, count)
+        works = placed(layers, v_shaped(ranks), counts, microbatches, kept, ends=False)
+    elif name == "v-min":
         works = folded(layers, ranks, kept, ends=False, stages=2)
     else:
         works = straight(layers, ranks, microbatches, kept, ends=whole)
@@ -252,7 +256,7 @@ def slowed(seconds: float, beside: Sequence[float], way: Stored) -> float:
 def timelines(name: str, layers: Layers, way: Stored, stages: int, ranks: int, microbatches: int) -> Iterator[float]:
     """Seconds of all cuts."""
     chunks = stages // ranks if name == "interleaved" else None
-    split = name in ("zb-h1", "v-half")
+    split = name in ("zb-h1", "v-half", "v-min")
     for cut in shares_of(layers.count, stages):
         forward = [slowed(n * layers.forward, [n * way.gathered], way) for n in cut]
         sent = [way.scattered * n for n in cut]
@@ -324,7 +328,7 @@ def test_a_split_head_may_be_computed_where_ranks_wait() -> None:
     """Which paths by way of the last backwards count already."""
     layers, none = replace(layers_of(4), beside=(2.0, 3.0)), np.ones(2)
     counts = Interleaving().counts(2, 2, 8, 4, ends=True)
-    works = replace(looped(layers, 2, counts, 8, none, ends=True), spreads_head=True)
+    works = replace(placed(layers, looped(2, 2), counts, 8, none, ends=True), spreads_head=True)
     (without,) = least_seconds(layers_of(4), [FREE], works, 8, 1e9)
     (beside,) = least_seconds(layers, [FREE], works, 8, 1e9)
     (meanwhile,) = least_seconds(layers, [FREE], replace(works, skips_head=True), 8, 1e9)
@@ -335,7 +339,7 @@ def test_a_split_head_may_be_computed_where_ranks_wait() -> None:
 def host_of(ranks: Ranks, microbatches: int, rate: float) -> Host:
     none = np.zeros(ranks.count)
     times, ahead = (microbatches / ranks.kept)[None], (ranks.kept[None], none[None])
-    return Host(rate, ranks.kept[None], times, ahead, np.array([[none, none]]))
+    return Host(rate, ranks.kept[None], times, ahead, none)
 
 
 def test_copies_to_the_host_are_as_fast_as_they_are() -> None:
@@ -389,7 +393,7 @@ def test_what_is_kept_without_reading_lists(ranks: int, microbatches: int) -> No
     keeping = Keeping()
 
     def listed(name: str, chunks: int | None = None) -> Array:
-        return np.array([rank.moments[0][0] for rank in keeping.here(name, ranks, microbatches, chunks)])
+        return np.array([rank.most for rank in keeping.here(name, ranks, microbatches, chunks)])
 
     assert straight_kept(ranks, microbatches) == pytest.approx(listed("1f1b"))
     assert (folded_kept(ranks, microbatches) <= listed("v-min") + 1e-9).all()
@@ -445,17 +449,6 @@ def test_what_is_recomputed_is_there_as_a_whole() -> None:
     assert least_seconds(layers, [FREE], alone, 4, 24.0) == pytest.approx([72.0]), "nothing is"
     assert least_seconds(layers, [FREE], alone, 4, 13.0)[0] > found
     assert np.isinf(least_seconds(layers, [FREE], alone, 4, 8.9)).all()
-
-
-def test_the_tightest_moment_counts() -> None:
-    """Three microbatches that wait for weights' gradients take as much as one that waits for all of its backward."""
-    layers = replace(layers_of(6), later=2.0)
-    alone = straight(layers, 1, 4, np.ones(1), ends=False)
-    assert alone.all_moments.tolist() == [[[1.0], [0.0]]]
-    moments = np.array([[[1.0], [0.0]], [[0.5], [2.0]]])
-    (found,) = least_seconds(layers, [FREE], replace(alone, moments=moments), 4, 30.0)
-    assert found == pytest.approx(4 * 6 * 3.3), "(30 - 6 x 4) / (6 x 0.5) bytes of each may wait"
-    assert least_seconds(layers, [FREE], alone, 4, 30.0) == pytest.approx([72.0])
 
 
 def test_copies_keep_up_whenever_a_rank_keeps_much() -> None:
