@@ -192,12 +192,12 @@ class Costing:
 
     def _loaded(self, point: Point, profile: Profile) -> list[Unit]:
         """Units with what their backwards take to add up gradients."""
-        sums = self._sums(point, profile)
-        key = profile.key, sums
+        sums, split = self._sums(point, profile), splits_head(point.family)
+        key = profile.key, sums, split
         if key not in self._loads:
             options, device = self.options_of(point), self.cluster.device
             added = [sums.seconds(kinds, options, device) for kinds in profile.unit_parameters]
-            pairs = zip(profile.units, added, strict=True)
+            pairs = zip(profile.units_of(split_head=split), added, strict=True)
             self._loads[key] = [replace(unit, backward=unit.backward + seconds) for unit, seconds in pairs]
         return self._loads[key]
 
@@ -284,6 +284,13 @@ class Costing:
             total += weights.masters / (shards if point.zero >= 2 else 1)
             total += weights.copies if twice and not self._streams(point) else 0
         return total / mesh.pp <= self.budget_bytes
+
+    def least_gpus(self, *, on_host: bool) -> int:
+        """On fewer, ranks can't hold gradients, parameters and moments, though each was split over all of them; the
+        latter two may be ``on_host``."""
+        assert self.root is not None
+        held = sum(each.masters + (0 if on_host else self.trained_bytes(each)) for each in self.root.weights.values())
+        return math.ceil(held / self.budget_bytes)
 
     def beside_seconds(self, point: Point, profile: Profile) -> float:
         """What a step of ``point`` likely takes beside its passes: of scatters after each of them, and of all that

@@ -17,12 +17,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from autopar.errors import AutoparError, BudgetError
 from autopar.mesh import Mesh
 from autopar.options import activations_on_host
-from autopar.planner.rank_memory import MOMENTS
 from autopar.search.bounds import scaled
 from autopar.search.costing import Costing, Outcome, rank, splits_further
 from autopar.search.dive import dive
@@ -55,6 +53,7 @@ with its bound. Counted, not measured: searches are deterministic."""
 
 _OPS, _FAMILY, _REGION = 25, 90, 110  # units of work of placing one op, of bounds of a family's points, of a region's
 _PROOF = 0.1  # of the work, for bounds at least
+_AT_ONCE = 3 / 4  # of the work of a point that fits without a choice of what to recompute, which isn't made then
 _CALLS, _BLOCKS = 32, 150  # calls of a model, and ops of its blocks: with fewer, laying out takes less
 _OTHERS = 60  # families whose points are bounded for runners-up alone
 _SHARED = 4  # regions that a profile made for its bound alone has to serve
@@ -136,14 +135,9 @@ class Search:
 
     @property
     def least_gpus(self) -> int:
-        """On fewer, ranks can't hold gradients, parameters and moments, though each was split over all of them."""
-        options, host = self.pins.options, self.costing.cluster.device.host_memory_bytes
-        weights = self.root.weights.values()
-        held = masters = sum(each.masters for each in weights)
-        if not (options.offload if self.pins.fixes("offload") else host):
-            moment = getattr(torch, options.state_dtype).itemsize if options.state_dtype else 0
-            held += masters + MOMENTS * sum(moment * each.elements if moment else each.masters for each in weights)
-        return math.ceil(held / self.costing.budget_bytes)
+        """On fewer, ranks can't hold the model in any way."""
+        host, options = self.costing.cluster.device.host_memory_bytes, self.pins.options
+        return self.costing.least_gpus(on_host=bool(options.offload if self.pins.fixes("offload") else host))
 
     @property
     def work(self) -> float:
@@ -324,14 +318,14 @@ class Search:
         if self._outlook is None or self._is_beaten(found):
             return found
         ways, families = self._ways(region, saving=True), list(self.families_of(region))
-        return self._outlook.region_bound(region, families, ways, self.scaling.layers(region.key), found, self._good)
+        return self._outlook.region_bound(region, families, ways, self._layers(region), found, self._good)
 
     def likely(self, region: Region, offload: tuple[str, ...] = ()) -> float:
         """Seconds of a likely step of ``region``, with this on the host; inf where none leaves room for activations."""
         issued = self._issued(region)
         if self._outlook is None:
             return issued
-        times = self.scaling.layers(region.key, likely=True)
+        times = self._layers(region, likely=True)
         found = self._outlook.likely(region, self._likely_ways(region, offload), times, self._like(region.key))
         return max(found, issued)
 
@@ -340,7 +334,7 @@ class Search:
         found = dict.fromkeys(regions, 0.0)
         for some in together(regions) if self._outlook is not None else ():
             assert self._outlook is not None
-            times = [self.scaling.layers(region.key, likely=True) for region in some]
+            times = [self._layers(region, likely=True) for region in some]
             ways = [self._likely_ways(region, offload) for region in some]
             found |= zip(some, map(float, self._outlook.all_likely(some, ways, times)), strict=True)
         return [max(seconds, self._issued(region)) for region, seconds in found.items()]
@@ -446,23 +440,27 @@ class Search:
 
     def by_scaling(self, region: Region, *, likely: bool = False) -> float:
         """What the profiles say that are known, if pipeline ranks shared it evenly: at least, or as is ``likely``."""
-        return region.microbatches * self.scaling.seconds(region.key, likely=likely) / region.mesh.pp
+        seconds = self.scaling.seconds(region.key, region.mesh.pp, likely=likely)
+        return region.microbatches * seconds / region.mesh.pp
+
+    def _layers(self, region: Region, *, likely: bool = False) -> Array:
+        return self.scaling.layers(region.key, region.mesh.pp, likely=likely)
 
     def at_first(self, region: Region) -> float:
         """That, or one microbatch through all layers and back, if that is longer."""
         found = self.by_scaling(region)
         if self._outlook is None:
             return found
-        forward, inputs, *_ = self.scaling.layers(region.key)
+        forward, inputs, *_ = self._layers(region)
         return max(found, float(self._outlook.scaler.layers.count * (forward + inputs)))
 
     def _all_at_first(self, regions_: Sequence[Region]) -> Array:
         """:meth:`at_first` of all regions."""
-        figures = self.scaling.all([region.key for region in regions_])
-        cut = np.array([(region.microbatches, region.mesh.pp) for region in regions_], dtype=np.float64).reshape(-1, 2)
-        seconds = figures[:, -1] * cut[:, 0] / cut[:, 1]
+        pp = [region.mesh.pp for region in regions_]
+        layers, seconds = self.scaling.all([region.key for region in regions_], pp)
+        seconds = seconds * np.array([region.microbatches for region in regions_]) / pp
         if self._outlook is not None:
-            seconds = np.maximum(seconds, self._outlook.scaler.layers.count * (figures[:, 0] + figures[:, 1]))
+            seconds = np.maximum(seconds, self._outlook.scaler.layers.count * (layers[:, 0] + layers[:, 1]))
         found: Array = seconds
         return found
 
@@ -575,6 +573,8 @@ class Search:
         except AutoparError as error:
             self.refusals[point] = error
             raise
+        if not outcome.recomputes:
+            self._work -= _AT_ONCE * work_of(point, self._length)
         self.outcomes.append(outcome)
         return outcome
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 
 import autopar
 from autopar.errors import BudgetError
+from autopar.schedules import Schedule, generate
 from tests.fast_cluster import FAST
-from tests.models import gpt2, llama, make, prepared
+from tests.models import Float64, gpt2, llama, make, prepared
 from tests.pinned import compile_pinned
 
 CASES: list[tuple[str, dict[str, int], dict[str, Any], float]] = [
@@ -37,6 +39,35 @@ def test_no_rank_exceeds_its_budget(name: str, mesh: dict[str, int], options: di
     measured = job.memory(case.batch, measure="simulate").measured
     assert max(rank.peak_bytes for rank in measured) <= max(job.plan.peak_bytes) <= budget
     assert any(any(stage.recompute) for stage in job.plan.stage_plans)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "offload"), [("v-half", ()), pytest.param("v-half", ("activations",), marks=pytest.mark.slow)]
+)
+def test_weights_gradients_make_room(schedule: str, offload: tuple[str, ...]) -> None:
+    """Where layers recompute, what waits for weights' gradients is more than what waits for a backward."""
+    with Float64():
+        case = prepared(lambda: llama(8, layers=8))
+
+        def compiled(**more: Any) -> autopar.ParallelModel:
+            given = {"sample": case.batch, "mesh": {"pp": 2}, "microbatches": 8, "schedule": schedule, "cluster": FAST}
+            return compile_pinned(case.model, 2, **given, **more)
+
+        most, least = (max(compiled(recompute=how).plan.peak_bytes) for how in ("none", "full"))
+        budget = round(least + 0.1 * (most - least))
+        job = compiled(budget_bytes=budget, offload=offload)
+        assert max(job.plan.peak_bytes) <= budget
+        assert most_waiting(job.schedule) < most_waiting(generate(schedule, 2, 8))
+        again = compile_pinned(case.model, 2, sample=case.batch, plan=job.plan)
+        assert again.schedule == job.schedule
+        result = job.verify(case.batch)
+        assert result.ok, str(result)
+
+
+def most_waiting(schedule: Schedule) -> int:
+    """Of passes of all ranks, the most that wait for weights' gradients."""
+    changes = {"I": 1, "W": -1}
+    return sum(max(accumulate(changes.get(action.kind, 0) for action in row)) for row in schedule.lists)
 
 
 @pytest.mark.parametrize(

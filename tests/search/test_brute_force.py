@@ -7,15 +7,21 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from autopar import Cluster
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
+from autopar.planner.modes import MODES
+from autopar.preparation import Captured
+from autopar.search import searching
 from autopar.search.choose import _build
-from autopar.search.loop import TOLERANCE
+from autopar.search.loop import TOLERANCE, Search
 from autopar.search.space import Region
 from tests.fast_cluster import BUSY, FAST
-from tests.search.spaces import brute_force, every_point, prepared, search_of
+from tests.models import llama
+from tests.models import prepared as made
+from tests.search.spaces import brute_force, every_point, pins_of, prepared, search_of
 
 ROUNDED = 1 + 1e-9
 SLOW = replace(
@@ -51,7 +57,11 @@ TIGHT = [  # MiB that force recomputation, ZeRO or offload
 
 def check(name: str, batch: int, gpus: int, cluster: str, every: int, given: dict[str, Any]) -> float:
     """Returns the share of the best step that is proven."""
-    search = search_of(name, batch, gpus, CLUSTERS[cluster], **given)
+    return checked(search_of(name, batch, gpus, CLUSTERS[cluster], **given), every)
+
+
+def checked(search: Search, every: int) -> float:
+    """The same of one that hasn't begun."""
     found, tried = brute_force(search, every)
     assert found.points == sum(1 for _ in every_point(search))
     assert found.outcomes, "something fits"
@@ -81,6 +91,21 @@ def test_weights_that_move(name: str, batch: int, gpus: int, cluster: str, every
 @pytest.mark.parametrize(("name", "batch", "gpus", "cluster", "every", "given"), [*LARGE, *TIGHT])
 def test_larger_spaces(name: str, batch: int, gpus: int, cluster: str, every: int, given: dict[str, Any]) -> None:
     check(name, batch, gpus, cluster, every, given)
+
+
+def test_rows_of_a_split_vocabulary_are_aligned_where_those_of_a_whole_one_arent() -> None:
+    """What pipeline ranks share of the head is less than a part of what one rank takes for it."""
+    case = made(lambda: llama(8, vocabulary=1001), torch.float32)
+    captured = Captured(case.model, case.batch, case.loss, precision="bf16").on("cpu")
+    given = {"mesh": {"pp": 2}, "microbatch": 2, "zero": 0, "offload": (), "head_chunks": 1, "precision": "bf16"}
+    search = searching(captured, pins_of(2, **given), FAST, {})
+    checked(search, 1)
+    assert MODES[search.ranked()[0].point.vocabulary].head
+    (profile,) = (search.profile(region) for region in {outcome.point.region for outcome in search.outcomes})
+    assert profile is not None
+    whole, shared = profile.units[-1], profile.split_head_units[-1]
+    assert shared.seconds < 0.9 * whole.seconds
+    assert profile.split_head_units[:-1] == profile.units[:-1]
 
 
 def test_what_was_found_is_what_is_built() -> None:

@@ -144,10 +144,11 @@ def test_interleaved_regions_are_bounded_by_their_best_number_of_stages() -> Non
     assert outlook is not None
     layers = outlook.scaler.scaled(region.key, search.scaling.layers(region.key))
     ranks = folded(layers, 2, np.ones(2), ends=True, stages=3)
-    two, three, both = (outlook._interleaved(region, layers, [WAY], some, ranks) for some in ([2], [3], [2, 3]))
+    two, three, both = (outlook._by_paths(region, layers, [WAY], some, ranks) for some in ([2], [3], [2, 3]))
     assert two != three
     assert both == min(two, three) > 0.0
     head = replace(ranks, spreads_head=True)
-    least = outlook._interleaved(region, layers, [WAY], [2], head)
+    least = outlook._by_paths(region, layers, [WAY], [2], head)
     beside = region.microbatches * sum(layers.beside) / 2
     assert two <= least < two + beside, "it may run while others end"
+    assert 0.0 < outlook._by_paths(region, layers, [WAY], [], ranks) < two, "on a V weights' gradients fill the end"
