@@ -15,10 +15,10 @@ from autopar.plan import SearchPlan, bytes_text
 from autopar.planner.block_costs import Machine
 from autopar.planner.build import Built, Request, build, finish
 from autopar.planner.pipeline import Wanted
-from autopar.search.costing import Costing, Outcome
+from autopar.search.costing import Costing, Found, Outcome
 from autopar.search.fronts import compared, gpus_front, memory_front, runners_up
 from autopar.search.infeasible import no_degrees, refusal
-from autopar.search.loop import Found, Search
+from autopar.search.loop import Search
 from autopar.search.pins import Pins
 from autopar.search.profiles import Models, Profiler
 from autopar.search.space import SPLIT_HEADS, Point, Region, Sizes, moves_each_time, regions

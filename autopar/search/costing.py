@@ -11,7 +11,7 @@ import torch
 
 from autopar.cluster import Cluster, Link
 from autopar.cost_models import collective, step
-from autopar.errors import BudgetError
+from autopar.errors import AutoparError, BudgetError
 from autopar.graph import Model
 from autopar.mesh import Mesh
 from autopar.options import Options, activations_on_host, masters_on_host, weights_streamed
@@ -59,6 +59,19 @@ def rank(outcome: Outcome) -> tuple[object, ...]:
         *(point.chunks or 0, list(MODES).index(point.vocabulary), point.schedule in BEATEN, point.schedule),
     )
     return (float(f"{outcome.step_seconds:.9e}"), *simple, -point.region.rows)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found: ``outcomes`` that fit, the best first; nothing in a space of ``points`` is below
+    ``bound_seconds``. ``refusals`` are of what was tried and can't run or doesn't fit."""
+
+    outcomes: list[Outcome]
+    bound_seconds: float
+    points: int
+    placed: int
+    laid_out: int
+    refusals: dict[Point, AutoparError]
 
 
 @dataclass

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 from autopar.errors import ArgumentError, AutoparError
 from autopar.plan import PointPlan, bytes_text, change_text
 from autopar.planner.modes import MODES
-from autopar.search.costing import Outcome
+from autopar.search.costing import Found, Outcome
 from autopar.search.pins import Pins
 from autopar.search.space import Point, work_of
 
 if TYPE_CHECKING:
-    from autopar.search.loop import Found, Search
+    from autopar.search.loop import Search
 
 _RUNNERS_UP = 5
 _SAME_DEGREES = 2  # of them

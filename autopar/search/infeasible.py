@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 
 from autopar.errors import ArgumentError, AutoparError, BudgetError
 from autopar.plan import bytes_text, seconds_text
-from autopar.search.costing import Outcome
+from autopar.search.costing import Found, Outcome
 from autopar.search.fronts import differs
 from autopar.search.pins import SEARCHED_OPTIONS, Pins
 from autopar.search.profiles import Profiler
 from autopar.search.space import largest, regions, savers
 
 if TYPE_CHECKING:
-    from autopar.search.loop import Found, Search
+    from autopar.search.loop import Search
 
 _OFFERED = 4
 _LEAN_REGIONS = 3

@@ -22,7 +22,7 @@ from autopar.errors import AutoparError, BudgetError
 from autopar.mesh import Mesh
 from autopar.options import activations_on_host
 from autopar.search.bounds import scaled
-from autopar.search.costing import Costing, Outcome, rank, splits_further
+from autopar.search.costing import Costing, Found, Outcome, rank, splits_further
 from autopar.search.dive import dive
 from autopar.search.hulls import Array
 from autopar.search.outlook import Outlook, Way
@@ -59,19 +59,6 @@ _OTHERS = 60  # families whose points are bounded for runners-up alone
 _SHARED = 4  # regions that a profile made for its bound alone has to serve
 
 
-@dataclass(frozen=True)
-class Found:
-    """What a search found: ``outcomes`` that fit, the best first; nothing in a space of ``points`` is below
-    ``bound_seconds``. ``refusals`` are of what was tried and can't run or doesn't fit."""
-
-    outcomes: list[Outcome]
-    bound_seconds: float
-    points: int
-    placed: int
-    laid_out: int
-    refusals: dict[Point, AutoparError]
-
-
 class _Item(NamedTuple):
     """What waits: that of the least bound is next, since nothing more can be proven before it is looked at."""
 
@@ -104,6 +91,7 @@ class Search:
     _limit: float = field(default=0.0, init=False)  # that it may take
     _keys: dict[Region, Key] = field(default_factory=dict, init=False)  # of regions that are placed in a tight budget
     _saved: set[Point] = field(default_factory=set, init=False)  # what saves memory in other ways waits, too
+    _roomy: set[Point] = field(default_factory=set, init=False)  # what was laid out, and fits as it is
     _numbers: int = field(default=0, init=False)
     _passed: list[_Item] = field(default_factory=list, init=False)  # what was left out
     _before: int = field(default=0, init=False)  # profiles that others made
@@ -535,6 +523,9 @@ class Search:
 
     def _try(self, bound: float, point: Point) -> None:
         """Lay it out, if what is known of it by itself leaves it the best."""
+        plain, *_ = savers(point.region, self.costing.cluster, self.pins)
+        if point._replace(offload=plain[0], head_chunks=plain[1]) in self._roomy:
+            return  # to save memory is no use where there is enough
         known = self.profile(point.region)
         assert known is not None
         passes = max(bound, self.costing.bound(point, known))
@@ -575,6 +566,7 @@ class Search:
             raise
         if not outcome.recomputes:
             self._work -= _AT_ONCE * work_of(point, self._length)
+            self._roomy.add(point)
         self.outcomes.append(outcome)
         return outcome
 

@@ -13,8 +13,8 @@ from autopar.errors import AutoparError
 from autopar.options import Options
 from autopar.preparation import Captured, Prepared
 from autopar.search import Pins, searching
-from autopar.search.costing import Outcome
-from autopar.search.loop import Found, Search
+from autopar.search.costing import Found, Outcome
+from autopar.search.loop import Search
 from autopar.search.space import Point, regions, savers
 from tests.models import make
 from tests.models import prepared as made

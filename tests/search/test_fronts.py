@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.search.costing import Outcome
+from autopar.search.costing import Found, Outcome
 from autopar.search.fronts import compared, gpus_front, memory_front, runners_up, why
-from autopar.search.loop import Found, Search
+from autopar.search.loop import Search
 from tests.fast_cluster import FAST
 from tests.search.spaces import experts_on, search_of
 
