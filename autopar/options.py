@@ -38,10 +38,10 @@ def activations_on_host(offload: Collection[str]) -> bool:
     return "activations" in offload
 
 
-def weights_streamed(zero: int, offload: Collection[str]) -> bool:
+def weights_streamed(zero: int, offload: Collection[str], shards: int) -> bool:
     """Whether what passes compute with is on the device only while it is used: gathered from the ranks that share it
-    (ZeRO 3), or copied from the host."""
-    return zero == 3 or parameters_on_host(offload)
+    (ZeRO 3; ``shards`` of them, at most), or copied from the host."""
+    return (zero == 3 and shards > 1) or parameters_on_host(offload)
 
 
 class Given(TypedDict, total=False):

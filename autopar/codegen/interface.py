@@ -44,7 +44,7 @@ def program_of(job: Job, part: Part, forward: Function) -> Program:
         loss_axes=loss_axes(job),
         plan_digest=job.digest,
         returns_loss=job.vocabulary is None or part.index < len(job.stages) - 1,
-        spanning=_spanning(job, part) if weights_streamed(job.options.zero, job.options.offload) else (),
+        spanning=_spanning(job, part) if _streams(job) else (),
         routers=tuple(_routers(job, part)),
         readers=_readers(job, part),
         averages=tuple(dict.fromkeys(_averages(job, part))),
@@ -71,6 +71,11 @@ def _averages(job: Job, part: Part) -> Iterator[str]:
     for call in (job.model.calls[index] for index in part.calls):
         names = dict(zip(job.model.block_of(call).parameters, call.parameters, strict=True))
         yield from (names[operands(node)[1]] for node in job.model.block_of(call).ops if node.target == AVERAGED)
+
+
+def _streams(job: Job) -> bool:
+    """Whether what passes compute with is there only while it is used."""
+    return weights_streamed(job.options.zero, job.options.offload, job.mesh.zero_shards(job.options.zero_ranks))
 
 
 def _spanning(job: Job, part: Part) -> tuple[str, ...]:

@@ -22,7 +22,6 @@ from itertools import accumulate
 from typing import Final, NamedTuple
 
 from autopar.graph import Model
-from autopar.options import weights_streamed
 from autopar.passes.hoist import parameter_sums
 from autopar.passes.recompute import own_modules
 from autopar.passes.vocabulary import STAGELESS
@@ -81,11 +80,13 @@ class PassMemory:
     def _found(self, calls: Sequence[int]) -> StagePasses:
         workings = [self.workings[self.model.calls[i].block] for i in calls]
         names = [name for index in calls for name in dict.fromkeys(self.model.calls[index].parameters)]
-        if not self.storage.options.zero >= 2 and not self._streams and len(set(names)) == len(names):
+        streams = self.storage.streams
+        if not self.storage.options.zero >= 2 and not streams and len(set(names)) == len(names):
             return StagePasses(tuple(working.bytes_ for working in workings))
         weights = StageWeights.of(self.model, calls, self.storage)
         layers = [i in self._readers.own for i in calls]
-        forward, backward, first = _gathered(weights, layers) if self._streams else ([0] * len(calls),) * 2 + (0,)
+        nothing = [0] * len(calls), [0] * len(calls), 0
+        forward, backward, first = _gathered(weights, layers) if streams else nothing
         flights = self._flights(calls, weights, workings)
         passes = zip(workings, forward, backward, flights.most, strict=True)
         return StagePasses(
@@ -93,14 +94,10 @@ class PassMemory:
                 max(working.forward + there + flights.lasting, working.forward + again, most + again, 0)
                 for working, there, again, most in passes
             ),
-            spanning=sum(weight.copied for weight in weights.shared.values()) if self._streams else 0,
+            spanning=sum(weight.copied for weight in weights.shared.values()) if streams else 0,
             lasting=flights.lasting,
             first=first,
         )
-
-    @property
-    def _streams(self) -> bool:
-        return weights_streamed(self.storage.options.zero, self.storage.options.offload)
 
     def _flights(self, calls: Sequence[int], weights: StageWeights, workings: Sequence[Working]) -> _Flights:
         """Of a backward that follows another one, if there are several."""
@@ -249,7 +246,7 @@ def passing_bytes(model: Model, call: int, storage: Storage) -> tuple[int, int]:
     gathered = sum(weight.copied for weight in named.values() if weight is not None)
     last = deque(_Readers(alone).messages([0], weights) if options.zero >= 2 else [], maxlen=IN_FLIGHT)
     sent = sum(weight.sent for message in last for name in message if (weight := named[name]))
-    return gathered if weights_streamed(options.zero, options.offload) else 0, sent
+    return gathered if storage.streams else 0, sent
 
 
 def largest(beside: Iterable[int], saved: Iterable[int]) -> int:

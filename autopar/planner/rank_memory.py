@@ -53,6 +53,11 @@ class Storage:
         axes = self.line(types)
         return self.mesh.zero_shards(self.options.zero_ranks, axes) if self.options.zero and axes else 1
 
+    @property
+    def streams(self) -> bool:
+        """Whether what passes compute with is on the device only while it is used."""
+        return weights_streamed(self.options.zero, self.options.offload, self.shards({}))
+
     def line(self, types: Mapping[str, Type]) -> tuple[str, ...]:
         """The axes that split tokens, and not a parameter of these types."""
         return self.mesh.data_axes([axis for axis, kind in types.items() if kind.is_shard])
@@ -156,8 +161,7 @@ def parameter_state(
     state = Counter(parameters=own * master.itemsize, optimizer=MOMENTS * own * moment)
     gradients = Counter(gradients=(own if options.zero >= 2 else elements) * master.itemsize)
     twice = not is_own_master(shards, meta.dtype, master, options)
-    streamed = weights_streamed(options.zero, options.offload)
-    copies = Counter(working=elements * meta.dtype.itemsize) if twice and not streamed else Counter()
+    copies = Counter(working=elements * meta.dtype.itemsize) if twice and not storage.streams else Counter()
     if away:
         return State(gradients + copies, state + Counter(gradients=own * master.itemsize))
     return State(state + gradients + copies, Counter())

@@ -18,7 +18,7 @@ from autopar.cost_models import collective, step
 from autopar.cost_models.step import Collectives
 from autopar.graph import Model, info
 from autopar.mesh import DATA
-from autopar.options import Options, masters_on_host, parameters_on_host, weights_streamed
+from autopar.options import Options, masters_on_host, weights_streamed
 from autopar.passes.hoist import parameter_sums
 from autopar.passes.recompute import own_modules
 from autopar.planner.alike import Alike
@@ -34,7 +34,7 @@ _NOTHING: Final = Collectives(0.0, 0.0)
 def weight_moves(model: Model, options: Options, lines: Iterable[DataLine]) -> WeightMoves:
     """Which GATHER and SCATTER actions a schedule needs."""
     shards = max(line.shards for line in lines) if options.zero else 1
-    streamed = (options.zero == 3 and shards > 1) or parameters_on_host(options.offload)
+    streamed = weights_streamed(options.zero, options.offload, shards)
     has_copies = any(known.master is not None for known in model.parameters.values())
     twice = shards > 1 or has_copies or masters_on_host(options.offload)
     return WeightMoves("pass" if streamed else "step" if twice else "", options.zero >= 2 and shards > 1)
@@ -238,7 +238,7 @@ class MoveCosts:
     def first_gathered(self, calls: Sequence[int], forward_seconds: float) -> float:
         """What of their one gather of a step doesn't run beside the first forward."""
         seconds = self.gather_seconds(calls)
-        if self.options.zero == 3 or self._on_host:
+        if self.streams or self._on_host:
             return seconds
         return step.left_seconds(seconds, self.places(calls), forward_seconds)
 
@@ -463,10 +463,11 @@ class MoveCosts:
         """Whether masters lie there."""
         return masters_on_host(self.options.offload)
 
-    @property
+    @cached_property
     def streams(self) -> bool:
         """Whether weights are gathered for each pass."""
-        return weights_streamed(self.options.zero, self.options.offload)
+        shards = max((line.shards for line in self.machine.lines.values()), default=1)
+        return weights_streamed(self.options.zero, self.options.offload, shards)
 
     def _weights(
         self, calls: Sequence[int], parts: int = 1, *, borrowed: bool = False
@@ -518,13 +519,15 @@ class MoveCosts:
     def _used(
         self, calls: Sequence[int], *, frozen: bool = False, borrowed: bool = False
     ) -> Iterator[tuple[int, str, fx.Node]]:
-        """The trained parameters of calls by name, each once; maybe those that aren't, or are :meth:`borrowed`, too."""
+        """The trained parameters of calls by name, each once; maybe those that are ``frozen`` and whose rows several
+        ranks share, or that are :meth:`borrowed`, too."""
         seen: set[str] = set() if borrowed else {*self.borrowed(calls)}
         for index in calls:
             call = self.model.calls[index]
             for name, node in zip(call.parameters, self._parameters[call.block], strict=True):
                 known = self.model.parameters[name]
-                if (known.trainable or frozen) and not known.is_buffer and name not in seen:
+                is_moved = known.trainable or (frozen and self.shards_of(name, node) > 1)
+                if is_moved and not known.is_buffer and name not in seen:
                     seen.add(name)
                     yield index, name, node
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from autopar.options import weights_streamed
 from autopar.runtime.executor import Executor
 
 
@@ -21,7 +20,7 @@ def holdings(executor: Executor) -> dict[str, list[Tensor]]:
     copies: list[Tensor] = [parameter for module in modules for parameter in module.parameters()]
     fixed = [tensor for tensor in copies if not tensor.requires_grad]
     fixed += [buffer for module in modules for buffer in module.buffers()]
-    streamed = weights_streamed(executor.options.zero, executor.options.offload)
+    streamed = bool(executor.streams)
     return {
         "parameters": [*masters, *fixed],
         "gradients": [master.grad for master in masters if master.grad is not None],

@@ -336,7 +336,7 @@ class Costing:
         return max(gathers, (count - 1) * (scattered - backward) if point.zero >= 2 else 0.0)
 
     def _streams(self, point: Point) -> bool:
-        return weights_streamed(point.zero, point.offload)
+        return weights_streamed(point.zero, point.offload, point.region.mesh.zero_shards(point.zero_ranks))
 
     def _moves(self, point: Point, profile: Profile) -> tuple[float, float, float, float]:
         """Seconds of one gather, one scatter and the rest of the sums of a rank's parameters, and of their update, if

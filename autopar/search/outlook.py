@@ -344,7 +344,7 @@ class Outlook:
         messages = [small, *(size for size in sizes if size >= MESSAGES.large(shards))] if small else sizes
         sent = self.costing.sent_bytes(weights) / max(1, weights.copies)
         flying = sent * sum(messages[:2]) / split if zero >= 2 else 0.0
-        streams = weights_streamed(zero, offload)
+        streams = weights_streamed(zero, offload, shards)
         return {"gathered_bytes": sum(sizes) / split if streams else 0.0, "flying_bytes": flying}
 
     def _weights_of(self, profile: Profile) -> dict[tuple[str, ...], Weights]:
@@ -397,7 +397,7 @@ class Outlook:
         zero, zero_ranks, offload = way
         host = self.costing.cluster.device.host_bytes_per_second
         away = masters_on_host(offload)
-        streams = weights_streamed(zero, offload)
+        streams = weights_streamed(zero, offload, mesh.zero_shards(zero_ranks))
         machine = self.costing.machine_of(mesh, zero_ranks)
         state = gathered = scattered = held = 0.0
         for axes, weights in lines.items():

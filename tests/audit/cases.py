@@ -73,6 +73,7 @@ FAST_PLANS: Final = (
     Plan("gpt2", {"pp": 2, "tp": 2}, {"vocabulary": "vocab-1", "microbatches": 2}),  # statistics of all ranks
     Plan("head_smoothed", {"pp": 2}, {"vocabulary": "vocab-2"}),  # a table stored the other way, classes padded
     Plan("moe_mixtral", {"dp": 2, "ep": 2}),
+    Plan("mlp", {"pp": 2}, {"zero": 3, **BF16}, torch.float32),  # with nobody to share rows: copies are cast once
     Plan("mlp", {"dp": 3}, {"zero": 3, **BF16}, torch.float32, batch=12),  # rows are padded
     Plan("moe_qwen2_moe", {"dp": 8, "ep": 8}, {"expert_imbalance": 1.25}, batch=16, cluster=NODES),  # in two hops
     Plan("mlp", {"dp": 4}, {"zero": 3, "zero_ranks": 2}, cluster=BUSY),  # what collectives slow: both passes
