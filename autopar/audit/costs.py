@@ -346,7 +346,7 @@ class SeenCosts:
         ops = [ran for ran in ops if not lookup(ran.op.name).repeats]
         late = self._phase("W", stage).flops if (0, stage) in self.schedule.split else 0
         run = sum(ran.back_flops for ran in ops) + late
-        return run, sum(ran.flops * sum(m.needs_grad for m in ran.op.operands) for ran in ops)
+        return run, sum(ran.flops * len(lookup(ran.op.name).factors(ran.op)) for ran in ops)
 
     def vocabulary_seconds(self, rank: int, kind: str) -> float:
         """Of a pass of a split vocabulary: what it runs of the text, what it sends meanwhile, and the arithmetic on

@@ -1,7 +1,8 @@
 """Products that a program's ops compute, in floating-point operations: torch's count of the kernels that ran.
 
-Kernels of attention differ by device and dtype, and count what a causal mask hides; products of rows by expert aren't
-run where it isn't known how many rows there are. So both are counted by what they are: from shapes.
+Kernels of attention differ by device and dtype, and count what a causal mask hides, those of recurrent layers differ by
+device; products of rows by expert aren't run where it isn't known how many rows there are; torch has no count of
+bilinear ones. So these are counted by what they are: from shapes.
 """
 
 from __future__ import annotations
@@ -52,11 +53,27 @@ def _grouped(op: Op) -> int:
     return 2 * rows * width * op.outputs[0].shape[1]
 
 
+def _bilinear(op: Op) -> int:
+    return 2 * op.operands[2].numel * (op.outputs[0].numel // op.outputs[0].shape[-1])
+
+
+def _recurrent(op: Op) -> int:
+    """Each matrix by all rows; before them are the inputs and a state or two."""
+    states = len(op.outputs) - (len(op.outputs[0].shape) == 3)
+    matrices = (meta.numel for meta in op.operands[1 + states :] if len(meta.shape) == 2)
+    return 2 * (op.outputs[0].numel // op.outputs[0].shape[-1]) * sum(matrices)
+
+
+_KINDS: Final = ("gru", "lstm", "rnn_tanh", "rnn_relu")
+
 _BY_SHAPE: Final[Mapping[str, Callable[[Op], int]]] = {
     "aten.scaled_dot_product_attention.default": _attention,
     "attention_with_offset": _over_positions,
     "ring_attention": _over_positions,
     "grouped_linear": _grouped,
+    "aten.bilinear.default": _bilinear,
+    **{f"aten.{kind}.input": _recurrent for kind in _KINDS},
+    **{f"aten.{kind}_cell.default": _recurrent for kind in _KINDS},
 }
 
 

@@ -184,11 +184,12 @@ def joined(messages: Iterable[Message]) -> Iterator[Message]:
 def _work(ran: Ran) -> Work:
     """What the cost models ask of an op: bytes from the tensors that it was given and made, products as they ran."""
     op, flops = ran.op, flops_of(ran)
-    work = work_of(op, lookup(_RULES.get(op.name, op.name)), Choice((R,) * len(op.operands), R), 1)
+    rule = lookup(_RULES.get(op.name, op.name))
+    work = work_of(op, rule, Choice((R,) * len(op.operands), R), 1)
     if not flops:
         return replace(work, flops=0)
     dtype = str(op.operands[0].dtype).removeprefix("torch.")
-    factors = tuple(meta.numel for meta in op.operands if meta.needs_grad)
+    factors = tuple(op.operands[i].numel for i in rule.factors(op))
     return replace(work, flops=flops, dtype=dtype, made=work.made or op.result.numel, factors=factors)
 
 

@@ -204,7 +204,7 @@ class Log:
         self._phase = self.phases[""]
         self._running: Ran | None = None  # in a forward
         self._origin: Ran | None = None  # of the autograd node that runs
-        self._done: dict[tuple[str, str, tuple[Meta, ...]], Op] = {}  # by line, name and operands
+        self._done: dict[tuple[str, str, tuple[Meta, ...]], Ran] = {}  # by line, name and operands
         self._known: set[int] = set()
         self._nodes: list[object] = []  # kept, so that no two have one id
 
@@ -238,14 +238,15 @@ class Log:
         try:
             result = function()
         except BaseException:
-            if ran.started:  # stopped before it gave anything: it makes what it made the first time
-                ran.op = self._done.get(key, ran.op)
+            first = self._done.get(key)
+            if ran.started and first is not None:  # stopped before it gave anything: it makes what it made first
+                ran.op, ran.started = first.op, ran.flops > 0 or not first.flops  # of a product, maybe a copy only
             raise
         finally:
             self._running = None
         ran.is_done = True
         made = list(_tensors(result))
-        ran.op = self._done[key] = replace(ran.op, outputs=tuple(map(_meta, made)) or (_OBJECT,))
+        ran.op, self._done[key] = replace(ran.op, outputs=tuple(map(_meta, made)) or (_OBJECT,)), ran
         self._own(ran, made)
         return result
 

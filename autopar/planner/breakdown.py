@@ -48,8 +48,6 @@ _SCALARS: Final = ("scalars", "", "")
 _CASTS: Final = ("casts", "", "")
 _ISSUING: Final = ("host", "", "")
 _WAITING: Final = (BUBBLE, "", "")
-_FACTORS: Final = 2
-"""A product has two factors, and one more product in the backward for the gradient of each."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +68,10 @@ def model_work(model: Model) -> Work:
     for block, count in zip(model.blocks, model.counts(), strict=True):
         for node in block.ops:
             op = Op.of(node)
-            if flops := lookup(op.name).flops(op):
-                gradients = sum(meta.needs_grad for meta in op.operands) if info(node).meta.needs_grad else 0
-                found[dtype_name(op.operands[0].dtype)] += count * flops * (1 + min(_FACTORS, gradients))
+            rule = lookup(op.name)
+            if flops := rule.flops(op):
+                gradients = len(rule.factors(op)) if info(node).meta.needs_grad else 0
+                found[dtype_name(op.operands[0].dtype)] += count * flops * (1 + gradients)
     return Work(found.total(), max(sorted(found), key=found.__getitem__, default=""))
 
 

@@ -67,6 +67,7 @@ def work_of(op: Op, rule: Rule, choice: Choice, size: int, unequal: float = 1.0)
     for position in rule.looked_up(op):
         gradients += _ROW_COPIES * min(taken[position], made) if op.operands[position].needs_grad else 0
         taken[position] = min(taken[position], made)
+    factors = rule.factors(op) if flops else ()
     factor = op.operands[0] if flops else op.result  # a loss of bf16 products is float32
     beside = rule.back_bytes(op, made, taken)
     back = made + gradients + inner + (0 if rule.is_linear(op) else sum(taken)) + beside
@@ -76,9 +77,7 @@ def work_of(op: Op, rule: Rule, choice: Choice, size: int, unequal: float = 1.0)
         moved_bytes=sum(taken) + made + (0 if flops else inner),
         dtype=dtype_name(factor.dtype),
         made=rule.made(op, choice, size) if flops else 0,
-        factors=tuple(
-            _elements(m, k, size) for m, k in zip(op.operands, choice.operands, strict=True) if flops and m.needs_grad
-        ),
+        factors=tuple(_elements(op.operands[i], choice.operands[i], size) for i in factors),
         back_bytes=back,
         repeats=rule.repeats,
         pieces=rule.pieces(op, choice, size),

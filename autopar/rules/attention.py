@@ -169,6 +169,10 @@ class _Attention(Spec):
     def is_fused(self, op: Op) -> bool:
         return True
 
+    def factors(self, op: Op) -> tuple[int, ...]:
+        """Its backward has four products, of which each is as large as one of the forward's two."""
+        return super().factors(op)[:2]
+
     def imbalance(self, op: Op, choice: Choice, size: int) -> float:
         return _busiest(size) if is_causal(op) and choice.form in (OFFSET, RING) else 1.0
 

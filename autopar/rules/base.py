@@ -133,6 +133,10 @@ class Rule(Protocol):
     def flops(self, op: Op) -> int:
         """Floating-point operations of the forward call that count (matrix products), else 0."""
 
+    def factors(self, op: Op) -> tuple[int, ...]:
+        """Positions of the operands whose gradient is a product as large as the forward's: those that have a gradient,
+        but for what is added to products."""
+
     def inner_bytes(self, op: Op) -> int:
         """Bytes that a pass reads and writes inside of the op, beside operands and result."""
 
@@ -200,6 +204,9 @@ class Whole:
 
     def flops(self, op: Op) -> int:
         return 0
+
+    def factors(self, op: Op) -> tuple[int, ...]:
+        return tuple(position for position, meta in enumerate(op.operands) if meta.needs_grad)
 
     def inner_bytes(self, op: Op) -> int:
         return 0

@@ -119,6 +119,12 @@ def _statistics(op: Op, choice: Choice) -> Communication:
 
 RULES: dict[str, Rule] = {
     CHUNKED: Chunked(
-        _line, sums=True, local=_local, forms=_classes_split, inside=_statistics, flop_count=product_flops
+        _line,
+        sums=True,
+        local=_local,
+        forms=_classes_split,
+        inside=_statistics,
+        flop_count=product_flops,
+        terms=(3,),
     ),
 }

@@ -67,7 +67,7 @@ def _added(batch: str) -> Spec:
         added = " ".join(dims[len(dims) - rank :])
         return f"{added}, {batch} m k!, {batch} k! n -> {batch} m n"
 
-    return (Product if batch else Spec)(line, flop_count=product_flops)
+    return (Product if batch else Spec)(line, flop_count=product_flops, terms=(0,))
 
 
 _SUBSCRIPTS = re.compile(r"\.\.\.|[a-zA-Z]")
@@ -151,7 +151,8 @@ def _bilinear_flops(op: Op, letters: Letters) -> int:
     return 2 * op.operands[2].numel * (op.result.numel // op.result.shape[-1])
 
 
-_TRANSPOSED = Spec(_transposed, linear=_unless_biased, sums=True, flop_count=_transposed_flops)
+_BIAS = (2,)
+_TRANSPOSED = Spec(_transposed, linear=_unless_biased, sums=True, flop_count=_transposed_flops, terms=_BIAS)
 _CONVOLUTION = Spec(
     _convolution,
     linear=_unless_biased,
@@ -159,6 +160,7 @@ _CONVOLUTION = Spec(
     local=_local_groups,
     allows=_keeps_groups,
     flop_count=_convolution_flops,
+    terms=_BIAS,
 )
 
 RULES: dict[str, Rule] = {
@@ -169,7 +171,7 @@ RULES: dict[str, Rule] = {
     "aten.outer.default": _contraction("m, n -> m n"),
     "aten.matmul.default": _contraction(_matmul),
     "aten.einsum.default": _contraction(_einsum),
-    "aten.linear.default": Spec(_linear, linear=_unless_biased, sums=True, flop_count=product_flops),
+    "aten.linear.default": Spec(_linear, linear=_unless_biased, sums=True, flop_count=product_flops, terms=_BIAS),
     "aten.addmm.default": _added(""),
     "aten.baddbmm.default": _added("b"),
     "aten.conv1d.default": _CONVOLUTION,
@@ -181,5 +183,5 @@ RULES: dict[str, Rule] = {
     "aten.conv_transpose1d.default": _TRANSPOSED,
     "aten.conv_transpose2d.input": _TRANSPOSED,
     "aten.conv_transpose3d.input": _TRANSPOSED,
-    "aten.bilinear.default": Spec("... i!, ... j!, o i! j!, o -> ... o", flop_count=_bilinear_flops),
+    "aten.bilinear.default": Spec("... i!, ... j!, o i! j!, o -> ... o", flop_count=_bilinear_flops, terms=(3,)),
 }

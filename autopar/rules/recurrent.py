@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import prod
 
 from autopar.graph import Meta
@@ -34,16 +35,30 @@ def _cell(op: Op) -> str | None:
     return f"{', '.join(taken)} -> n o!"
 
 
+def _matrices(op: Op, letters: Letters) -> list[int]:
+    """Their positions."""
+    return [i for i, dims in enumerate(letters.operands) if len(dims) == 2 and letters.whole.issuperset(dims)]
+
+
 def _flops(op: Op, letters: Letters) -> int:
     """Each matrix is applied to each row of each step."""
-    shapes = [dims for dims in letters.operands if all(letter in letters.whole for letter in dims)]
-    matrices = [op.operands[letters.operands.index(dims)] for dims in shapes if len(dims) == 2]
-    return 2 * prod(op.result.shape[:-1]) * sum(meta.numel for meta in matrices)
+    return 2 * prod(op.result.shape[:-1]) * sum(op.operands[i].numel for i in _matrices(op, letters))
+
+
+@dataclass(frozen=True)
+class _Recurrent(Spec):
+    """In the backward, products of all matrices for the gradients of rows, which states have where inputs have none,
+    and as many for those of the matrices."""
+
+    def factors(self, op: Op) -> tuple[int, ...]:
+        letters = self.match(op)
+        trained = [i for i in _matrices(op, letters) if op.operands[i].needs_grad] if letters else []
+        return 0, *trained[:1]
 
 
 _KINDS = ("gru", "lstm", "rnn_tanh", "rnn_relu")
 
 RULES: dict[str, Rule] = {
-    **{f"aten.{kind}.input": Spec(_layers, flop_count=_flops) for kind in _KINDS},
-    **{f"aten.{kind}_cell.default": Spec(_cell, flop_count=_flops) for kind in _KINDS},
+    **{f"aten.{kind}.input": _Recurrent(_layers, flop_count=_flops) for kind in _KINDS},
+    **{f"aten.{kind}_cell.default": _Recurrent(_cell, flop_count=_flops) for kind in _KINDS},
 }

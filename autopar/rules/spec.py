@@ -113,7 +113,7 @@ class Spec(Whole):
 
     ``sum_form`` names the runtime op to call where a vanishing letter is split, if it isn't the op itself;
     ``forms`` yields choices that no letter gives; ``inside`` is what forms communicate; ``allows`` refuses
-    choices; ``tables`` are the operands that are only looked up.
+    choices; ``tables`` are the operands that are only looked up, ``terms`` those that are added to products.
     """
 
     line: Line
@@ -126,6 +126,7 @@ class Spec(Whole):
     inside: Callable[[Op, Choice], Communication] = lambda op, choice: []
     flop_count: Callable[[Op, Letters], int] = lambda op, letters: 0
     tables: tuple[int, ...] = ()
+    terms: tuple[int, ...] = ()
 
     def match(self, op: Op) -> Letters | None:
         """Assign letters to the dims of ``op``; None where it doesn't fit the line."""
@@ -180,6 +181,9 @@ class Spec(Whole):
             op.found[key] = self.flop_count(op, letters) if letters else 0
         count: int = op.found[key]
         return count
+
+    def factors(self, op: Op) -> tuple[int, ...]:
+        return tuple(position for position in super().factors(op) if position not in self.terms)
 
     def communication(self, op: Op, choice: Choice, size: int) -> Communication:
         return self.inside(op, choice)

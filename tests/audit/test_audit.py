@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import autopar
 from autopar.audit import Audit
@@ -146,6 +146,28 @@ def test_a_wrong_price_of_casts_is_seen(zero: int, price: str, monkeypatch: pyte
     once = [f"pipeline rank {rank}: totals of the batch and casts" for rank in (0, 1)]
     passes = [f"stage {stage}: {way}" for stage in (0, 1) for way in ("forward", "backward")]
     assert {row.what for row in found.different} == {*(once if zero == 1 else passes), "step"}
+
+
+class Seen(nn.Module):
+    """Products of other kinds than matrices', the first two of the batch; a linear one of rows that were turned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 16, 4, stride=4)
+        self.steps = nn.GRU(6, 16, batch_first=True)
+        self.mixed = nn.Linear(16, 16)
+        self.both = nn.Bilinear(16, 16, 5)
+
+    def forward(self, images: Tensor, sounds: Tensor, labels: Tensor) -> Tensor:
+        patches = self.mixed(self.patches(images).flatten(2).transpose(1, 2).relu()).mean(1)
+        return nn.functional.cross_entropy(self.both(patches, self.steps(sounds)[0].mean(1)), labels)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_products_of_other_kinds_cost_what_plans_say(recompute: str) -> None:
+    batch = torch.randn(8, 3, 8, 8), torch.randn(8, 5, 6), torch.randint(5, (8,))
+    given = {**PINNED, "recompute": recompute, "microbatches": 2, "cluster": FAST}
+    check(autopar.compile(Seen(), 2, sample=batch, mesh={"dp": 2}, **given).audit())
 
 
 class Wide(nn.Module):

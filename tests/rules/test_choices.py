@@ -111,6 +111,23 @@ def test_flops(example: Callable[[], Example], flops: int) -> None:
     assert lookup(op.name).flops(op) == flops
 
 
+@pytest.mark.parametrize(
+    ("example", "factors"),
+    [
+        (lambda: Example(aten.linear.default, (g(4, 8), g(12, 8), g(12))), (0, 1)),  # not the bias
+        (lambda: Example(aten.conv1d.default, (g(2, 4, 5).detach(), g(6, 4, 3), g(6))), (1,)),  # nor the batch
+        (lambda: Example(aten.conv_transpose1d.default, (g(2, 4, 5), g(4, 6, 3), g(6))), (0, 1)),
+        (lambda: Example(aten.addmm.default, (g(4, 12), g(4, 8), g(8, 12))), (1, 2)),
+        (lambda: Example(aten.bilinear.default, (g(4, 3), g(4, 5), g(6, 3, 5), g(6))), (0, 1, 2)),
+        (lambda: Example(aten.gru_cell.default, (g(2, 4), g(2, 5), g(15, 4), g(15, 5), g(15), g(15))), (0, 2)),
+        (lambda: Example(aten.scaled_dot_product_attention.default, (g(2, 4, 8, 4),) * 3), (0, 1)),
+    ],
+)
+def test_gradients_of_factors_are_products(example: Callable[[], Example], factors: tuple[int, ...]) -> None:
+    op = Op.of(example().node)
+    assert lookup(op.name).factors(op) == factors
+
+
 def test_a_causal_mask_halves_attention() -> None:
     rule = lookup("aten.scaled_dot_product_attention.default")
     q, k, v = g(2, 4, 16, 8), g(2, 2, 16, 8), g(2, 2, 16, 4)
