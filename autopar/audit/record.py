@@ -81,10 +81,6 @@ _OBJECT: Final = Meta((0,), torch.uint8)
 _TRANSPARENT: Final = frozenset({"declare", "recompute", "rng"})
 """Functions of the runtime that are no ops: the text's own ops run inside of ``recompute`` and ``rng``."""
 
-_DROPOUT: Final = {"aten.scaled_dot_product_attention.default": 4}
-"""Fused attention's share that is dropped: its position. With any, a CPU has no such kernel, and results lie otherwise
-in memory than on a GPU."""
-
 
 @dataclass(frozen=True)
 class Message:
@@ -398,9 +394,7 @@ class Calls(TorchFunctionMode):
         if self._log.is_open or not _is_called_by(sys._getframe(1), self._log.files):
             return func(*args, **kwargs)
         name, is_view = _name(func)
-        op, place = _op(name, args, kwargs), _DROPOUT.get(name, len(args))
-        args = (*args[:place], 0.0, *args[place + 1 :]) if place < len(args) else args
-        kwargs = {key: 0.0 if name in _DROPOUT and key == "dropout_p" else value for key, value in kwargs.items()}
+        op = _op(name, args, kwargs)
         return self._log.run(op, lambda: func(*args, **kwargs), is_view=is_view, is_operator="." not in name)
 
 

@@ -7,13 +7,14 @@ ops that torch runs in another form on CUDA name that form (:data:`ON_CUDA`). Al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from autopar.graph import Meta
 from autopar.rules.base import Op
 
 aten = torch.ops.aten
@@ -133,14 +134,38 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """CUDA has fused attention with dropout, which it replays from a seed, and for values of another width than keys;
-    the CPU has neither, and keeps scores."""
-    equal = q.shape[-1] == v.shape[-1]
-    if not dropout_p and (equal or attn_mask is not None or enable_gqa):
-        return aten.scaled_dot_product_attention(q, k, v, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
-    if attn_mask is None and q.dtype.itemsize == 2 and equal:
+    """CUDA's kernels for what a CPU has none for: dropout, replayed from a seed, values of another width than
+    keys, masks with gradients. They read a mask as one for each head."""
+    masks = [Meta(attn_mask.shape, attn_mask.dtype, attn_mask.requires_grad)] if attn_mask is not None else []
+    shapes = q.shape, k.shape, v.shape
+    if is_fused_on_cpu(*shapes, masks, dropout_p) or not _is_fused_on_cuda(*shapes, masks):
+        given = q, k, v, attn_mask, dropout_p, is_causal
+        return aten.scaled_dot_product_attention(*given, scale=scale, enable_gqa=enable_gqa)
+    if attn_mask is None and q.dtype.itemsize == 2 and q.shape[-1] == v.shape[-1]:
         return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
-    return aten._scaled_dot_product_efficient_attention(q, k, v, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+    mask = None if attn_mask is None else attn_mask.expand(*q.shape[:-1], k.shape[-2])
+    return aten._scaled_dot_product_efficient_attention(q, k, v, mask, True, dropout_p, is_causal, scale=scale)[0]
+
+
+def is_fused(attention: Op, device: str) -> bool:
+    """Whether a ``device`` of this kind ("cpu" or "cuda") has one kernel for all of an attention, which makes a result
+    with heads behind positions; else products of matrices make it, as its dims are."""
+    (q, k, v), masks = (meta.shape for meta in attention.operands[:3]), attention.operands[3:]
+    on_cuda = device == "cuda" and _is_fused_on_cuda(q, k, v, masks)
+    return on_cuda or is_fused_on_cpu(q, k, v, masks, attention.arg(4, "dropout_p", 0.0))
+
+
+def is_fused_on_cpu(
+    q: Sequence[int], k: Sequence[int], v: Sequence[int], masks: Sequence[Meta], dropout_p: float
+) -> bool:
+    """Of operands of these shapes; as torch chooses (aten/src/ATen/native/transformers/sdp_utils_cpp.cpp)."""
+    fits = all(len(mask.shape) in (2, 4) and not mask.needs_grad for mask in masks)
+    return len(q) == 4 and q[-1] == v[-1] and not dropout_p and fits
+
+
+def _is_fused_on_cuda(q: Sequence[int], k: Sequence[int], v: Sequence[int], masks: Sequence[Meta]) -> bool:
+    """The kernel for masks, and for values of another width, has as many heads of keys as of queries."""
+    return len(q) == 4 and (q[1] == k[1] or (q[-1] == v[-1] and not masks))
 
 
 ON_CUDA: Final[Mapping[str, Callable[..., Any]]] = {

@@ -9,6 +9,7 @@ from torch import fx
 
 from autopar.graph import Choice, info, is_getitem, is_view, op_name, operands
 from autopar.rules.base import Local, Op, Rule
+from autopar.rules.forms import is_fused
 from autopar.rules.lines import dim, dims, line, names, permuted, whole
 from autopar.rules.moves import Moves, reshaped
 from autopar.rules.spec import Line, Localizer, Spec, shape_arg, through, together, unchanged
@@ -177,20 +178,13 @@ def copies(node: fx.Node, device: str) -> bool:
         source = operands(source)[0]
     shape, dtype = info(source).meta.shape, info(source).meta.dtype
     given = torch.empty(shape, dtype=dtype, device="meta")
-    if op_name(source) == _ATTENTION and (device == "cuda" or _is_fused_on_cpu(Op.of(source))):
+    if op_name(source) == _ATTENTION and is_fused(Op.of(source), device):
         laid_out = (*shape[:-3], shape[-2], shape[-3], shape[-1])
         given = torch.empty(laid_out, dtype=dtype, device="meta").transpose(-2, -3)
     for view in reversed(chain):
         given = _viewed(view, given)
     made = given.contiguous() if op_name(node) == _CONTIGUOUS else given.reshape(info(node).meta.shape)
     return made is not given and made._base is None
-
-
-def _is_fused_on_cpu(attention: Op) -> bool:
-    """A CPU has no fused kernel for values of another width than queries, or masks with gradients."""
-    masks = attention.operands[3:]
-    equal = attention.operands[0].shape[-1] == attention.operands[2].shape[-1]
-    return equal and not any(mask.needs_grad for mask in masks)
 
 
 def _viewed(view: fx.Node, tensor: torch.Tensor) -> torch.Tensor:

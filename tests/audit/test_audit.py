@@ -170,6 +170,31 @@ def test_products_of_other_kinds_cost_what_plans_say(recompute: str) -> None:
     check(autopar.compile(Seen(), 2, sample=batch, mesh={"dp": 2}, **given).audit())
 
 
+class Masked(nn.Module):
+    """Attention with a mask of its own."""
+
+    def __init__(self, shape: tuple[int, ...], trained: bool, dropped: float) -> None:
+        super().__init__()
+        self.qkv, self.out, self.dropped = nn.Linear(16, 48), nn.Linear(16, 5), dropped
+        self.mask = nn.Parameter(torch.randn(shape), requires_grad=trained)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (4, 4)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        seen = nn.functional.scaled_dot_product_attention(q, k, v, self.mask.tanh(), self.dropped)
+        return nn.functional.cross_entropy(self.out(seen.transpose(1, 2).flatten(2).mean(1)), labels)
+
+
+@pytest.mark.parametrize("cluster", [FAST, autopar.Cluster.load("h100")], ids=["cpu", "cuda"])
+@pytest.mark.parametrize(("shape", "trained", "dropped"), [((8, 8), True, 0.0), ((4, 8, 8), False, 0.1)])
+def test_attention_lays_its_result_out_as_planned(
+    cluster: autopar.Cluster, shape: tuple[int, ...], trained: bool, dropped: float
+) -> None:
+    """Fused or not, by device, mask and dropout: what joins its heads is a view, or copies."""
+    batch = torch.randn(8, 8, 16), torch.randint(5, (8,))
+    given = {**PINNED, "microbatches": 2, "cluster": cluster}
+    check(autopar.compile(Masked(shape, trained, dropped), 2, sample=batch, mesh={"dp": 2}, **given).audit())
+
+
 class Wide(nn.Module):
     """Layers of a weight that is large on two ranks and small ones; before them one that would be large on one rank."""
 
