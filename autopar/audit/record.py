@@ -8,6 +8,7 @@ What a backward does is told by the autograd node that is running: a node belong
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -433,9 +434,20 @@ class Kernels(DispatchMode):  # type: ignore[misc]
 
 
 def _formula(func: Any) -> Callable[..., int] | None:
-    """Of a product's operations: torch knows those of ``addmm``, which ``addmm_`` are, too."""
+    """Of a product's operations: torch knows those of ``addmm``, which ``addmm_`` are, too. What it says of gradients
+    of convolutions is of one group."""
     packet = func.overloadpacket
+    if packet is torch.ops.aten.convolution_backward:
+        return _of_convolution_backward
     return flop_registry.get(packet) or flop_registry.get(getattr(torch.ops.aten, packet.__name__.rstrip("_"), None))
+
+
+def _of_convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *args: Any, **_: Any) -> int:
+    """As many for each factor's gradient as the forward has: of each element that is made, or is read where it is
+    transposed, with all taps of a channel."""
+    is_transposed, wanted = args[4], args[7]
+    points = x if is_transposed else grad
+    return 2 * int(sum(wanted[:2])) * points.numel() * math.prod(weight.shape[1:])
 
 
 def watched(namespace: Mapping[str, Any], log: Log) -> dict[str, Any]:
@@ -526,7 +538,7 @@ def is_of_matrices(op: Op) -> bool:
 
 
 def _is_matrix(shape: Sequence[int]) -> bool:
-    return len(shape) > 1 and min(shape[-2:]) > _NUMBERS
+    return len(shape) > 1 and min(math.prod(shape[:-1]), shape[-1]) > _NUMBERS
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

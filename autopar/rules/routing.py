@@ -50,11 +50,14 @@ class _CumulativeSum(Spec):
         return Local({}, named, target=_SHARDED, keep=2)
 
     def communication(self, op: Op, choice: Choice, size: int) -> Communication:
-        """An all-gather of one sum per part; that of an op which is local already is of the last axis."""
+        """An all-gather of one sum per part; that of an op which is local already is of the last axis, and then says
+        whether ranks have pairs of parts."""
         if choice.form != _SHARDED:
             return []
         extent = op.result.shape[_dim(op)]
-        return [("all_gather", op.result.bytes // extent * choice.result.outer * size)]
+        axes = op.kwargs.get("axes", ())
+        parts = choice.result.outer * size * (2 if axes and axes[-1].paired else 1)
+        return [("all_gather", op.result.bytes // extent * parts)]
 
     def communication_back(self, op: Op, choice: Choice, size: int) -> Communication:
         return [("reduce_scatter", bytes_) for _, bytes_ in self.communication(op, choice, size)]
