@@ -308,7 +308,6 @@ def _waited_seconds(built: Built, request: Request) -> float:
         costs,
         forward_seconds=(costs.forward_seconds[0] - slowed.forward - copied,),
         backward_seconds=(costs.backward_seconds[0] - slowed.backward - copied,),
-        whole_seconds=(costs.whole_seconds[0] - slowed.whole - copied,),
         gather_seconds=(0.0,),
         scatter_seconds=(0.0,),
     )

@@ -111,7 +111,7 @@ def priced(work: Work, draft: Schedule, stages: Sequence[Sequence[int]], chosen:
     costs = Costs(
         forward_seconds=tuple(f + waited.forward for (f, _, _), waited in zip(taken, waiting, strict=True)),
         backward_seconds=tuple(b + waited.backward for (_, b, _), waited in zip(taken, waiting, strict=True)),
-        whole_seconds=tuple(b + waited.whole for (_, _, b), waited in zip(taken, waiting, strict=True)),
+        joined_seconds=tuple((w - b) + (p.whole - p.backward) for (_, b, w), p in zip(taken, waiting, strict=True)),
         send_forward_seconds=tuple(b.send_forward_seconds for b in beside),
         send_backward_seconds=tuple(b.send_backward_seconds for b in beside),
         reduce_seconds=tuple(map(moves.left_to_reduce, stages, completing)),

@@ -38,15 +38,16 @@ class Costs:
     neighbours on one rank need no transfer. ``activation_bytes[s]`` is kept for each microbatch from the start of its
     forward to the end of its backward, or of ``I``. ``weight_seconds[s]`` is the part of ``backward_seconds[s]`` that
     ``W`` takes, and ``later_bytes[s]`` what is kept for it after ``I``; without them, half the time and all the bytes.
-    ``whole_seconds[s]`` is a backward in one pass, ``B``: without them, no other time. ``vocabulary_seconds`` has, for
-    each vocabulary pass (``S``) and exchange (``SUM_X``), the seconds per pipeline rank; absent: none. ``logits_bytes``
-    are kept on a rank from ``S`` to ``T``. ``gather_seconds[s]`` is one gather of all of stage s's weights,
-    ``scatter_seconds[s]`` one SCATTER of its gradients, ``gather_vocabulary_seconds`` a gather of the vocabulary
-    tables, ``reduce_vocabulary_seconds`` the reduction of their gradients; none without them. An OFFLOAD or FETCH of
-    stage s moves ``offload_bytes[s]`` of its ``activation_bytes`` in ``offload_seconds[s]``; none without them. Per
-    pipeline rank, ``begin_seconds`` pass before its first action, and its STEP ends with ``end_seconds``: sums of
-    scalars over ranks; none without them. Its host issues all of that in ``host_seconds``, ahead of the device: no
-    event waits for it, but a step is no shorter.
+    ``whole_seconds[s]`` is a backward in one pass, ``B``: it takes ``joined_seconds[s]`` longer than
+    ``backward_seconds[s]`` (below 0: less); without them, as long. ``vocabulary_seconds`` has, for each vocabulary pass
+    (``S``) and exchange (``SUM_X``), the seconds per pipeline rank; absent: none. ``logits_bytes`` are kept on a rank
+    from ``S`` to ``T``. ``gather_seconds[s]`` is one gather of all of stage s's weights, ``scatter_seconds[s]`` one
+    SCATTER of its gradients, ``gather_vocabulary_seconds`` a gather of the vocabulary tables,
+    ``reduce_vocabulary_seconds`` the reduction of their gradients; none without them. An OFFLOAD or FETCH of stage s
+    moves ``offload_bytes[s]`` of its ``activation_bytes`` in ``offload_seconds[s]``; none without them. Per pipeline
+    rank, ``begin_seconds`` pass before its first action, and its STEP ends with ``end_seconds``: sums of scalars over
+    ranks; none without them. Its host issues all of that in ``host_seconds``, ahead of the device: no event waits for
+    it, but a step is no shorter.
     """
 
     forward_seconds: tuple[float, ...]
@@ -57,7 +58,7 @@ class Costs:
     activation_bytes: tuple[int, ...]
     step_seconds: tuple[float, ...]
     weight_seconds: tuple[float, ...] = ()
-    whole_seconds: tuple[float, ...] = ()
+    joined_seconds: tuple[float, ...] = ()
     later_bytes: tuple[int, ...] = ()
     vocabulary_seconds: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     logits_bytes: int = 0
@@ -70,6 +71,7 @@ class Costs:
     begin_seconds: tuple[float, ...] = ()
     end_seconds: tuple[float, ...] = ()
     host_seconds: tuple[float, ...] = ()
+    whole_seconds: tuple[float, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         for name in ("gather_seconds", "scatter_seconds", "offload_seconds", "offload_bytes"):
@@ -80,8 +82,10 @@ class Costs:
                 object.__setattr__(self, name, (0.0,) * len(self.step_seconds))
         if not self.weight_seconds:
             object.__setattr__(self, "weight_seconds", tuple(seconds / 2 for seconds in self.backward_seconds))
-        if not self.whole_seconds:
-            object.__setattr__(self, "whole_seconds", self.backward_seconds)
+        if not self.joined_seconds:
+            object.__setattr__(self, "joined_seconds", (0.0,) * len(self.backward_seconds))
+        whole = tuple(b + more for b, more in zip(self.backward_seconds, self.joined_seconds, strict=True))
+        object.__setattr__(self, "whole_seconds", whole)
         if not self.later_bytes:
             object.__setattr__(self, "later_bytes", self.activation_bytes)
 

@@ -119,6 +119,13 @@ def test_a_hidden_transfer_costs_nothing() -> None:
     assert simulate_timeline(schedule, costs).communication_overhead_seconds == 2
 
 
+def test_a_backward_in_one_pass_changes_with_the_others() -> None:
+    plain = Costs.uniform(lower(generate("gpipe", 2, 2)), forward_seconds=1, backward_seconds=2)
+    longer = replace(plain, joined_seconds=(0.5, -0.5))
+    assert longer.whole_seconds == (2.5, 1.5)
+    assert replace(longer, backward_seconds=(3, 4)).whole_seconds == (3.5, 3.5)
+
+
 def test_reductions_overlap_with_the_backwards_of_other_stages() -> None:
     schedule = lower(Schedule("hand", 2, 1, (0, 0), (parse_list("F0@0 F0@1 B0@1 B0@0"),)))
     costs = Costs.uniform(schedule, forward_seconds=1, backward_seconds=4, reduce_seconds=3)
