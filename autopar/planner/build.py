@@ -419,17 +419,15 @@ def rank_plan(model: Model, rank: int, pipeline: Pipeline, request: Request) -> 
     stages = [k for k, home in enumerate(pipeline.schedule.placement) if home == rank]
     state = rank_state(model, [i for k in stages for i in pipeline.stages[k]], storage)
     state += vocabulary_state(model, storage, request.mesh.pp)
-    kinds = {
-        **state.device,
-        "saved": pipeline.timeline.peak_activation_bytes[rank],
-        TEMPORARIES: pipeline.transient_bytes[rank],
-    }
+    saved = pipeline.timeline.peak_activation_bytes[rank]
+    beside = max(pipeline.transient_bytes[rank], pipeline.summing_bytes[rank] - saved)
+    kinds = {**state.device, "saved": saved, TEMPORARIES: beside}
     return RankPlan(
         stages=stages,
         vocabulary_bytes=pipeline.vocabulary.parameter_bytes if pipeline.vocabulary else 0,
         kinds={kind: bytes_ for kind, bytes_ in kinds.items() if bytes_},
         action="",
-        saved_bytes=pipeline.timeline.peak_activation_bytes[rank],
+        saved_bytes=saved,
         peak_bytes=sum(kinds.values()),
         host_bytes=state.host.total() + host_peak_bytes(pipeline.timeline, rank),
     )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -163,6 +163,25 @@ class GradientCosts:
         put_off = later + leaves / count
         return Accumulation(now + put_off, put_off, whole if backwards.whole else now + put_off)
 
+    def summing_bytes(self, stages: Iterable[Sequence[int]]) -> int:
+        """What sums that are sent once a step hold at most, on the rank of ``stages``, beside gradients in the dtypes
+        of masters: copies of those that travel together, or in another dtype, which stay until all are over, and the
+        rank's rows of sums. Of one microbatch there are gradients in the dtype that they are made in."""
+        found: list[_Sending] = []
+        for stage in stages:
+            messages = self.moves.sums(stage)
+            unpacked = alone(messages)
+            for message in messages:
+                if message[0].in_place or message[0].in_pass:
+                    continue
+                sent, shards = sum(each.sent for each in message), message[0].weight.shards
+                kept, made = sum(each.kept for each in message), sum(each.weight.as_used for each in message)
+                pending = kept if self.microbatches > 1 else made
+                is_copied = message[0].weight.name not in unpacked or pending != sent
+                change = (sent - pending if is_copied else 0) + (sent // shards if shards > 1 else 0)
+                found.append(_Sending(kept - pending, sent if is_copied else 0, change))
+        return _most_of(found)
+
     def _added(
         self, made: Mapping[tuple[Summed, bool, bool], int], backwards: Backwards, *, whole: bool, late: bool | None
     ) -> float:
@@ -195,6 +214,25 @@ class GradientCosts:
     def _put_off(self) -> frozenset[fx.Node]:
         blocks = self.moves.model.blocks if self.split else ()
         return frozenset(node for block in blocks for node in put_off_weights(block))
+
+
+class _Sending(NamedTuple):
+    """Bytes of a message of gradients: by how much they are fewer than in the dtype of masters before they are sent,
+    what is copied, and by how much more there are once they are on their way."""
+
+    narrower: int
+    copied: int
+    change: int
+
+
+def _most_of(messages: Sequence[_Sending]) -> int:
+    """One after another, beside gradients in the dtype of masters."""
+    held, most = -sum(message.narrower for message in messages), 0
+    for message in messages:
+        most = max(most, held + message.copied)
+        held += message.change
+        most = max(most, held)
+    return most
 
 
 def summed_as(dtype: torch.dtype, master: torch.dtype, shards: int, options: Options, *, is_summed: bool) -> Summed:

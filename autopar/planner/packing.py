@@ -36,7 +36,8 @@ class Weight(NamedTuple):
 class Sent(NamedTuple):
     """The gradient of ``weight``: so many bytes are ``sent``, padding included, around so many ``ranks``. Those with
     equal ``like`` may travel together (None: nothing is sent of it, nor copied). ``over`` says which ranks have terms;
-    ``in_pass``: it is sent in every backward."""
+    ``in_pass``: it is sent in every backward; ``in_place``: as it is added up. It has ``kept`` bytes in the dtype of
+    its master."""
 
     weight: Weight
     sent: int
@@ -44,6 +45,8 @@ class Sent(NamedTuple):
     like: Hashable
     over: object = None
     in_pass: bool = False
+    in_place: bool = False
+    kept: int = 0
 
 
 class Message(NamedTuple):

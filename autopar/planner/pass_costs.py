@@ -66,13 +66,14 @@ class Casts(NamedTuple):
 class Priced(NamedTuple):
     """``costs`` of all stages; by stage, what of its passes is adding up gradients, and waiting for multiprocessors
     that collectives hold; ``casts``, which are part of passes, or come before them; by stage, what its passes are
-    ``waiting`` for the host."""
+    ``waiting`` for the host; by pipeline rank, bytes of gradients on their way at the end (``summing_bytes``)."""
 
     costs: Costs
     accumulations: tuple[Accumulation, ...]
     slowed: tuple[Slowed, ...]
     casts: Casts
     waiting: tuple[Waited, ...]
+    summing_bytes: tuple[int, ...]
 
 
 def priced(work: Work, draft: Schedule, stages: Sequence[Sequence[int]], chosen: Mapping[int, Alternative]) -> Priced:
@@ -82,7 +83,8 @@ def priced(work: Work, draft: Schedule, stages: Sequence[Sequence[int]], chosen:
     # An asynchronous schedule updates by the gradient of each microbatch.
     count = 1 if draft.is_asynchronous else work.microbatches
     backwards = work.backwards(draft)
-    accumulations = tuple(map(GradientCosts(moves, count, split=work.split).accumulation, stages, backwards))
+    gradients = GradientCosts(moves, count, split=work.split)
+    accumulations = tuple(map(gradients.accumulation, stages, backwards))
     tables = [i for i, call in enumerate(model.calls) if model.block_of(call).kind == VOCABULARY]
     per_stage = [[work.blocks[model.calls[i].block] for i in stage] for stage in stages]
     beside = between(model, stages, work.blocks, machine, placement)
@@ -130,7 +132,8 @@ def priced(work: Work, draft: Schedule, stages: Sequence[Sequence[int]], chosen:
         host_seconds=issued.step_seconds(work.microbatches, work.microbatches if draft.is_asynchronous else 1),
         **_offload_costs(work, stages, moves.placement, chosen),
     )
-    return Priced(costs, accumulations, slowed, casts, waiting)
+    mine = ([s for home, s in zip(placement, stages, strict=True) if home == rank] for rank in range(draft.ranks))
+    return Priced(costs, accumulations, slowed, casts, waiting, tuple(map(gradients.summing_bytes, mine)))
 
 
 def _casts(moves: MoveCosts, tables: Sequence[int], ranks: int) -> Casts:

@@ -69,7 +69,8 @@ class Pipeline:
     how it fits, ``accumulations`` what stages' backwards take to add up gradients, ``slowed`` what collectives beside
     stages' passes add to them, ``casts`` what copies of masters in another dtype take, ``waiting`` what of stages'
     passes is waiting for the host, ``transient_bytes`` what passes of each pipeline rank hold at
-    most beside what it keeps, ``free_bytes`` what it had left for activations."""
+    most beside what it keeps, ``summing_bytes`` gradients on their way once it keeps nothing, ``free_bytes`` what it
+    had left for activations."""
 
     stages: tuple[tuple[int, ...], ...]
     schedule: Schedule
@@ -84,6 +85,7 @@ class Pipeline:
     casts: Casts
     waiting: tuple[Waited, ...]
     transient_bytes: tuple[int, ...]
+    summing_bytes: tuple[int, ...]
     free_bytes: tuple[int, ...]
 
     @property
@@ -382,6 +384,7 @@ def _run(parts: _Parts, made: _Made, away: Away | None = None, *, trusted: bool 
         casts=made.priced.casts,
         waiting=made.priced.waiting,
         transient_bytes=made.transient_bytes,
+        summing_bytes=made.priced.summing_bytes,
         free_bytes=made.free_bytes,
     )
 

@@ -362,13 +362,16 @@ class MoveCosts:
         master = self.model.parameters[weight.name].master or dtype
         own = is_own_master(weight.shards, dtype, master, self.options)
         like = id(over), weight.shards, master, own, self._stages_of.get(weight.name)
+        is_summed = self.is_summed(weight.name, node)
         return Sent(
             weight,
             self._sent_bytes(weight.name, node, parts),
             weight.shards if weight.shards > 1 else self._rest(over)[0],
-            None if own and not self.is_summed(weight.name, node) else like,
+            None if own and not is_summed else like,
             over,
             in_pass=self.options.zero >= 2 and weight.shards > 1 and parts == 1,
+            in_place=own and (not is_summed or self._sent_dtype(master) == master),
+            kept=info(node).meta.numel * master.itemsize,
         )
 
     @staticmethod

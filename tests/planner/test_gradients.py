@@ -7,9 +7,13 @@ import dataclasses
 import pytest
 import torch
 
+import autopar
 from autopar.cluster import Cluster
 from autopar.options import Options
 from autopar.planner.gradients import summed_as
+from tests.fast_cluster import FAST
+from tests.pinned import PINNED
+from tests.random_models import Recipe, case_of
 
 DEVICE = dataclasses.replace(Cluster.load("cpu").device, memory_bytes_per_second=1e9)
 BF16, F32 = torch.bfloat16, torch.float32
@@ -52,3 +56,17 @@ def test_gradients_that_are_scattered() -> None:
     assert milliseconds(BF16, 3, shards=4, zero=2) == pytest.approx((0, 3 * 6 + 2 * 12 / 4))
     assert milliseconds(F32, 3, shards=4, zero=2) == pytest.approx((0, 2 * 12 / 4))
     assert milliseconds(F32, 3, shards=4, zero=1) == pytest.approx((24, 0))
+
+
+@pytest.mark.parametrize(("zero", "mesh"), [(0, {"pp": 2, "dp": 2}), (1, {"dp": 4}), (1, {"dp": 2, "tp": 2})])
+@pytest.mark.parametrize("precision", ["model", "bf16"])
+def test_copies_that_are_sent_together_are_reckoned_with(zero: int, mesh: dict[str, int], precision: str) -> None:
+    """A tied table, and all else of a small model, in one message: what solvers add up is what programs hold."""
+    case = case_of(Recipe(layers=2, tied=True))
+    microbatches, model = 2 * mesh.get("pp", 1), case.model.float() if precision == "bf16" else case.model
+    given = {**PINNED, "zero": zero, "precision": precision, "microbatches": microbatches, "recompute": "none"}
+    job = autopar.compile(model, 4, sample=case.batch, mesh=mesh, cluster=FAST, **given)
+    held = job.memory().predicted
+    for index, rank in enumerate(job.plan.rank_plans):
+        assert not rank.action  # it was added up
+        assert rank.peak_bytes == pytest.approx(held[job.job.mesh.rank(pp=index)].peak_bytes, rel=0.025)
