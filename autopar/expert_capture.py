@@ -47,8 +47,9 @@ def _declared(schema: str, shape: Any) -> Any:
     return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
-def _route(index: Tensor, experts: int) -> Tensor:
-    """The assignment of slots (token and position in its choice) to experts."""
+def _route(index: Tensor, experts: int, of: int = 0) -> Tensor:
+    """The assignment of slots (token and position in its choice) to experts; others of the router's, ``of`` which there
+    are so many, have a routing of their own."""
     return index.new_empty((index.numel(), experts))
 
 
@@ -73,7 +74,7 @@ def _combine(rows: Tensor, weights: Tensor, routing: Tensor) -> Tensor:
     return rows.new_empty((weights.shape[0], rows.shape[1]), dtype=dtype)
 
 
-route: Final = _declared("route(Tensor index, int experts) -> Tensor", _route)
+route: Final = _declared("route(Tensor index, int experts, int of=0) -> Tensor", _route)
 dispatch: Final = _declared("dispatch(Tensor x, Tensor routing) -> Tensor", _dispatch)
 grouped_linear: Final = _declared(
     "grouped_linear(Tensor rows, Tensor weight, Tensor routing, bool transposed=False) -> Tensor", _grouped_linear

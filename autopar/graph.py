@@ -85,6 +85,7 @@ class Info:
     choices: dict[str, Choice] = field(default_factory=dict)  # axis -> choice
     autocast: tuple[Autocast, ...] = ()  # the regions it is in, outermost first; of the captured graph only
     imbalance: float = 1.0  # how many times its share the rank with the most of a ragged value has
+    likely: float = 1.0  # the part of its rows that there likely is, of an expert that is routed to by itself
     is_object: bool = False  # the value is no tensor: ``outputs`` only says how it can be split, and nothing changes it
 
     @property
@@ -93,6 +94,12 @@ class Info:
 
     def types(self) -> dict[str, Type]:
         return {axis: choice.result for axis, choice in self.choices.items()}
+
+    @property
+    def row_share(self) -> float:
+        """How many times its rows the rank with the most of them likely has."""
+        is_uneven = self.imbalance != 1.0 and any(choice.result.is_ragged for choice in self.choices.values())
+        return self.likely * (self.imbalance if is_uneven else 1.0)
 
 
 def info(node: fx.Node) -> Info:

@@ -315,7 +315,8 @@ class Loop:
         index = self._numbered(index, numbers)
         count = info(index).meta.numel
         experts = len(numbers)
-        routing = self.writer.call(expert_capture.route, (index, experts), (count, experts), index)
+        others = () if experts == len(self.bodies) else (len(self.bodies),)
+        routing = self.writer.call(expert_capture.route, (index, experts, *others), (count, experts), index)
         choice = Choice(self.writer, index, [body.picks for body in bodies])
 
         def stack(nodes: Sequence[fx.Node]) -> fx.Node | None:

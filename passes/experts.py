@@ -16,7 +16,8 @@ from torch import fx
 from autopar import expert_capture
 from autopar.errors import CaptureError
 from autopar.graph import Block, Model, RuntimeOp, info, set_info, where
-from autopar.rules.experts import routing_meta
+from autopar.rules.base import Op
+from autopar.rules.experts import OF, routing_meta
 
 ROUTE: Final = RuntimeOp("route")
 DISPATCH: Final = RuntimeOp("dispatch")
@@ -42,6 +43,21 @@ def experts(model: Model) -> Model:
     """In place. Raises CaptureError where something else than the five operations reads a routing."""
     for block in model.blocks:
         _rename(block)
+    return reckon_rows(model)
+
+
+def reckon_rows(model: Model) -> Model:
+    """In place, set :attr:`autopar.graph.Info.likely` of the rows of experts that are routed to by themselves, of which
+    each gets as many of the slots."""
+    for node in (node for block in model.blocks for node in block.ops if node.target is ROUTE and OF in node.kwargs):
+        op = Op.of(node)
+        likely = int(op.arg(1, "experts", 1)) / int(op.kwargs[OF])
+        waiting, found = [user for user in node.users if user.target is DISPATCH], set[fx.Node]()
+        while waiting:
+            found.add(rows := waiting.pop())
+            info(rows).likely = likely
+            users = (user for user in rows.users if user.op == "call_function" and user.target is not COMBINE)
+            waiting += [user for user in users if user not in found]
     return model
 
 
@@ -64,7 +80,10 @@ def _rename(block: Block) -> None:
 
 
 def _name_options(node: fx.Node) -> None:
-    """``transposed`` is named where it is set, and left out where it isn't."""
+    """``transposed``, and of how many experts these are, are named where they are set, and left out where they
+    aren't."""
+    if node.target is ROUTE and len(node.args) > 2:
+        node.args, node.kwargs = node.args[:2], {OF: node.args[2]}
     if node.target is GROUPED_LINEAR and len(node.args) > 3:
         transposed = node.args[3]
         node.args, node.kwargs = node.args[:3], {"transposed": True} if transposed else {}

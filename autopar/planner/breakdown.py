@@ -71,7 +71,8 @@ def model_work(model: Model) -> Work:
             rule = lookup(op.name)
             if flops := rule.flops(op):
                 gradients = len(rule.factors(op)) if info(node).meta.needs_grad else 0
-                found[dtype_name(op.operands[0].dtype)] += count * flops * (1 + gradients)
+                done = count * flops * (1 + gradients)
+                found[dtype_name(op.operands[0].dtype)] += round(done * info(node).likely)
     return Work(found.total(), max(sorted(found), key=found.__getitem__, default=""))
 
 

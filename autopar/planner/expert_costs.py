@@ -17,7 +17,7 @@ from torch import fx
 from autopar.errors import ArgumentError
 from autopar.graph import Model, info, operands
 from autopar.mesh import AXES, Mesh
-from autopar.passes.experts import DISPATCH
+from autopar.passes.experts import DISPATCH, reckon_rows
 from autopar.passes.routers import RouterCall, router_calls, weights_of
 from autopar.plan import ExpertsPlan
 from autopar.planner.expert_places import place
@@ -130,6 +130,7 @@ def experts_plans(model: Model, mesh: Mesh, reckoning: Reckoning) -> list[Expert
             sent_bytes=_sent_bytes(router.node, mesh),
         )
     _mark(found)
+    reckon_rows(model)
     return list(rows.values())
 
 

@@ -107,26 +107,26 @@ def _is_aligned(op: Op, rule: Rule, choice: Choice, size: int) -> bool:
 
 def expert_imbalance(node: fx.Node, *further: Choice) -> float:
     """How many times the mean the rank with the most rows of experts has to do, where ``node`` is about such rows on an
-    axis that is solved, or by a ``further`` choice."""
-    if info(node).imbalance == 1.0:
-        return 1.0
-    kinds = [kind for c in (*info(node).choices.values(), *further) for kind in (*c.operands, c.result)]
-    return info(node).imbalance if any(kind.is_ragged for kind in kinds) else 1.0
+    axis that is solved, or by a ``further`` choice; and the part of rows that there likely is."""
+    data = info(node)
+    if data.imbalance == 1.0:
+        return data.likely
+    kinds = [kind for c in (*data.choices.values(), *further) for kind in (*c.operands, c.result)]
+    return data.likely * (data.imbalance if any(kind.is_ragged for kind in kinds) else 1.0)
 
 
 def fullest(node: fx.Node, op: Op) -> Op:
     """The local ``op`` of ``node``, solved on all axes, as the rank has it that has the most rows of experts."""
-    if info(node).imbalance == 1.0:
+    if info(node).imbalance == 1.0 and all(info(each).likely == 1.0 for each in (node, *operands(node))):
         return op
     taken = tuple(fullest_rows(info(o), m) for o, m in zip(operands(node), op.operands, strict=True))
     return replace(op, operands=taken, outputs=tuple(fullest_rows(info(node), meta) for meta in op.outputs))
 
 
 def fullest_rows(data: Info, meta: Meta) -> Meta:
-    """Of what ``data`` is about, as that rank has it."""
-    if data.imbalance == 1.0 or not any(kind.is_ragged for kind in data.types().values()):
-        return meta
-    return replace(meta, shape=(math.ceil(meta.shape[0] * data.imbalance), *meta.shape[1:]))
+    """Of what ``data`` is about, as that rank has it, and as many as there likely are."""
+    times = data.row_share
+    return meta if times == 1.0 else replace(meta, shape=(math.ceil(meta.shape[0] * times), *meta.shape[1:]))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

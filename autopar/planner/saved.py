@@ -212,8 +212,7 @@ def _trains(node: fx.Node) -> bool:
 
 def _of_fullest_rank(node: fx.Node, bytes_: int) -> int:
     """Rows of experts are as many times the mean as the rank with the most of them is reckoned to have."""
-    is_ragged = any(choice.result.is_ragged for choice in info(node).choices.values())
-    return math.ceil(bytes_ * info(node).imbalance) if is_ragged else bytes_
+    return math.ceil(bytes_ * info(node).row_share)
 
 
 def _leaves(value: Any, outputs: Sequence[Meta]) -> Any:

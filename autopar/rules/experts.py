@@ -37,6 +37,9 @@ from autopar.spmd import RAGGED, P, R, S, Type
 EXCHANGE: Final = "exchange"
 FILTER: Final = "filter"
 
+OF: Final = "of"
+"""Among how many experts a router chooses, of which a routing has some."""
+
 ROUTE: Final = "route"
 DISPATCH: Final = "dispatch"
 GROUPED_LINEAR: Final = "grouped_linear"

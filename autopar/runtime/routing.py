@@ -93,6 +93,7 @@ def route(
     filter: Sequence[Axis] = (),
     nodes: int = 1,
     layer: str = "",
+    of: int = 0,
 ) -> Routing:
     """From ``index [n, k]``, the experts (0 to ``experts`` - 1) of this rank's tokens; others are no expert.
 
@@ -100,6 +101,7 @@ def route(
     ``filter``: axes whose ranks hold the same tokens and other experts, so that each takes the rows of its own.
     ``nodes``: rows travel in two hops, within and across so many nodes of neighbours (:mod:`autopar.runtime.exchange`).
     ``layer``: the module path of the router below the axes' scope, under which its load is counted.
+    ``of``: so many experts the router chooses among, of which others have a routing of their own (0: none has).
     One small message to each other rank of ``exchange`` (counts). Under ``axes.imbalance`` counts are not
     read but guessed: this rank's experts have as many times the mean. Raises ShardingError where shapes don't fit.
     """
@@ -114,7 +116,7 @@ def route(
     if axes is not None:
         index = axes.routers.seen(axes.path(layer), index, experts)
     if axes is not None and axes.imbalance is not None:
-        return _estimate(index, split, axes.imbalance * axes.routers.imbalance(axes.path(layer)), later)
+        return _estimate(index, split, axes.imbalance * axes.routers.imbalance(axes.path(layer)), later, of)
     keys, order = split.keys(index.flatten()).sort(stable=True)
     bounds = torch.searchsorted(keys, torch.arange(split.kept + 1, device=keys.device))
     sent = (bounds[1:] - bounds[:-1]).view(split.ranks, split.local)
@@ -142,10 +144,10 @@ def _travelling(index: Tensor, road: Road, order: Tensor, sent: Tensor, later: L
     return Routing(tokens, choices, order[: sum(leaving)], counts, journey, by_expert, later)
 
 
-def _estimate(index: Tensor, split: _Split, imbalance: float, later: Later | None) -> Routing:
+def _estimate(index: Tensor, split: _Split, imbalance: float, later: Later | None, of: int) -> Routing:
     """As if tokens chose experts evenly, but this rank's were ``imbalance`` times the mean."""
     tokens, choices = index.shape
-    rows = slots = tokens * choices
+    rows = slots = math.ceil(tokens * choices * split.experts / of) if of else tokens * choices
     if split.road is not None or split.kept < split.experts:
         rows = math.ceil(slots * split.kept / split.experts * imbalance)
     leaving = rows if split.road is None else math.ceil(slots * split.kept / split.experts)

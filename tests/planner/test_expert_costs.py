@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from transformers import MixtralConfig, MixtralForCausalLM
 
+import autopar
 from autopar.api import prepare
 from autopar.cluster import Cluster
 from autopar.graph import Model, info, op_name
@@ -23,6 +24,9 @@ from autopar.planner.expert_costs import Reckoning, reckon
 from autopar.planner.expert_places import place
 from autopar.planner.pipeline import Wanted
 from autopar.planner.saved import BlockSaved, saved_tensors
+from tests.fast_cluster import FAST
+from tests.pinned import PINNED
+from tests.random_models import Recipe, case_of
 
 H100 = Cluster.load("h100")
 PROPORTIONAL = replace(
@@ -164,3 +168,18 @@ def test_many_experts_are_placed_near_the_bound() -> None:
 def test_even_loads_leave_experts_where_they_are() -> None:
     assert place([3.0] * 8, 4).order == tuple(range(8))
     assert place([0.0, 2.0, 0.0, 2.0], 2) == replace(place([1.0] * 4, 2), order=(0, 1, 2, 3))
+
+
+def test_an_expert_with_a_routing_of_its_own_is_reckoned_to_get_its_share() -> None:
+    """A layer that is called twice has experts that aren't one parameter: each has a routing for itself, and rows of a
+    fourth of the slots, not of all."""
+    case = case_of(Recipe(mlp="experts", twice=1))
+    given = {**PINNED, "recompute": "none", "microbatches": 2, "cluster": FAST}
+    job = autopar.compile(case.model, 2, sample=case.batch, mesh={"cp": 2}, **given)
+    assert "of=4" in job.job.texts[0]
+    assert job.audit().ok
+    once = autopar.compile(case_of(Recipe(mlp="experts")).model, 2, sample=case.batch, mesh={"cp": 2}, **given)
+    flops = [each.plan.cost.model_flops for each in (job, once)]
+    layers, head = 3 / 2, 2 * 3 * 8 * 8 * 32 * 48  # beside a head: three layers in the place of two
+    assert flops[0] - head == pytest.approx(layers * (flops[1] - head))
+    assert max(map(abs, job.memory(case.batch, measure="simulate").errors)) < 0.02
