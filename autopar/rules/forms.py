@@ -141,18 +141,25 @@ def _attention(
     if is_fused_on_cpu(*shapes, masks, dropout_p) or not _is_fused_on_cuda(*shapes, masks):
         given = q, k, v, attn_mask, dropout_p, is_causal
         return aten.scaled_dot_product_attention(*given, scale=scale, enable_gqa=enable_gqa)
-    if attn_mask is None and q.dtype.itemsize == 2 and q.shape[-1] == v.shape[-1]:
+    if _is_flash(q.shape, v.shape, masks, q.dtype):
         return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
     mask = None if attn_mask is None else attn_mask.expand(*q.shape[:-1], k.shape[-2])
     return aten._scaled_dot_product_efficient_attention(q, k, v, mask, True, dropout_p, is_causal, scale=scale)[0]
 
 
-def is_fused(attention: Op, device: str) -> bool:
-    """Whether a ``device`` of this kind ("cpu" or "cuda") has one kernel for all of an attention, which makes a result
-    with heads behind positions; else products of matrices make it, as its dims are."""
+def result_of(attention: Op, device: str, query: Tensor) -> Tensor:
+    """The result of an attention without values, as it lies on a ``device`` of this kind ("cpu" or "cuda"): that of one
+    kernel as its ``query`` does, or, where that takes masks or values of another width, with heads behind positions;
+    that of several products in the order of its dims."""
     (q, k, v), masks = (meta.shape for meta in attention.operands[:3]), attention.operands[3:]
-    on_cuda = device == "cuda" and _is_fused_on_cuda(q, k, v, masks)
-    return on_cuda or is_fused_on_cpu(q, k, v, masks, attention.arg(4, "dropout_p", 0.0))
+    shape, dropout_p = attention.result.shape, attention.arg(4, "dropout_p", 0.0)
+    if is_fused_on_cpu(q, k, v, masks, dropout_p):
+        return torch.empty_like(query)
+    if device != "cuda" or not _is_fused_on_cuda(q, k, v, masks):
+        return query.new_empty(shape)
+    if _is_flash(q, v, masks, query.dtype):
+        return torch.empty_like(query)
+    return query.new_empty((*shape[:-3], shape[-2], shape[-3], shape[-1])).transpose(-2, -3)
 
 
 def is_fused_on_cpu(
@@ -161,6 +168,11 @@ def is_fused_on_cpu(
     """Of operands of these shapes; as torch chooses (aten/src/ATen/native/transformers/sdp_utils_cpp.cpp)."""
     fits = all(len(mask.shape) in (2, 4) and not mask.needs_grad for mask in masks)
     return len(q) == 4 and q[-1] == v[-1] and not dropout_p and fits
+
+
+def _is_flash(q: Sequence[int], v: Sequence[int], masks: Sequence[Meta], dtype: torch.dtype) -> bool:
+    """Whether the faster of CUDA's kernels takes them."""
+    return not masks and dtype.itemsize == 2 and q[-1] == v[-1]
 
 
 def _is_fused_on_cuda(q: Sequence[int], k: Sequence[int], v: Sequence[int], masks: Sequence[Meta]) -> bool:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import fx
 
-from autopar.graph import Choice, info, is_getitem, is_view, op_name, operands
+from autopar.graph import Choice, info, is_aten, is_view, op_name, operands
 from autopar.rules.base import Local, Op, Rule
-from autopar.rules.forms import is_fused
+from autopar.rules.forms import result_of
 from autopar.rules.lines import dim, dims, line, names, permuted, whole
 from autopar.rules.moves import Moves, reshaped
 from autopar.rules.spec import Line, Localizer, Spec, shape_arg, through, together, unchanged
@@ -160,36 +160,44 @@ def _zero_pad_is_linear(op: Op) -> Iterable[tuple[int, ...]]:
 _CONTIGUOUS = "aten.contiguous.default"
 _RESHAPES = ("aten.reshape.default", "aten.reshape_as.default", "aten.flatten.using_ints", _CONTIGUOUS)
 _ATTENTION = "aten.scaled_dot_product_attention.default"
+_ELEMENTWISE = ("aten.clone.default", "aten.to.dtype", "aten._to_copy.default", "aten.dropout.default")
+_DEPTH = 12
+""":func:`copies` looks at so many ops before a reshape: heads are split a few ops before they are joined."""
 
 
 def copies(node: fx.Node, device: str) -> bool:
     """Whether a reshape moves elements on a ``device`` of this kind ("cpu" or "cuda"), as where it merges dims that a
     transpose has brought together.
 
-    Views are made of a tensor without values, as the op before them lays its result out: in the order of its dims, but
-    for attention, whose fused kernels have heads behind positions.
+    It is made of a tensor without values that lies as the ops before it lay their results out: in the order of dims,
+    but for views, and for elementwise ops and attention, whose results lie as their first operands do.
     """
     if op_name(node) not in _RESHAPES:
         return False
-    chain: list[fx.Node] = []
-    source = operands(node)[0]
-    while is_view(source) and len(operands(source)) == 1 and not is_getitem(source):
-        chain.append(source)
-        source = operands(source)[0]
-    shape, dtype = info(source).meta.shape, info(source).meta.dtype
-    given = torch.empty(shape, dtype=dtype, device="meta")
-    if op_name(source) == _ATTENTION and is_fused(Op.of(source), device):
-        laid_out = (*shape[:-3], shape[-2], shape[-3], shape[-1])
-        given = torch.empty(laid_out, dtype=dtype, device="meta").transpose(-2, -3)
-    for view in reversed(chain):
-        given = _viewed(view, given)
+    given = _laid_out(operands(node)[0], device, _DEPTH)
     made = given.contiguous() if op_name(node) == _CONTIGUOUS else given.reshape(info(node).meta.shape)
     return made is not given and made._base is None
 
 
-def _viewed(view: fx.Node, tensor: torch.Tensor) -> torch.Tensor:
-    made: torch.Tensor = view.target(*(tensor if isinstance(a, fx.Node) else a for a in view.args), **view.kwargs)  # type: ignore[operator]
+def _laid_out(node: fx.Node, device: str, depth: int) -> torch.Tensor:
+    """Its result without values; what is more than ``depth`` ops before doesn't count."""
+    shape, dtype = info(node).meta.shape, info(node).meta.dtype
+    if depth and op_name(node) == _ATTENTION:
+        query = _laid_out(operands(node)[0], device, depth - 1)
+        return result_of(Op.of(node), device, query)
+    if not depth or not _follows(node):
+        return torch.empty(shape, dtype=dtype, device="meta")
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda each: _laid_out(each, device, depth - 1))
+    made: torch.Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
     return made
+
+
+def _follows(node: fx.Node) -> bool:
+    """Whether how its result lies follows from its operands."""
+    if not is_aten(node) or len(info(node).outputs) > 1:
+        return False
+    is_elementwise = torch.Tag.pointwise in node.target.tags or op_name(node) in _ELEMENTWISE  # type: ignore[union-attr]
+    return is_elementwise or (is_view(node) and len(operands(node)) == 1)
 
 
 RULES: dict[str, Rule] = {
