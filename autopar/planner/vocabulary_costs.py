@@ -89,11 +89,13 @@ def vocabulary_cost(
 
 @dataclass(frozen=True)
 class _Journeys:
-    """Bytes of what the last stage gives to the head, of what the first gets from the embedding (0: it is in that
-    stage), and of the gradient that it gives back (0: there is none), as they cross the pipeline; seconds of the
-    changes of type around these and of what they need of the batch, forward and backward."""
+    """Bytes of what the last stage gives to the head, of the gradient of that (0: nothing before it is trained), of
+    what the first gets from the embedding (0: it is in that stage), and of the gradient that it gives back (0: there is
+    none), as they cross the pipeline; seconds of the changes of type around these and of what they need of the batch,
+    forward and backward."""
 
     hidden_bytes: int
+    summed_bytes: int
     entering: Both
     embedded_bytes: int = 0
     returned_bytes: int = 0
@@ -121,8 +123,9 @@ def _journeys(model: Model, calls: VocabularyCalls, machine: Machine, costs: Seq
         sent_by(closure([found.x, found.targets]), machine).values(),
         [(tables_seconds(model, taken, costs), 0.0)],
     )
+    given = hidden.meta.bytes, hidden.meta.bytes if hidden.meta.needs_grad else 0, entering
     if calls.embedding is None:
-        return _Journeys(hidden.meta.bytes, entering)
+        return _Journeys(*given)
     (embedded,) = (wire for wire in crossing if wire.first == 0)
     looked_up = [into for (call, _), into in edges.items() if call == calls.embedding]
     leaving = _added(
@@ -131,7 +134,7 @@ def _journeys(model: Model, calls: VocabularyCalls, machine: Machine, costs: Seq
         sent_by(model.block_of(model.calls[calls.embedding]).ops, machine).values(),
     )
     returned_bytes = embedded.meta.bytes if embedded.meta.needs_grad else 0
-    return _Journeys(hidden.meta.bytes, entering, embedded.meta.bytes, returned_bytes, leaving)
+    return _Journeys(*given, embedded.meta.bytes, returned_bytes, leaving)
 
 
 def _added(*parts: Iterable[Both]) -> Both:
@@ -167,12 +170,13 @@ def _head_seconds(head: Head, algorithm: str, machine: Machine, chunks: int, jou
     tokens, width = info(head.targets).meta.numel, _width(head)
     holders, plane = _plane(machine)
     enters, returns = journeys.entering
+    summed = journeys.summed_bytes
     seconds = HeadPasses(head, algorithm, chunks, machine.device).seconds
     seconds |= {
         "S": seconds["S"] + enters,
         "CAST_X": collective.seconds("broadcast", journeys.hidden_bytes, ranks, link),
         "STATS": collective.seconds("all_gather", _STATISTICS * width * tokens * holders, holders, plane),
-        "SUM_X": returns + collective.seconds("reduce", journeys.hidden_bytes, ranks, link),
+        "SUM_X": returns + (collective.seconds("reduce", summed, ranks, link) if summed else 0.0),
     }
     if algorithm == "naive":
         seconds["MAX"] = collective.seconds("all_reduce", width * tokens, holders, plane)

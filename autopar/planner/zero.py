@@ -441,11 +441,12 @@ class MoveCosts:
 
     @cached_property
     def _stages_of(self) -> Mapping[str, tuple[int, ...]]:
-        """Weights of several stages, with these."""
+        """Weights of several stages, with these. What isn't trained each stage has for itself."""
         found: dict[str, list[int]] = defaultdict(list)
         for number, stage in enumerate(self.stages):
             for name in dict.fromkeys(name for call in stage for name in self.model.calls[call].parameters):
-                found[name].append(number)
+                if self.model.parameters[name].trainable and not self.model.parameters[name].is_buffer:
+                    found[name].append(number)
         return {name: tuple(numbers) for name, numbers in found.items() if len(numbers) > 1}
 
     def shards(self, line: DataLine) -> int:

@@ -65,10 +65,12 @@ SPLIT = {"pp": 2, "tp": 2, "ep": 2}
         (Recipe(mlp="shared"), SPLIT, {"schedule": "zb-h1"}),  # dispatches in halves, of products that are put off
         (Recipe(mixer="convolution"), {"pp": 2, "cp": 2}, {"vocabulary": "vocab-1"}),  # of few positions, in groups
         (Recipe(query_norm=True), {"dp": 2}, {}),  # norms lay queries out anew, and attention its result as those lie
+        (Recipe(frozen="body"), {"pp": 2}, {"vocabulary": "vocab-2"}),  # with no gradient of what the head is given
+        (Recipe(frozen="first", twice=1), {"pp": 2, "dp": 2}, {"zero": 3}),  # two stages have weights for themselves
         (Recipe(mixer="mean"), {"cp": 2}, {"cp_order": "paired"}),  # sums of pairs of parts
         (Recipe(frozen="norms"), {"pp": 2}, {"zero": 3, "offload": ("parameters",)}),  # untrained, on the device
     ],
-    ids=["bias", "halves", "split", "groups", "normed", "paired", "frozen"],
+    ids=["bias", "halves", "split", "groups", "normed", "body", "first", "paired", "frozen"],
 )
 def test_programs_of_models_of_other_parts_cost_what_plans_say(
     recipe: Recipe, mesh: dict[str, int], options: dict[str, Any]
