@@ -21,9 +21,10 @@ from autopar.batch import flatten
 from autopar.capture import Loss
 from autopar.codegen import EmittedStage
 from autopar.codegen.text import Origin
-from autopar.graph import INPUT_CALL, Model, RuntimeOp, info, where
+from autopar.graph import INPUT_CALL, Model, RuntimeOp, info, op_name, operands, where
 from autopar.mesh import AXES
 from autopar.plan import Plan
+from autopar.rules.experts import COMBINE, DISPATCH, DISPATCH_END
 from autopar.runtime.axes import Axes
 from autopar.runtime.job import Job, start
 from autopar.spmd import Type
@@ -211,8 +212,11 @@ def _error(job: Compiled, model: Model, rank: int, seen: Seen, expected: Mapping
     whole = expected.get(seen.place)
     if whole is None:
         return None
-    types = info(_node(model, *seen.place)).types()
+    node = _node(model, *seen.place)
+    types = info(node).types()
     if any(kind.kind == "P" or kind.is_ragged for kind in types.values()):
+        return None
+    if any(kind.is_shard and kind.dim == 0 for kind in types.values()) and _is_by_expert(node):
         return None
     mesh = job.plan.mesh
     axes = Axes.alone(mesh, rank, "cpu")
@@ -237,4 +241,18 @@ def _part(whole: Tensor, kind: Type, own: Sequence[int], parts: int) -> Tensor:
     inner = shape[kind.dim] // (kind.outer * parts)
     view = whole.reshape(*shape[: kind.dim], kind.outer, parts, inner, *shape[kind.dim + 1 :])
     part = view.index_select(kind.dim + 1, torch.tensor(own))
-    return part.reshape(*shape[: kind.dim], -1, *shape[kind.dim + 1 :])
+    return part.reshape(*shape[: kind.dim], kind.outer * len(own) * inner, *shape[kind.dim + 1 :])
+
+
+def _is_by_expert(node: fx.Node) -> bool:
+    """Whether rows are in the order of the experts that tokens got: those of some tokens lie anywhere in them."""
+    waiting, seen = [node], {node}
+    while waiting:
+        last = waiting.pop()
+        if op_name(last) in (DISPATCH, DISPATCH_END):
+            return True
+        if last.op == "call_function" and op_name(last) != COMBINE:
+            fresh = set(operands(last)) - seen
+            seen |= fresh
+            waiting += fresh
+    return False

@@ -42,7 +42,7 @@ from autopar.passes.expert_bodies import (
 )
 from autopar.passes.expert_rows import Rows, Writer
 from autopar.passes.functionalize import functionalize
-from autopar.passes.stacked_parameters import Stacks, selected_from
+from autopar.passes.stacked_parameters import Shared, Stacks, selected_from
 from autopar.passes.token_choices import Chosen, chosen, is_data_dependent, is_empty, is_zeros, places
 
 aten = torch.ops.aten
@@ -60,12 +60,14 @@ def expert_loops(flat: Flat) -> Flat:
     if others:
         check_rows(flat, _ends(chains), labels(flat.nodes), others)
     skipped = passed_over(flat, _ends(chains), others)
+    shared = Shared({node for chain in chains for body in _bodies(flat, chain) for node in body.inside})
     for chain in chains:
         try:
-            _rewrite(flat, chain, skips=chain[-1].node in skipped)
+            _rewrite(flat, chain, shared, skips=chain[-1].node in skipped)
         except NotALoopError as error:
             reasons.append(f"{where(chain[-1].node)} ends what looks like a loop over experts, but {error}")
     flat.nodes = list(live(flat.nodes, flat.loss, {}))
+    shared.read_rows(flat)
     for node in flat.nodes:
         if is_data_dependent(node):
             raise CaptureError(_refusal(node, reasons))
@@ -184,14 +186,23 @@ def _alike(one: Picks, other: Picks) -> bool:
     return same and one.chosen.expert != other.chosen.expert
 
 
-def _rewrite(flat: Flat, chain: Chain, *, skips: bool) -> None:
+def _bodies(flat: Flat, chain: Chain) -> list[Body]:
+    """Those of a chain; none where it is no loop over experts."""
+    known, order = labels(flat.nodes), {node: i for i, node in enumerate(flat.nodes)}
+    try:
+        return [Body.of(merge.picks, merge.value, known, order) for merge in chain]
+    except NotALoopError:
+        return []
+
+
+def _rewrite(flat: Flat, chain: Chain, shared: Shared, *, skips: bool) -> None:
     """Put the five operations in the place of a chain of bodies. Raises NotALoopError."""
     _check_picks(chain)
     known, order = labels(flat.nodes), {node: i for i, node in enumerate(flat.nodes)}
     bodies = [Body.of(merge.picks, merge.value, known, order) for merge in chain]
     _check_intermediate(chain, order)
     writer = Writer(flat.graph, chain[-1].node)
-    loop = Loop(flat, writer, bodies, known, skips)
+    loop = Loop(flat, writer, bodies, known, shared, skips)
     result = loop.summed(chain[-1].node)
     result = _based(writer, chain, result, loop)
     last = chain[-1].node
@@ -254,12 +265,13 @@ def _based(writer: Writer, chain: Chain, y: fx.Node, loop: Loop) -> fx.Node:
 @dataclass
 class Loop:
     """The bodies of one loop, and what is written for them; ``skips``: experts without tokens are passed
-    over; ``remarks`` say what stays whole, and why."""
+    over; ``shared`` is of all loops; ``remarks`` say what stays whole, and why."""
 
     flat: Flat
     writer: Writer
     bodies: Sequence[Body]
     known: Labels
+    shared: Shared
     skips: bool
     remarks: list[str] = field(default_factory=list)
 
@@ -283,8 +295,7 @@ class Loop:
         index = self._index(like)
         try:
             pairs = self._pairs()
-            inside = {node for body in self.bodies for node in body.inside}
-            stacks = Stacks(self.flat, inside, skips=self.skips)
+            stacks = Stacks(self.flat, self.shared, skips=self.skips)
             made = self._rows(index, self.bodies, pairs, self.numbers, stacks)
             stacks.keep()
             return made

@@ -2,17 +2,18 @@
 
 Guarantees of :func:`name_routers`: values and types stay; every ``route`` says which layer it is of, below the module
 whose code it is written into, so that ranks can tell the loads of layers apart that share code. Example:
-``route(index, 8)`` in ``model.layers.3`` -> ``route(index, 8, layer="mlp.experts")``.
+``route(index, 8)`` in ``model.layers.3`` -> ``route(index, 8, layer="mlp.experts")``; where that layer is applied
+twice, and so written into its stage, ``layer="model.layers.3.mlp.experts"``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
-from autopar.graph import Block, Model, info, op_name, operands
+from autopar.graph import Block, Call, Model, copied, info, op_name, operands
 from autopar.passes.experts import ROUTE
 from autopar.passes.recompute import own_modules
 from autopar.rules import lookup
@@ -40,12 +41,10 @@ def routes(block: Block) -> list[fx.Node]:
 
 def router_calls(model: Model) -> Iterator[RouterCall]:
     """In the model's order. Calls of a module that is called more than once are of one layer."""
-    own = own_modules(model)
-    names, nodes = _names(model), [routes(block) for block in model.blocks]
+    names = [_names(block) for block in model.blocks]
     for index, call in enumerate(model.calls):
-        for node in nodes[call.block]:
-            path = call.path if index in own else ""
-            yield RouterCall(index, node, ".".join(filter(None, (path, names[node]))))
+        for node, name in names[call.block].items():
+            yield RouterCall(index, node, _joined(call.path, name))
 
 
 def weights_of(model: Model, router: RouterCall) -> dict[str, fx.Node]:
@@ -70,24 +69,44 @@ def _stored(node: fx.Node) -> fx.Node:
 
 
 def name_routers(model: Model) -> Model:
-    """In place, on a model that nobody else reads: ``layer`` becomes an argument."""
-    for node, name in _names(model).items():
-        node.kwargs = {**node.kwargs, "layer": name}
-    return model
-
-
-def _names(model: Model) -> dict[fx.Node, str]:
-    """Each router's path below the module whose ``forward`` it is written into: its block's, or the whole stage's."""
+    """In place, on a model that nobody else reads: ``layer`` becomes an argument. Calls that are written into their
+    stage have a block for each layer."""
     own = own_modules(model)
-    found: dict[fx.Node, str] = {}
+    blocks, calls = list(model.blocks), list(model.calls)
     for number, block in enumerate(model.blocks):
-        calls = [index for index, call in enumerate(model.calls) if call.block == number]
-        inside = any(index in own for index in calls)
-        path = "" if inside or not calls else model.calls[calls[0]].path
-        taken: set[str] = set()
-        for node in routes(block):
-            name = ".".join(filter(None, (path, info(node).module)))
-            numbered = (name if k == 1 else f"{name}:{k}" for k in range(1, len(taken) + 2))
-            found[node] = next(n for n in numbered if n not in taken)
-            taken.add(found[node])
+        served = [index for index, call in enumerate(calls) if call.block == number]
+        apart = list(dict.fromkeys(calls[index].path for index in served if index not in own))
+        if not routes(block) or not apart:
+            _name(block, "")
+            continue
+        keeps = 0 if any(index in own for index in served) else 1
+        for path in apart[keeps:]:
+            made = replace(block, graph=copied(block.graph)[0])
+            _name(made, path)
+            calls = [_moved(c, number, path, len(blocks)) if i not in own else c for i, c in enumerate(calls)]
+            blocks.append(made)
+        _name(block, apart[0] if keeps else "")
+    return replace(model, blocks=blocks, calls=calls)
+
+
+def _moved(call: Call, block: int, path: str, to: int) -> Call:
+    return replace(call, block=to) if (call.block, call.path) == (block, path) else call
+
+
+def _name(block: Block, path: str) -> None:
+    for node, name in _names(block).items():
+        node.kwargs = {**node.kwargs, "layer": _joined(path, name)}
+
+
+def _names(block: Block) -> dict[fx.Node, str]:
+    """Each router's path below its block's."""
+    found: dict[fx.Node, str] = {}
+    for node in routes(block):
+        name = info(node).module
+        numbered = (name if k == 1 else f"{name}:{k}" for k in range(1, len(found) + 2))
+        found[node] = next(n for n in numbered if n not in found.values())
     return found
+
+
+def _joined(*parts: str) -> str:
+    return ".".join(filter(None, parts))

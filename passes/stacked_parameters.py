@@ -2,19 +2,20 @@
 
 ``experts.0.up``, ``experts.1.up`` … of ``[out, in]`` become ``experts.*.up`` of ``[experts, out, in]``
 (:attr:`autopar.graph.ParameterInfo.stacked`). What has such a dim in the model already, of which a loop takes parts, is
-taken whole.
+taken whole. Loops that call the same experts (of a layer that is applied twice, say) share the one parameter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+import torch
 from torch import fx
 
 from autopar.capture import Flat
-from autopar.graph import Info, ParameterInfo, arguments, info, is_view, op_name, set_info
+from autopar.graph import Info, ParameterInfo, arguments, derive, info, is_view, op_name, set_info
 
 _NUMBERED: Final = "*"
 """What stands in the name of a stacked parameter for the number of the expert."""
@@ -55,13 +56,38 @@ def _element(node: fx.Node, dim: int) -> tuple[fx.Node, int] | None:
     return None
 
 
+@dataclass
+class Shared:
+    """What the loops of one model have: ``inside`` are the ops of all of their bodies, ``made`` what is one parameter
+    since, by what it was."""
+
+    inside: Container[fx.Node]
+    made: dict[tuple[fx.Node, ...], fx.Node] = field(default_factory=dict)
+
+    def read_rows(self, flat: Flat) -> None:
+        """Where ops of a loop that couldn't be rewritten so still read one expert's parameter: that is a row now."""
+        rows: list[fx.Node] = []
+        live = set(flat.nodes)
+        for nodes, made in self.made.items():
+            for number, node in enumerate(nodes):
+                readers = {user for user in node.users if user in live}
+                if not readers:
+                    continue
+                with flat.graph.inserting_after(made):
+                    row = flat.graph.call_function(torch.ops.aten.select.int, (made, 0, number))
+                like = min(readers, key=flat.nodes.index)
+                rows.append(derive(row, like, outputs=(info(node).meta,)))
+                node.replace_all_uses_with(row)
+        flat.nodes = [*rows, *flat.nodes]
+
+
 class Stacks:
-    """Parameters of experts as one parameter each, which nothing but ops ``inside`` of the bodies may read; nothing is
+    """Parameters of experts as one parameter each, which nothing but ops inside of bodies of loops may read; nothing is
     changed before :meth:`keep`. ``skips``: the loop passes over experts without tokens."""
 
-    def __init__(self, flat: Flat, inside: Container[fx.Node], *, skips: bool) -> None:
+    def __init__(self, flat: Flat, shared: Shared, *, skips: bool) -> None:
         self.skips = skips
-        self.flat, self.inside, self.live = flat, inside, set(flat.nodes)
+        self.flat, self.shared, self.live = flat, shared, set(flat.nodes)
         self.made: dict[tuple[fx.Node, ...], fx.Node] = {}
 
     def of(self, nodes: Sequence[fx.Node], numbers: Sequence[int]) -> fx.Node | None:
@@ -70,21 +96,24 @@ class Stacks:
         if whole is not None:
             return whole
         if tuple(nodes) not in self.made:
-            node = self._stacked(nodes)
+            node = self.shared.made.get(tuple(nodes)) or self._stacked(nodes)
             if node is None:
                 return None
             self.made[tuple(nodes)] = node
         return self.made[tuple(nodes)]
 
     def keep(self) -> None:
-        """From now on the model has them."""
+        """From now on the model has them. An expert is passed over where all loops do so."""
         for nodes, made in self.made.items():
             data = info(made)
             first = self.flat.parameters[info(nodes[0]).name]
             names = tuple(info(n).name for n in nodes)
+            before = self.flat.parameters.get(data.name)
+            skips = self.skips and (before is None or before.skips)
             self.flat.parameters[data.name] = ParameterInfo(
-                data.name, data.meta, (), first.trainable, stacked=names, skips=self.skips
+                data.name, data.meta, (), first.trainable, stacked=names, skips=skips
             )
+        self.shared.made |= self.made
 
     def _stacked(self, nodes: Sequence[fx.Node]) -> fx.Node | None:
         known = [self.flat.parameters.get(info(n).name) for n in nodes]
@@ -104,9 +133,9 @@ class Stacks:
         return set_info(made, Info((shape,), role="parameter", name=name))
 
     def _is_read_inside(self, node: fx.Node) -> bool:
-        """Whether nothing but the loop's bodies reads a parameter, or a view of it."""
+        """Whether nothing but bodies of loops reads a parameter, or a view of it."""
         users = [user for user in node.users if user in self.live]
-        return all(user in self.inside or (is_view(user) and self._is_read_inside(user)) for user in users)
+        return all(user in self.shared.inside or (is_view(user) and self._is_read_inside(user)) for user in users)
 
 
 def stacked_name(names: Sequence[str]) -> str | None:

@@ -214,17 +214,18 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Token ids to the cross entropy of the next ones, through ``layers`` layers with a mixture each."""
+    """Token ids to the cross entropy of the next ones, ``times`` through ``layers`` layers with a mixture each."""
 
-    def __init__(self, mixture: Callable[[], nn.Module], layers: int = 2) -> None:
+    def __init__(self, mixture: Callable[[], nn.Module], layers: int = 2, times: int = 1) -> None:
         super().__init__()
+        self.times = times
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList([Layer(mixture) for _ in range(layers)])
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         h = self.embedding(ids)
-        for layer in self.layers:
+        for layer in [*self.layers] * self.times:
             h = layer(h)
         return F.cross_entropy(self.head(h).view(-1, VOCABULARY), targets.view(-1))
 
@@ -245,10 +246,10 @@ MIXTURES: Final[dict[str, Callable[[], nn.Module]]] = {
 }
 
 
-def looped(mixture: Callable[[], nn.Module], batch: int, *, layers: int = 2) -> Case:
+def looped(mixture: Callable[[], nn.Module], batch: int, *, layers: int = 2, times: int = 1) -> Case:
     """A case of :mod:`tests.models`."""
     ids = tokens(batch, sequence=SEQUENCE)
-    return Case(Model(mixture, layers), (ids, ids.roll(-1, dims=1)))
+    return Case(Model(mixture, layers, times), (ids, ids.roll(-1, dims=1)))
 
 
 class Guarded(Mixture):

@@ -9,6 +9,7 @@ import pytest
 import autopar
 from autopar.divergence import first_divergence
 from autopar.runtime.job import Job
+from tests.expert_loop_models import ByWhere, looped
 from tests.fast_cluster import FAST
 from tests.models import Float64, make
 from tests.pinned import compile_pinned
@@ -69,5 +70,15 @@ def test_nothing_differs_between_layers_that_communicate_nothing(mesh: dict[str,
     """Layers of one class are told apart, though they run the same lines and keep no axes."""
     with Float64():
         case = make("gpt2", 8)
+        job = compile_pinned(case.model, 2, sample=case.batch, mesh=mesh, microbatches=2, cluster=FAST)
+        assert "all forward values agree" in first_divergence(job, case.batch, 1e-9)
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}], ids=["dp2", "tp2"])
+def test_rows_in_the_order_of_experts_are_not_looked_at(mesh: dict[str, int]) -> None:
+    """Those of a microbatch lie anywhere in those of the batch, and may be none."""
+    with Float64():
+        case = looped(ByWhere, 8)
+        case.model.double()
         job = compile_pinned(case.model, 2, sample=case.batch, mesh=mesh, microbatches=2, cluster=FAST)
         assert "all forward values agree" in first_divergence(job, case.batch, 1e-9)

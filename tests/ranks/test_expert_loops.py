@@ -77,6 +77,26 @@ def test_experts_without_tokens(mixture: Callable[[], nn.Module], mesh: dict[str
     assert result.ok, str(result)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [({"dp": 2, "ep": 2}, {}), pytest.param({"pp": 2, "dp": 2, "ep": 2}, {"zero": 2}, marks=pytest.mark.slow)],
+    ids=["dp2", "pp2 dp2"],
+)
+def test_layers_that_are_applied_twice(mesh: dict[str, int], options: dict[str, Any]) -> None:
+    """Their experts are split as others are. What both times give an expert counts, for the layer that has it: two
+    experts of the first one never have tokens, and aren't trained."""
+    case = prepared(lambda: looped(ByCounts, 8, times=2))
+    with torch.no_grad():
+        case.model.layers[0].moe.gate.weight.zero_()  # type: ignore[union-attr,operator]
+    job = compiled(case, mesh, **options)
+    result = job.verify(case.batch, steps=2)
+    assert result.ok, str(result)
+    load = job.simulate(case.batch, 1).expert_load[0]
+    assert sorted(load["layers.0.moe"]) == [0, 0, 128, 128]
+    assert sum(load["layers.1.moe"]) == 256
+    assert min(load["layers.1.moe"]) > 0
+
+
 def muon(model: nn.Module) -> Any:
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embedding" not in n]
     rest = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]

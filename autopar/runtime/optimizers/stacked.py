@@ -58,19 +58,28 @@ class Apart:
 
 @dataclass(frozen=True)
 class Idle:
-    """Which experts got no token in a step, of those that a model's code then passes over; ``layers`` by parameter."""
+    """Which experts got no token in a step, of those that a model's code then passes over; ``layers`` by parameter:
+    all that give tokens to its experts."""
 
-    layers: Mapping[str, str]
+    layers: Mapping[str, frozenset[str]]
     routers: Routers
 
     @classmethod
     def of(cls, routers: Iterable[Router], counts: Routers) -> Idle:
-        return cls({name: router.layer for router in routers for name in router.skips}, counts)
+        layers: dict[str, frozenset[str]] = {}
+        for router in routers:
+            for name in router.skips:
+                layers[name] = layers.get(name, frozenset()) | {router.layer}
+        return cls(layers, counts)
 
     def now(self) -> dict[str, list[int]]:
         """Stacked parameter -> how many tokens the expert of each of its parts got."""
-        loads = {layer: total.tolist() for layer, total in self.routers.total.items() if layer in self.layers.values()}
-        return {name: loads[layer] for name, layer in self.layers.items() if layer in loads}
+        total = self.routers.total
+        return {
+            name: [sum(counts) for counts in zip(*(total[layer].tolist() for layer in sorted(layers)), strict=True)]
+            for name, layers in self.layers.items()
+            if layers <= total.keys()
+        }
 
 
 def lend_gradients(optimizer: Optimizer, parts: Sequence[Part], idle: Idle) -> None:
