@@ -345,7 +345,7 @@ def random_sparse_plan(chance: random.Random, recipe: Recipe, mixture: Mixture) 
     if "ep" in mesh and lent % 4 == 0 and mixture.experts % 4 == 0 and chance.random() < 0.4:
         mesh["ep"] = 4
     if mixture.experts % mesh.get("ep", 1) != 0 or mixture.form == "gathered":
-        del mesh["ep"]
+        mesh.pop("ep", None)
     if mixture.auxiliary != "none" and plan.get("vocabulary", "stage") not in ("stage", "redistributed"):
         plan |= {"vocabulary": "stage", "schedule": "1f1b"}
     counts = recipe.loss in ("ignored", "sum", "shifted", "smoothed", "weighted") or mixture.auxiliary == "masked"
