@@ -260,13 +260,13 @@ class Sparse(Model):
             module.requires_grad_(False)
 
     def forward(self, ids: Tensor, labels: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        loss, kind = super().forward(ids, labels, mask), self.mixture.auxiliary
         kept = [module for module in self.modules() if isinstance(module, Kept)]
+        logits = torch.cat([each for module in kept for each in module.said])
         for module in kept:
             module.said.clear()
-        loss, kind = super().forward(ids, labels, mask), self.mixture.auxiliary
         if labels is None or kind == "none":
             return loss
-        logits = torch.cat([each for module in kept for each in module.said])
         return loss + 0.1 * self.auxiliary(logits, kind, mask)
 
     def auxiliary(self, logits: Tensor, kind: str, mask: Tensor | None) -> Tensor:
