@@ -11,7 +11,7 @@ import contextlib
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -32,20 +32,18 @@ from autopar.graph import (
     ParameterInfo,
     copied,
     info,
-    is_aten,
     is_getitem,
     is_mutating,
     is_random,
     op_name,
     set_info,
 )
+from autopar.liveness import Memory, live_of_loss, memory_of
 from autopar.loop_capture import EveryExpert
 from autopar.row_capture import ASKED, Somewhere, largest
 from autopar.source_lines import line_of_error, line_of_trace
 
 Loss = Callable[[Any, Any], torch.Tensor]
-Memory = Mapping[fx.Node, frozenset[int]]
-"""A number for each piece of memory that a node's tensors lie in; tensors of one number share it."""
 Regions = dict[fx.Node, tuple[Autocast, ...]]
 """The autocast regions that an op is in, outermost first."""
 
@@ -107,8 +105,18 @@ class _WithLoss(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
         named = dict(zip(self._paths, tensors, strict=True))
         args, kwargs = self._structure.call_arguments(named)
+        buffers = dict(self.model.named_buffers())
         output = self.model(*args, **kwargs)
+        _write_back(self.model, buffers)
         return loss_of(output, self._structure.batch(named), self._loss)
+
+
+def _write_back(model: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Let what the model's code assigned to a name of ``buffers`` be written there, as the next step would find it."""
+    for name, tensor in model.named_buffers():
+        if name in buffers and tensor is not buffers[name]:
+            with torch.no_grad():
+                buffers[name].copy_(tensor)
 
 
 def loss_of(output: Any, batch: Any, loss: Loss | None) -> torch.Tensor:
@@ -155,6 +163,7 @@ def capture(
     """
     tensors, structure = flatten(sample)
     tensors = _on_model_device(model, tensors)
+    _check_averages(model)
     documents = _Documents(tensors)
     wrapper = _WithLoss(model, structure, list(tensors), loss)
     wrapper.train(model.training) if wrapper.training != model.training else None
@@ -196,6 +205,16 @@ def _on_model_device(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict
                 f"move one: sample.to({str(device)!r})"
             )
     return tensors
+
+
+def _check_averages(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        is_norm = isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm)
+        if is_norm and module.training and module.track_running_stats and module.momentum is None:
+            raise CaptureError(
+                f"{type(module).__name__} {name!r} has momentum=None: its averages count batches so far, which isn't "
+                "done here; give it a number (momentum=0.1)"
+            )
 
 
 class _Documents:
@@ -312,12 +331,12 @@ def _flat(
 ) -> Flat:
     graph = exported.graph
     regions = _inline_regions(exported.graph_module, graph, device)
-    memory = _memory(graph)
+    memory = memory_of(graph)
     parameters, constants = _name_placeholders(model, exported)
     inputs = _name_inputs(exported, tensors, *dims)
     output = next(n for n in reversed(graph.nodes) if n.op == "output")
     loss = output.args[0][0]
-    nodes = _live(graph, loss, memory, constants)
+    nodes = live_of_loss(graph, loss, memory, constants)
     classes: dict[str, str] = {"": type(model).__name__}
     for position, node in enumerate(nodes):
         _describe(node, classes, regions.get(node, ()))
@@ -480,68 +499,6 @@ def _detached(graph: fx.Graph, value: Any) -> Any:
     node = graph.call_function(torch.ops.aten.detach.default, (value,))
     node.meta = dict(value.meta)
     return node
-
-
-def _memory(graph: fx.Graph) -> dict[fx.Node, frozenset[int]]:
-    """The memory of every node's tensors, as eager execution has it: fake tensors share storage just as real ones."""
-    numbers: dict[torch.UntypedStorage, int] = {}
-    found: dict[fx.Node, frozenset[int]] = {}
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        tensors = [v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, torch.Tensor)]
-        found[node] = frozenset(numbers.setdefault(t.untyped_storage(), len(numbers)) for t in tensors)
-    return found
-
-
-def written_operands(node: fx.Node) -> list[fx.Node]:
-    """The operands whose memory the op writes to, as its schema says."""
-    if not is_aten(node):
-        return []
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
-    marked = [(i, a.name) for i, a in enumerate(schema) if a.alias_info is not None and a.alias_info.is_write]
-    given = [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in marked]
-    found: list[fx.Node] = []
-    fx.map_arg(tuple(given), found.append)
-    return found
-
-
-def _live(graph: fx.Graph, loss: fx.Node, memory: Memory, constants: Collection[str]) -> list[fx.Node]:
-    """The ops that the loss depends on, in order (drops logits, caches and metadata asserts).
-
-    A write in place is one of them if something live reads that memory after it. A write to a parameter, a buffer or
-    a batch tensor that anything live reads is refused: the next step would see it. What nothing reads (a counter of
-    batches) is left as it is. ``constants`` are literals in the model's code, of which what is written to is a copy.
-    """
-    found = live(list(graph.nodes), loss, memory)
-    read = {number for n in (loss, *found) for o in n.all_input_nodes for number in memory[o]}
-    outside = [n for n in graph.nodes if n.op == "placeholder" and info(n).name not in constants]
-    owners = {number: n for n in outside for number in memory[n]}
-    for node in graph.nodes:
-        for number in (number for o in written_operands(node) for number in memory[o] & read):
-            if number in owners:
-                raise _refused_write(node, info(owners[number]))
-    return list(found)
-
-
-def _refused_write(node: fx.Node, owner: Info) -> CaptureError:
-    kind = "batch tensor" if owner.role == "input" else owner.role
-    return CaptureError(
-        f"{op_name(node)} at {source_of(node)} changes {kind} {owner.name!r} in place, or a view of it, which outlives "
-        "the step; change a copy (x = x.clone()), or write it out of place (x = x + y instead of x += y)"
-    )
-
-
-def live(nodes: Sequence[fx.Node], loss: fx.Node, memory: Memory) -> dict[fx.Node, None]:
-    """The ops among ``nodes`` (in order) that ``loss`` depends on, through operands or through what they write."""
-    needed: set[fx.Node] = {loss}
-    read = set(memory.get(loss, ()))
-    for node in reversed(nodes):
-        if any(memory[operand] & read for operand in written_operands(node)):
-            needed.add(node)
-        if node in needed:
-            needed.update(node.all_input_nodes)
-            read.update(number for operand in node.all_input_nodes for number in memory.get(operand, ()))
-    return {n: None for n in nodes if n in needed and n.op == "call_function"}
 
 
 def _describe(node: fx.Node, classes: dict[str, str], autocast: tuple[Autocast, ...]) -> None:

@@ -6,11 +6,13 @@ may have statistics of their own (``statistics="microbatch"``), as accumulating 
 ``mean(x)``, ``c = x - mean``, ``mean(c * c)``, ``c * rsqrt(… + eps) * weight + bias``.
 
 Running averages are moved as torch moves them, by ops beside those (:func:`autopar.runtime.averaged`), which the loss
-doesn't depend on; their operands are whole, so each rank moves its copy by the statistics of all. Averages that are
+doesn't depend on; their operands are whole, so each rank moves its copy by the statistics of all. (So are other buffers
+that the model's code writes to: :mod:`autopar.passes.functionalize`.) Averages that are
 no buffers of the model, but computed, stay as they are. Those that several calls move are in the order of the program
 where these are in one stage; each stage of a pipeline has a copy of its own.
 
-A batch norm by given statistics stays: it computes element by element.
+A batch norm by given statistics stays: it computes element by element. An instance norm stays but for its averages,
+which move by the means of its samples' statistics.
 """
 
 from __future__ import annotations
@@ -28,23 +30,25 @@ from autopar.graph import AVERAGED, Block, Meta, Model, derive, info, op_name, o
 
 aten = torch.ops.aten
 BATCH_NORM: Final = "aten.batch_norm.default"
-_MOVED: Final = (
-    "batch norms take statistics of the whole batch, over all ranks that share it, and move running averages by them"
-)
-_LEFT: Final = (
-    "running averages of batch norms that are no buffers of the model stay as they are: register them as buffers"
-)
+INSTANCE_NORM: Final = "aten.instance_norm.default"
+_MOVED: Final = {
+    BATCH_NORM: "batch norms take statistics of the whole batch, over all ranks that share it, and move running "
+    "averages by them",
+    INSTANCE_NORM: "instance norms move running averages by statistics of the whole batch",
+}
+_LEFT: Final = "running averages of norms that are no buffers of the model stay as they are: register them as buffers"
 _SHARED: Final = "several layers move {}: each stage of a pipeline that has some of them moves a copy of its own"
 
 
 def batch_statistics(model: Model) -> Model:
     for block in model.blocks:
         for node in block.ops:
-            if op_name(node) == BATCH_NORM and node.args[5]:
+            if op_name(node) in (BATCH_NORM, INSTANCE_NORM) and node.args[5]:
                 averages = [average for average in node.args[3:5] if isinstance(average, fx.Node)]
                 moves = all(info(average).role == "buffer" for average in averages)
-                _spell(block, node, averages if moves else ())
-                remark = _MOVED if moves else _LEFT
+                spell = _spell if op_name(node) == BATCH_NORM else _move_beside
+                spell(block, node, averages if moves else ())
+                remark = _MOVED[op_name(node)] if moves else _LEFT
                 if averages and remark not in model.remarks:
                     model.remarks.append(remark)
     if shared := _moved_by_several(model):
@@ -53,13 +57,15 @@ def batch_statistics(model: Model) -> Model:
 
 
 def _moved_by_several(model: Model) -> list[str]:
-    """The names of running averages that more than one call moves."""
-    calls: Counter[str] = Counter()
+    """The names of running averages that more than one call moves, or reads to move them."""
+    moved, calls = set[str](), Counter[str]()
     for call in model.calls:
         block = model.block_of(call)
         names = dict(zip(block.parameters, call.parameters, strict=True))
-        calls.update({names[operands(node)[1]] for node in block.ops if node.target == AVERAGED})
-    return sorted(name for name, count in calls.items() if count > 1)
+        moved |= {names[operands(node)[1]] for node in block.ops if node.target == AVERAGED}
+        if block.kind != "tables":  # which each stage computes for itself
+            calls.update(name for node, name in zip(block.parameters, call.parameters, strict=True) if node.users)
+    return sorted(name for name in moved if calls[name] > 1)
 
 
 def _spell(block: Block, norm: fx.Node, averages: Sequence[fx.Node]) -> None:
@@ -86,8 +92,24 @@ def _spell(block: Block, norm: fx.Node, averages: Sequence[fx.Node]) -> None:
     block.graph.erase_node(norm)
 
 
+def _move_beside(block: Block, norm: fx.Node, averages: Sequence[fx.Node]) -> None:
+    """Take the running mean and variance, if any, out of an instance norm; they move by what samples have on average,
+    the variance by that of ``n - 1`` of ``n`` elements."""
+    with block.graph.inserting_before(norm):
+        spelled = _Spelled(block.graph, norm)
+        inner = list(range(2, len(spelled.result.shape)))
+        count = prod(spelled.result.shape[2:])
+        if averages:
+            wide = spelled.cast(norm.args[0], torch.promote_types(spelled.result.dtype, torch.float32))
+            centred = spelled.op(aten.sub.Tensor, wide, spelled.mean(wide, inner))
+            variance = spelled.mean(spelled.mean(spelled.op(aten.mul.Tensor, centred, centred), inner))
+            spelled.average(spelled.mean(wide), averages[0])
+            spelled.average(spelled.op(aten.mul.Tensor, variance, count / max(1, count - 1)), averages[1])
+    norm.args = (*norm.args[:3], None, None, *norm.args[5:])
+
+
 class _Spelled:
-    """Ops in the place of a batch norm of ``x [n, c, ...]``."""
+    """Ops in the place of a norm, or beside it, of ``x [n, c, ...]``."""
 
     def __init__(self, graph: fx.Graph, norm: fx.Node) -> None:
         self._graph, self._norm = graph, norm
@@ -100,11 +122,11 @@ class _Spelled:
         shape = torch.broadcast_shapes(*(meta.shape for meta in metas))  # type: ignore[no-untyped-call]
         return self._made(target, operands, tuple(shape), metas)
 
-    def mean(self, x: fx.Node) -> fx.Node:
-        """For each channel, of all else: ``[1, c, 1 ...]``."""
-        meta = info(x).meta
-        shape = tuple(1 if d in self._dims else extent for d, extent in enumerate(meta.shape))
-        return self._made(aten.mean.dim, (x, self._dims, True), shape, [meta])
+    def mean(self, x: fx.Node, dims: Sequence[int] = ()) -> fx.Node:
+        """Over ``dims``, which stay with size 1; without any, for each channel of all else: ``[1, c, 1 ...]``."""
+        meta, over = info(x).meta, list(dims or self._dims)
+        shape = tuple(1 if d in over else extent for d, extent in enumerate(meta.shape))
+        return self._made(aten.mean.dim, (x, over, True), shape, [meta])
 
     @property
     def count(self) -> int:

@@ -24,7 +24,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from autopar.graph import Block, Model, derive, info, is_getitem, op_name
+from autopar.graph import AVERAGED, Block, Model, derive, info, is_getitem, op_name
 
 aten = torch.ops.aten
 
@@ -33,7 +33,7 @@ def canonicalize(model: Model) -> Model:
     for block in model.blocks:
         for rewrite in _REWRITES:
             rewrite(block)
-        block.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
+        block.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or node.target is AVERAGED)
     return model
 
 
@@ -140,7 +140,7 @@ def _merge_reshapes(block: Block) -> None:
 
 def _erase_unused(block: Block) -> None:
     for node in reversed(block.ops):
-        if not node.users:
+        if not node.users and node.target is not AVERAGED:
             block.graph.erase_node(node)
 
 

@@ -24,9 +24,10 @@ import torch
 from torch import fx
 
 from autopar import expert_capture
-from autopar.capture import Flat, live
+from autopar.capture import Flat
 from autopar.errors import CaptureError
 from autopar.graph import arguments, info, op_name, where
+from autopar.liveness import live
 from autopar.passes.captured_rows import Merges, check_rows, passed_over
 from autopar.passes.expert_bodies import (
     MERGES,

@@ -20,6 +20,7 @@ from torch import fx
 
 from autopar.capture import Flat
 from autopar.graph import (
+    AVERAGED,
     INPUT_CALL,
     Block,
     Call,
@@ -28,6 +29,7 @@ from autopar.graph import (
     Value,
     info,
     op_name,
+    operands,
     set_info,
 )
 
@@ -78,12 +80,14 @@ def _container(path: str) -> str:
 
 
 def _tables(flat: Flat) -> list[fx.Node]:
-    """Glue that depends on nothing but the batch, buffers and constants, and is not random."""
+    """Glue that depends on nothing but the batch, buffers that stay and constants, and is not random."""
     pure: dict[fx.Node, None] = {}
+    moved = {operands(node)[1] for node in flat.nodes if node.target is AVERAGED}
     for node in flat.nodes:
         if info(node).random or _unit_path(info(node).module) or info(node).meta.needs_grad:
             continue
-        if all(o in pure or info(o).role in ("buffer", "input") for o in node.all_input_nodes):
+        given = node.all_input_nodes
+        if moved.isdisjoint(given) and all(o in pure or info(o).role in ("buffer", "input") for o in given):
             pure[node] = None
     return list(pure)
 

@@ -11,6 +11,9 @@ it is a view of, up to the tensor that owns the memory; every other view of that
 
 Which tensors share memory is read off the capture (``Flat.memory``), not guessed from ops: ``reshape`` may copy.
 Writes that can't be followed (to overlapping windows, or past autograd to a tensor with a gradient) are refused.
+
+What the last write to a buffer leaves there is put into it by an op of its own, ``averaged(value, buffer, 1.0)``, on
+which nothing depends.
 """
 
 from __future__ import annotations
@@ -21,9 +24,10 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from autopar.capture import Flat, differentiable, gradient_flows, live, written_operands
+from autopar.capture import Flat, differentiable, gradient_flows
 from autopar.errors import CaptureError
 from autopar.graph import (
+    AVERAGED,
     Meta,
     arguments,
     aten_overload,
@@ -35,6 +39,7 @@ from autopar.graph import (
     op_name,
     where,
 )
+from autopar.liveness import is_kept, live, written_operands
 from autopar.passes.views import Call, View, view_of
 
 aten = torch.ops.aten
@@ -45,13 +50,22 @@ def functionalize(flat: Flat) -> Flat:
     if not any(map(is_mutating, flat.nodes)):
         return flat
     program = _Program(flat)
+    kept = [n for n in program.tensors if is_kept(n) and info(n).name not in flat.constants]
+    buffers = {number: n for n in kept for number in flat.memory[n]}
+    last: dict[fx.Node, fx.Node] = {}  # buffer -> the last write to it
+    for node in flat.nodes:
+        written = {number for operand in written_operands(node) for number in flat.memory[operand]}
+        last |= {buffers[number]: node for number in sorted(written & buffers.keys())}
     for node in flat.nodes:
         program.add(node)
+        for buffer in (buffer for buffer, write in last.items() if write is node):
+            program.keep(buffer, node)
     flat.loss = program.read(program.tensors[flat.loss], flat.nodes[-1])
     flat.nodes = list(live(program.order, flat.loss, {}))
     return flat
 
 
+_SAME: Final = ("aten.detach.default", "aten.alias.default")
 _UNKNOWN: Final = View(None, "an op that isn't known")
 
 
@@ -105,6 +119,30 @@ class _Program:
             self.tensors[node] = written[0]
         else:
             raise _refused(node, "it writes to several tensors")
+
+    def keep(self, buffer: fx.Node, node: fx.Node) -> None:
+        """What ``node``, the last write to it, leaves in ``buffer`` is put there, where that is made and no op to come
+        reads what was there before."""
+        value, meta = self.read(self.tensors[buffer], node), replace(info(buffer).meta, needs_grad=False)
+        while op_name(value) in _SAME:
+            value = value.all_input_nodes[0]
+        known = value in self.order  # else it is given
+        number, same = self.order.index(value) if known else len(self.order) - 1, {buffer}
+        for i, made in enumerate(self.order):
+            if same.intersection(made.all_input_nodes):
+                same |= {made} if op_name(made) in _SAME else set()
+                number = number if made in same else max(number, i)
+        for alias in same - {buffer}:
+            alias.replace_all_uses_with(buffer)
+        last = self.order[number] if self.order else node
+        with self.graph.inserting_after(last):
+            left = self.graph.call_function(aten.detach.default, (value,))
+        with self.graph.inserting_after(left):
+            moved = self.graph.call_function(AVERAGED, (left, buffer, 1.0))
+        like = last if known else node
+        self.order[number + 1 : number + 1] = [
+            derive(new, like, outputs=(meta,), random=False) for new in (left, moved)
+        ]
 
     def read(self, tensor: _Tensor, reader: fx.Node) -> fx.Node:
         """The value of ``tensor`` where ``reader`` stands; a view whose memory has changed is taken again."""

@@ -57,10 +57,10 @@ def assign(
     header: str = "",
     origin: tuple[int, str] | None = None,
 ) -> Statement:
-    """``a, _, b = value``; None is a result that nobody reads."""
+    """``a, _, b = value``; None is a result that nobody reads. ``value`` alone where there are no targets."""
     made = tuple(t for t in targets if t is not None)
-    names = join([(t if t is not None else "_",) for t in targets])
-    return Statement([((*names, " = ", *value), comment)], made, header, origin=origin)
+    names = (*join([(t if t is not None else "_",) for t in targets]), " = ") if targets else ()
+    return Statement([((*names, *value), comment)], made, header, origin=origin)
 
 
 def join(items: Iterable[Code], between: str = ", ") -> Code:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.graph import INPUT_CALL, Choice, Meta, Model, info, op_name, operands, where
+from autopar.graph import AVERAGED, INPUT_CALL, Choice, Meta, Model, info, op_name, operands, where
 from autopar.planner.prices import FORBIDDEN_SECONDS, Prices
 from autopar.rules import has_rule, lookup
 from autopar.rules.base import Op
@@ -38,8 +38,9 @@ def refusal(model: Model, choices: Mapping[Key, Sequence[Choice]], prices: Price
     advice = "Use microbatches=1, or add a rule for the op (CONTRIBUTING: a new op rule)."
     if found and all(is_statistic for _, is_statistic in found):
         advice = (
-            "It computes with a sum over the batch, of which a microbatch has a part. Use microbatches=1, or "
-            "statistics='microbatch', under which each computes with its own as accumulating gradients does."
+            "It computes with a sum over the batch, of which a microbatch has a part, or moves a buffer. Use "
+            "microbatches=1, or statistics='microbatch', under which each computes with its own as accumulating "
+            "gradients does."
         )
     start = f"the batch can't be split into {microbatches} microbatches"
     return f"{start}: {what}{more} needs the whole batch at once. {advice}"
@@ -59,7 +60,8 @@ def _blocked(search: _Search) -> list[tuple[fx.Node, bool]]:
             search.types[number, node] = made = _made(search, number, node, given)
             if made == set():
                 # As the operands were made: what any microbatch has whole counts as a sum, too, where that is free.
-                found.append((node, any(search.types[number, operand] == {P} for operand in operands(node))))
+                is_sum = any(search.types[number, operand] == {P} for operand in operands(node))
+                found.append((node, is_sum or node.target == AVERAGED))
                 search.types[number, node] = None
     return found
 

@@ -10,7 +10,7 @@ from torch import fx
 
 from autopar.cluster import Device, Link
 from autopar.cost_models import collective, step
-from autopar.graph import Choice, Meta
+from autopar.graph import AVERAGED, Choice, Meta
 from autopar.planner.op_costs import expert_imbalance, moves_nothing, work_seconds
 from autopar.planner.placement import Change
 from autopar.rules.base import Op, Rule
@@ -154,12 +154,15 @@ class MicrobatchPrices:
     """Prices on the axis of microbatches: they run one after another, so nothing can be exchanged between them.
 
     Only what the batch alone determines can be summed over them, before the step (the number of tokens, say). With
-    ``estimates``, a microbatch may take ``microbatches`` times its own part for a sum over all of them.
+    ``estimates``, a microbatch may take ``microbatches`` times its own part for a sum over all of them, and moves
+    buffers by that; without, they would be moved more than once in a step.
     """
 
     estimates: bool = False
 
     def op(self, node: fx.Node, op: Op, rule: Rule, choice: Choice) -> float:
+        if node.target == AVERAGED and not self.estimates:
+            return FORBIDDEN_SECONDS
         return FORBIDDEN_SECONDS if rule.communication(op, choice, 2) else 0.0
 
     def ops(self, node: fx.Node, op: Op, rule: Rule, choices: Sequence[Choice]) -> list[float]:

@@ -25,14 +25,15 @@ def mean_of_whole(
 
 
 def averaged(value: Tensor, average: Tensor, momentum: float, *, count: int | None = None) -> Tensor:
-    """Move the buffer ``average [c]`` towards ``value`` (as many elements) by a share of ``momentum``, in place.
+    """Move the buffer ``average`` towards ``value`` (as many elements) by a share of ``momentum``, in place.
 
     ``value`` is a variance of ``count`` elements, of which the unbiased one is averaged; None: it is averaged as it is.
     Returns what the average is then, in the dtype of ``value``. A recomputation moves nothing: its forward did.
     (As ``torch.nn.functional.batch_norm`` moves ``running_mean`` and ``running_var``.)
     """
     with torch.no_grad():
-        new = value.flatten() if count is None else value.flatten() * (count / max(1, count - 1))
+        new = value.reshape(average.shape)
+        new = new if count is None else new * (count / max(1, count - 1))
         moved = torch.lerp(average.to(new.dtype), new, momentum)
         if not runs_again():
             average.copy_(moved)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar import simulate
-from autopar.errors import ShardingError
+from autopar.errors import CaptureError, ShardingError
 from autopar.runtime.job import run_rank
 from tests.fast_cluster import FAST
 from tests.pinned import compile_pinned
@@ -260,7 +260,7 @@ def test_averages_that_layers_share_move_in_order() -> None:
     assert result.parameter_errors["layers.0.1.running_var"] < 1e-12
     remarks = "\n".join(job.plan.remarks)
     assert "several layers move layers.0.1.running_mean, layers.0.1.running_var: each stage" in remarks
-    assert "averages of batch norms that are no buffers of the model stay" in remarks
+    assert "averages of norms that are no buffers of the model stay" in remarks
 
 
 def test_averages_that_stages_share_are_seen_to_differ() -> None:
@@ -311,3 +311,97 @@ def test_what_needs_all_samples_is_refused_by_name() -> None:
     model = Model((4, 6), lambda _, x: x / x.amax(0)).double()
     with pytest.raises(ShardingError, match=r"aten.amax.*needs the whole batch at once. Use microbatches=1"):
         compile_pinned(model, 2, sample=(torch.randn(ROWS, WIDTH).double(),), cluster=FAST, microbatches=2)
+
+
+class Averaging(nn.Module):
+    """A layer that keeps averages of its own: written in place, through a view, and assigned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        for name in ("first", "pairs", "assigned"):
+            self.register_buffer(name, torch.zeros(WIDTH).view((4, 2) if name == "pairs" else (WIDTH,)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.linear(x).tanh()
+        with torch.no_grad():
+            self.first.mul_(0.9).add_(h.mean(0), alpha=0.1)
+            self.pairs[:, 1].copy_(self.first.view(4, 2)[:, 0] + self.pairs[:, 1])
+        self.assigned = 0.5 * self.assigned + h.detach().square().mean(0)
+        return x + h
+
+
+class Averages(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Averaging() for _ in range(2)))
+        self.head = nn.Linear(WIDTH, 2)
+        self.register_buffer("decayed", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.decayed.mul_(0.5)
+        return self.head(self.layers(x)).square().mean()
+
+
+BUFFERS: list[tuple[type[nn.Module], dict[str, int], dict[str, Any]]] = [
+    (Averages, {"dp": 2}, {"zero": 3, "offload": ("parameters", "activations")}),
+    (Averages, {"pp": 2}, {"recompute": "full", "microbatches": 2, "statistics": "microbatch"}),
+    (Averages, {"dp": 2, "tp": 2}, {"zero": 1}),
+]
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attribute")  # torch says so of what is assigned
+@pytest.mark.parametrize(("made", "mesh", "options"), BUFFERS, ids=["dp", "pp", "dp tp"])
+def test_buffers_that_code_writes_to_are_those_of_one_device(
+    made: type[nn.Module], mesh: dict[str, int], options: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    model, x = made().double(), torch.randn(ROWS, WIDTH, dtype=torch.float64)
+    given = {"sample": x, "cluster": FAST, "mesh": mesh, "microbatches": 1, "optimizer": tame, **options}
+    result = compile_pinned(model, prod(mesh.values()), **given).verify(x, steps=2)
+    assert result.ok, str(result)
+    assert {name for name, _ in model.named_buffers()} <= result.parameter_errors.keys()
+
+
+class Decayed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 2)
+        self.register_buffer("decayed", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.decayed.mul_(0.5)
+        return self.head(x).square().mean()
+
+
+def test_buffers_move_once_a_step() -> None:
+    x = torch.randn(ROWS, WIDTH, dtype=torch.float64)
+    with pytest.raises(ShardingError, match=r"averaged at .*moves a buffer. Use microbatches=1, or statistics='micro"):
+        compile_pinned(Decayed().double(), 2, sample=x, cluster=FAST, microbatches=2)
+
+
+class Fed(Averaging):
+    """Computes with what it assigns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.assigned = 0.5 * self.assigned + x.mean(0)
+        return self.linear(x - self.assigned).square().mean()
+
+
+def test_what_the_next_step_would_see_is_refused_by_line() -> None:
+    x = torch.randn(ROWS, WIDTH, dtype=torch.float64)
+    with pytest.raises(CaptureError, match=r"at test_uncommon_layers.py:\d+ changes buffer 'assigned'"):
+        compile_pinned(Fed().double(), 2, sample=x, cluster=FAST)
+    with pytest.raises(CaptureError, match=r"BatchNorm1d 'layer' has momentum=None.*give it a number"):
+        compile_pinned(Model((4,), plain, nn.BatchNorm1d(4, momentum=None)), 2, sample=x.float(), cluster=FAST)
+
+
+@pytest.mark.parametrize(("mesh", "count"), [({"dp": 2}, 1), ({"pp": 2}, 2), ({"tp": 2}, 1)], ids=["dp", "pp", "tp"])
+def test_instance_norms_move_averages_as_one_device_does(mesh: dict[str, int], count: int) -> None:
+    torch.manual_seed(0)
+    norm = nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
+    model, x = Model((4, 6), plain, norm).double(), torch.randn(ROWS, WIDTH, dtype=torch.float64)
+    given = {"sample": x, "cluster": FAST, "mesh": mesh, "microbatches": count, "optimizer": tame}
+    result = compile_pinned(model, 2, statistics="microbatch" if count > 1 else "batch", **given).verify(x, steps=2)
+    assert result.ok, str(result)
+    assert {"layer.running_mean", "layer.running_var"} <= result.parameter_errors.keys()
