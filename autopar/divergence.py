@@ -229,8 +229,8 @@ def _error(job: Compiled, model: Model, rank: int, seen: Seen, expected: Mapping
         return float("inf")
     if not want.is_floating_point():
         return 0.0 if torch.equal(want, seen.value) else float("inf")
-    scale = max(float(whole.abs().max()) if whole.numel() else 0.0, 1e-300)
-    return float((want - seen.value).abs().max()) / scale if want.numel() else 0.0
+    scale = max(float(whole.detach().abs().max()) if whole.numel() else 0.0, 1e-300)
+    return float((want - seen.value).detach().abs().max()) / scale if want.numel() else 0.0
 
 
 def _part(whole: Tensor, kind: Type, own: Sequence[int], parts: int) -> Tensor:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import autopar
 from autopar.divergence import first_divergence
@@ -82,3 +85,49 @@ def test_rows_in_the_order_of_experts_are_not_looked_at(mesh: dict[str, int]) ->
         case.model.double()
         job = compile_pinned(case.model, 2, sample=case.batch, mesh=mesh, microbatches=2, cluster=FAST)
         assert "all forward values agree" in first_divergence(job, case.batch, 1e-9)
+
+
+class Norms(nn.Module):
+    """Convolutions with biases that the norms behind them take away: their gradients are rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
+        self.norms = nn.ModuleList([nn.BatchNorm2d(8), nn.BatchNorm2d(8)])
+        self.leave = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.norms[0](self.first(x)).relu()
+        h = self.norms[1](self.second(h)).relu().mean((2, 3))
+        return F.cross_entropy(self.leave(h), y)
+
+
+def norms(precision: str) -> tuple[autopar.ParallelModel, tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    model, batch = Norms(), (torch.randn(8, 3, 8, 8), torch.randint(5, (8,)))
+    given = {"sample": batch, "mesh": {"dp": 2}, "microbatches": 1, "precision": precision, "cluster": FAST}
+    return compile_pinned(model, 2, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1), **given), batch
+
+
+@pytest.mark.parametrize("precision", ["bf16", "model"])
+def test_what_is_nothing_but_rounding_is_no_difference(precision: str) -> None:
+    job, batch = norms(precision)
+    result = job.verify(batch, steps=2)
+    assert result.ok, str(result)
+    assert result.gradient_errors["second.bias"] > 1e-2 * result.tolerance
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("+ self.leave.bias", "+ self.leave.bias * 1.2 - self.leave.bias.detach() * 0.2"),
+        ("+ self.leave.bias", "+ self.leave.bias + 0.1 * (self.first.bias - self.first.bias.detach())[:5]"),
+    ],
+    ids=["of a gradient", "of one that is rounding"],
+)
+def test_what_is_more_than_rounding_is(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, batch = norms("bf16")
+    texts = tuple(text.replace(old, new, 1) for text in job.job.texts)
+    assert texts != job.job.texts
+    monkeypatch.setattr(job, "_job", replace(job.job, texts=texts))
+    assert not job.verify(batch, steps=2).ok
