@@ -6,13 +6,15 @@ lie deeper, in nested tuples, lists and mappings. A leaf's path joins keys and p
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import inspect
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
+from torch import nn
 
-from autopar.errors import BatchError
+from autopar.errors import ArgumentError, BatchError
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,8 @@ class _Leaf:
 
 
 def flatten(batch: Any) -> tuple[dict[str, torch.Tensor], Structure]:
-    """The tensors of ``batch`` by path, and the rest. Raises BatchError where there is no tensor in it, or two of them
-    have one path."""
+    """The tensors of ``batch`` by path, and the rest. Raises BatchError where there is no tensor in it, two of them
+    have one path, or something is an array of numpy's."""
     tensors: dict[str, torch.Tensor] = {}
     tree = _strip(batch, "", tensors)
     if not tensors:
@@ -60,6 +62,8 @@ def _strip(item: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
             raise BatchError(f"two tensors of the batch are called {name!r}; give one another key, without dots")
         tensors[name] = item
         return _Leaf(name)
+    if type(item).__module__ == "numpy" and type(item).__name__ == "ndarray":
+        raise BatchError(f"{path or '0'!r} of the batch is an array of numpy's; give torch.as_tensor of it")
     if isinstance(item, Mapping):
         return {k: _strip(v, f"{path}.{k}" if path else str(k), tensors) for k, v in item.items()}
     if isinstance(item, list | tuple) and type(item) in (list, tuple):
@@ -86,8 +90,51 @@ def _fill(tree: Any, tensors: Mapping[str, Any]) -> Any:
 
 
 def batch_size(tensors: Mapping[str, torch.Tensor], batch_dim: int) -> int:
-    """Extent of ``batch_dim`` of the first tensor that has that dim."""
-    for tensor in tensors.values():
+    """Extent of ``batch_dim`` of the first tensor that has it. Raises BatchError where none has, or that has no row."""
+    for path, tensor in tensors.items():
+        if tensor.dim() > batch_dim and not tensor.shape[batch_dim]:
+            raise BatchError(
+                f"the batch has no rows: tensor {path!r} has shape {list(tensor.shape)}; give at least one"
+            )
         if tensor.dim() > batch_dim:
             return int(tensor.shape[batch_dim])
     raise BatchError(f"no tensor of the batch has a dim {batch_dim} to split over microbatches and dp")
+
+
+_SHOWN: Final = 8
+"""Names of arguments in an error."""
+
+
+def check_call(
+    model: nn.Module, structure: Structure, tensors: Mapping[str, Any], loss: Callable[[Any, Any], Any] | None
+) -> None:
+    """Raise BatchError where ``model`` can't be called with the sample, ArgumentError where ``loss`` can't with two."""
+    args, kwargs = structure.call_arguments(tensors)
+    called, taken = f"{type(model).__name__}.forward", _arguments(model.forward)
+    if taken is not None and (why := _misfit(taken, *args, **kwargs)):
+        names = list(taken.parameters)
+        shown = ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+        raise BatchError(
+            f"the sample doesn't suit {called}({shown}): {why}; a tuple is given as positional arguments, a mapping as "
+            "keyword arguments"
+        )
+    taken = _arguments(loss) if loss is not None else None
+    if taken is not None and (why := _misfit(taken, None, None)):
+        raise ArgumentError(f"loss={loss!r} is called with the model's output and the batch: {why}")
+
+
+def _arguments(function: Callable[..., Any]) -> inspect.Signature | None:
+    """None where nothing says what it takes."""
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+
+
+def _misfit(taken: inspect.Signature, *args: Any, **kwargs: Any) -> str:
+    """Why a function can't be called so; "" if it can."""
+    try:
+        taken.bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    return ""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar.batch import Structure, batch_size, flatten, readable_name
+from autopar.batch import Structure, batch_size, check_call, flatten, readable_name
 from autopar.documents import check_documents, check_positions, gives_positions
 from autopar.errors import BatchError, CaptureError
 from autopar.expert_capture import expert_operations
@@ -48,7 +48,7 @@ Regions = dict[fx.Node, tuple[Autocast, ...]]
 """The autocast regions that an op is in, outermost first."""
 
 _PREFIX = "model"
-_SHAPE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+_LOGS = [logging.getLogger(f"torch.{name}") for name in ("_subclasses.fake_tensor", "fx.experimental.symbolic_shapes")]
 
 
 @dataclass
@@ -132,6 +132,10 @@ def loss_of(output: Any, batch: Any, loss: Loss | None) -> torch.Tensor:
         found = output[0]
     else:
         found = getattr(output, "loss", None)
+    if not isinstance(found, torch.Tensor) and loss is not None:
+        raise CaptureError(
+            f"loss={loss!r} returned {type(found).__name__}, no loss; it must return a floating-point scalar"
+        )
     if not isinstance(found, torch.Tensor):
         raise CaptureError(
             f"the model returned {type(output).__name__} with no loss in it; put labels into the sample, "
@@ -164,6 +168,7 @@ def capture(
     tensors, structure = flatten(sample)
     tensors = _on_model_device(model, tensors)
     _check_averages(model)
+    check_call(model, structure, tensors, loss)
     documents = _Documents(tensors)
     wrapper = _WithLoss(model, structure, list(tensors), loss)
     wrapper.train(model.training) if wrapper.training != model.training else None
@@ -257,8 +262,9 @@ def _export(
                 scoped.enter_context(override)
             for mode in (traceable_calls(), rows, EveryExpert(), TracedValues()):
                 scoped.enter_context(mode)
-            scoped.callback(_SHAPE_LOG.setLevel, _SHAPE_LOG.level)
-            _SHAPE_LOG.setLevel(logging.CRITICAL)  # what fails is raised; a traceback beside it says no more
+            for log in _LOGS:
+                scoped.callback(log.setLevel, log.level)
+                log.setLevel(logging.CRITICAL)  # what fails is raised; a traceback beside it says no more
             scoped.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", ".*_flat_weights")  # torch's own RNNs list their parameters anew
             return torch.export.export(wrapper, args, strict=False)
@@ -517,7 +523,7 @@ def _describe(node: fx.Node, classes: dict[str, str], autocast: tuple[Autocast, 
         parent = info(node.args[0])  # type: ignore[arg-type]
         outputs: tuple[Meta, ...] = (parent.outputs[index],)  # type: ignore[index]
     else:
-        outputs = tuple(_meta(v, flows) for v in values)
+        outputs = tuple(_meta(v, flows, source_of(node)) for v in values)
     if is_mutating(node):  # autocast leaves in-place ops alone; what functionalize makes of one isn't in place
         autocast = (*autocast, Autocast("", outputs[0].dtype, False))
     set_info(node, Info(outputs, module=path, source=source_of(node), random=is_random(node), autocast=autocast))
@@ -543,11 +549,15 @@ def _pass_gradient_on(write: fx.Node, before: Sequence[fx.Node], memory: Memory)
             data.outputs = tuple(replace(m, needs_grad=differentiable(m.dtype)) for m in data.outputs)
 
 
-def _meta(value: Any, flows: bool) -> Meta:
+def _meta(value: Any, flows: bool, place: str = "") -> Meta:
     if isinstance(value, torch.SymInt | torch.SymBool):  # the size of a tensor that depends on values
         return Meta((), torch.int64)
     if not isinstance(value, torch.Tensor):
-        raise CaptureError(f"a value of type {type(value).__name__} flows through the graph; only tensors may")
+        line = f" at {place}" if place else ""
+        raise CaptureError(
+            f"a {type(value).__name__} that is read from a tensor{line} is computed with, which depends on values; "
+            "keep it a tensor (x.max() in the place of x.max().item())"
+        )
     return Meta(tuple(map(largest, value.shape)), value.dtype, flows and differentiable(value.dtype))
 
 

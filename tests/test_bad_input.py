@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 import autopar
 from autopar import AutoparError, cli
 from autopar.errors import (
     ArgumentError,
+    BatchError,
     BudgetError,
+    CaptureError,
     ClusterError,
     PlanError,
     ScheduleError,
@@ -328,3 +331,59 @@ def test_a_name_that_makes_no_model(name: str, words: str) -> None:
 def test_a_bug_of_the_factory_is_not_hidden() -> None:
     with pytest.raises(AttributeError, match="a bug in the factory"):
         resolve(f"{__name__}:has_a_bug", batch=2, sequence=8, dtype="float32", meta=True)
+
+
+class Classifier(nn.Module):
+    def __init__(self, *, reads: bool = False) -> None:
+        super().__init__()
+        self.enter, self.reads = nn.Linear(8, 4), reads
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        h: Tensor = self.enter(x)
+        h = h * h.max().item() if self.reads else h
+        return h if y is None else nn.functional.cross_entropy(h, y)
+
+
+X, Y = torch.randn(8, 8), torch.randint(4, (8,))
+
+
+@pytest.mark.parametrize(
+    ("sample", "words"),
+    [
+        ({"x": X, "z": Y}, r"doesn't suit Classifier.forward\(x, y\): got an unexpected keyword argument 'z'; a tuple"),
+        ((X, Y, Y), r"doesn't suit Classifier.forward\(x, y\): too many positional arguments; a tuple is given as"),
+        ({"y": Y}, "missing a required argument: 'x'"),
+        ((X[:0], Y[:0]), r"the batch has no rows: tensor '0' has shape \[0, 8\]"),
+        ((X.numpy(), Y), "'0' of the batch is an array of numpy's; give torch.as_tensor of it"),
+    ],
+)
+def test_a_sample_that_the_model_cant_be_called_with(sample: Any, words: str) -> None:
+    with pytest.raises(BatchError, match=words):
+        autopar.capture(Classifier(), sample=sample).flat.copy()
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "words"),
+    [
+        (lambda output: output.mean(), ArgumentError, "is called with the model's output and the batch: too many"),
+        (
+            lambda output, batch: None,
+            CaptureError,
+            "returned NoneType, no loss; it must return a floating-point scalar",
+        ),
+        (lambda output, batch: output.mean(-1), CaptureError, r"the loss has shape \[8\]"),
+    ],
+)
+def test_a_loss_that_is_none(loss: Any, error: type[AutoparError], words: str) -> None:
+    with pytest.raises(error, match=words):
+        autopar.compile(Classifier(), 2, sample=(X,), loss=loss, cluster="cpu")
+
+
+def test_a_number_that_is_read_from_a_tensor_names_its_line() -> None:
+    with pytest.raises(CaptureError, match=r"SymFloat that is read from a tensor at test_bad_input.py:\d+ .*keep it a"):
+        autopar.compile(Classifier(reads=True), 2, sample=(X, Y), cluster="cpu")
+
+
+def test_a_function_that_makes_no_optimizer() -> None:
+    with pytest.raises(ArgumentError, match=r"made a NoneType; it must make a torch.optim.Optimizer"):
+        autopar.compile(Classifier(), 2, sample=(X, Y), cluster="cpu", optimizer=lambda parameters: None)

@@ -78,7 +78,7 @@ class Together:
 def made(one: Maker, parameters: Parameters) -> list[Optimizer]:
     """The optimizers that ``one`` makes over ``parameters``. Raises ArgumentError where they are over others."""
     result = one(parameters)
-    found = [result] if isinstance(result, Optimizer) else list(result)
+    found = list(result) if isinstance(result, Sequence) else [result]
     own = set(parameters)
     for optimizer in found:
         if not isinstance(optimizer, Optimizer):
