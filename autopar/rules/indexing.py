@@ -185,5 +185,7 @@ RULES: dict[str, Rule] = {
     "aten.scatter.value": Spec(_scatter, linear=_value_is_zero),
     "aten.scatter.src": Spec(_scatter, linear=through(0, 2)),
     "aten.scatter_add.default": Spec(_scatter, linear=through(0, 2), forms=_scattered_in_parts),
+    "aten.scatter_reduce.two": Spec(_scatter),
+    "aten.index_reduce.default": Spec(_index_add),
     "aten.one_hot.default": Spec(_one_hot),
 }
