@@ -123,6 +123,7 @@ def test_a_backward_in_one_pass_changes_with_the_others() -> None:
     plain = Costs.uniform(lower(generate("gpipe", 2, 2)), forward_seconds=1, backward_seconds=2)
     longer = replace(plain, joined_seconds=(0.5, -0.5))
     assert longer.whole_seconds == (2.5, 1.5)
+    simulate_timeline(lower(generate("gpipe", 2, 2)), longer)
     assert replace(longer, backward_seconds=(3, 4)).whole_seconds == (3.5, 3.5)
 
 
