@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import autopar
@@ -26,7 +26,7 @@ from autopar.planner.pipeline import Wanted
 from autopar.planner.saved import BlockSaved, saved_tensors
 from tests.fast_cluster import FAST
 from tests.pinned import PINNED
-from tests.random_models import Recipe, case_of
+from tests.random_models import Gated, Recipe, case_of
 
 H100 = Cluster.load("h100")
 PROPORTIONAL = replace(
@@ -171,15 +171,16 @@ def test_even_loads_leave_experts_where_they_are() -> None:
 
 
 def test_an_expert_with_a_routing_of_its_own_is_reckoned_to_get_its_share() -> None:
-    """A layer that is called twice has experts that aren't one parameter: each has a routing for itself, and rows of a
-    fourth of the slots, not of all."""
-    case = case_of(Recipe(mlp="experts", twice=1))
-    given = {**PINNED, "recompute": "none", "microbatches": 2, "cluster": FAST}
-    job = autopar.compile(case.model, 2, sample=case.batch, mesh={"cp": 2}, **given)
-    assert "of=4" in job.job.texts[0]
-    assert job.audit().ok
-    once = autopar.compile(case_of(Recipe(mlp="experts")).model, 2, sample=case.batch, mesh={"cp": 2}, **given)
-    flops = [each.plan.cost.model_flops for each in (job, once)]
-    layers, head = 3 / 2, 2 * 3 * 8 * 8 * 32 * 48  # beside a head: three layers in the place of two
-    assert flops[0] - head == pytest.approx(layers * (flops[1] - head))
-    assert max(map(abs, job.memory(case.batch, measure="simulate").errors)) < 0.02
+    """Experts of several widths aren't one parameter: each has a routing for itself, and rows of a fourth of the slots,
+    not of all."""
+    even, uneven = (case_of(Recipe(mlp="experts")) for _ in range(2))
+    for layer in uneven.model.layers:
+        width = layer.mlp.experts[0].down.in_features
+        sizes = (width // 2, width // 2, 3 * width // 2, 3 * width // 2)
+        layer.mlp.experts = nn.ModuleList([Gated(Recipe(), size) for size in sizes]).double()
+    given = {**PINNED, "recompute": "none", "microbatches": 2, "cluster": FAST, "mesh": {"cp": 2}}
+    jobs = [autopar.compile(case.model, 2, sample=case.batch, **given) for case in (even, uneven)]
+    assert ["of=4" in job.job.texts[0] for job in jobs] == [False, True]
+    assert jobs[0].plan.cost.model_flops == jobs[1].plan.cost.model_flops
+    assert jobs[1].audit().ok
+    assert max(map(abs, jobs[1].memory(uneven.batch, measure="simulate").errors)) < 0.02

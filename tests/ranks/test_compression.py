@@ -219,14 +219,17 @@ def test_what_must_go_goes() -> None:
 # PowerSGD.
 
 
-def test_what_a_cut_does_not_reckon_with_goes() -> None:
-    """Where backwards are split, ranks keep more than a cut was made for: that is what goes."""
+def test_weights_gradients_come_early_before_anything_goes() -> None:
+    """Where backwards are split, ranks keep more than a cut was made for, but needn't. What is too much then goes."""
     case, mesh = wide(128 * 8), {"pp": 2}
     options: dict[str, Any] = {"microbatches": 8, "recompute": "none", "schedule": "v-half"}
-    budget = max(compiled(case, mesh, **options).plan.peak_bytes) * 95 // 100
-    job = compiled(case, mesh, offload=("activations",), budget_bytes=budget, **options)
-    assert any(stage.offloads for stage in job.plan.stage_plans)
-    assert max(job.plan.peak_bytes) <= budget
+    most = max(compiled(case, mesh, **options).plan.peak_bytes)
+    for share, goes in ((95, False), (85, True)):
+        job = compiled(case, mesh, offload=("activations",), budget_bytes=most * share // 100, **options)
+        assert any(stage.offloads for stage in job.plan.stage_plans) == goes
+        assert max(job.plan.peak_bytes) <= most * share // 100
+    with pytest.raises(StageError, match="no cut"):
+        compiled(case, mesh, budget_bytes=most * 85 // 100, **options)
 
 
 def test_the_budget_that_a_refusal_asks_for_will_do() -> None:
