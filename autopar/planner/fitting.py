@@ -36,11 +36,13 @@ _ROUNDS = 4  # of cutting and choosing; more have never changed anything
 @dataclass(frozen=True)
 class Fit:
     """A cut, and for each call (in the model's numbering) what it recomputes; ``pace``: of such fits, the step that
-    takes less is likely the one of less."""
+    takes less is likely the one of less. With as much memory as one likes it would be the same where it isn't
+    ``tight``."""
 
     cut: Partition
     chosen: Mapping[int, Alternative]
     pace: int
+    tight: bool = True
 
 
 @dataclass(frozen=True)
@@ -107,16 +109,20 @@ def fit(demand: Demand) -> Fit:
     stages."""
     check_count(demand.units, len(demand.placement), len(set(demand.placement)))
     if demand.mode != "auto":
-        return _fitted(demand, demand.options) or _refuse(demand, demand.options)
+        asked = _fitted(demand, demand.options) or _refuse(demand, demand.options)
+        return replace(asked, tight=_is_constrained(demand, asked))
     plain = {i: (demand.none(i),) for i in demand.calls}
     if demand.even:
-        return _fitted(demand, plain) or _fitted(demand, demand.options) or _refuse(demand, demand.options)
+        found = _fitted(demand, plain)
+        if found is not None:
+            return replace(found, tight=False)
+        return _fitted(demand, demand.options) or _refuse(demand, demand.options)
     chosen = {i: only for i, (only,) in plain.items()}
     cut = _fastest(demand, _units(demand, chosen), None)
     assert cut is not None  # there are units enough
     fastest = _timed(demand, cut, chosen)
     if _chosen(demand, cut, plain) is not None:
-        return fastest
+        return replace(fastest, tight=False)
     found = _fitted(demand, plain)
     if found is not None and found.pace <= fastest.pace:
         return found
@@ -137,6 +143,12 @@ def _fitted(demand: Demand, options: Mapping[int, tuple[Alternative, ...]]) -> F
     units = _units(demand, chosen)
     cut = _fastest(demand, units, demand.free_bytes)
     return _chosen(demand, _leanest_cut(demand, units), options) if cut is None else _timed(demand, cut, chosen)
+
+
+def _is_constrained(demand: Demand, found: Fit) -> bool:
+    """Whether it is cut otherwise than it would be with as much memory as one likes."""
+    free = None if demand.even else _fastest(demand, _units(demand, found.chosen), None)
+    return free is not None and free.starts != found.cut.starts
 
 
 def _fastest(demand: Demand, units: Sequence[Unit], budget_bytes: int | None) -> Partition | None:

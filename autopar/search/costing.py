@@ -39,13 +39,14 @@ _WHOLE = 0.02  # of the weights: as many at least that tp doesn't split
 @dataclass(frozen=True)
 class Outcome:
     """A point as it was laid out: seconds of its step, bytes that its fullest rank is reckoned to hold, and whether it
-    recomputes anything. ``parts`` say where its busiest rank's time goes; ``layout`` is how it fits, on the profile of
-    ``key``."""
+    recomputes anything, or may be faster with more memory (``is_tight``). ``parts`` say where its busiest rank's time
+    goes; ``layout`` is how it fits, on the profile of ``key``."""
 
     point: Point
     step_seconds: float
     peak_bytes: int
     recomputes: bool
+    is_tight: bool = True
     parts: Mapping[str, float] = field(default_factory=dict)
     layout: Layout | None = field(default=None, compare=False)
     key: Key | None = field(default=None, compare=False)
@@ -130,9 +131,7 @@ class Costing:
             raise BudgetError(f"a rank would hold {held} bytes of {budget}", held)
         seconds = pipeline.timeline.step_seconds
         parts = parts_of(pipeline, costs, model)
-        return Outcome(
-            point, seconds, max(r.peak_bytes for r in ranks), recomputes, parts, pipeline.layout, profile.key
-        )
+        return Outcome(point, seconds, held, recomputes, is_tight(pipeline), parts, pipeline.layout, profile.key)
 
     def bound(self, point: Point, profile: Profile) -> float:
         """No step of ``point`` is below, by its passes. The head may be another than the profile's."""
@@ -424,6 +423,18 @@ def _head_seconds(units: Sequence[Unit], family: Family) -> float:
     if not splits_head(family) or len(units) <= 2:
         return 0.0
     return family.region.microbatches * units[-1].seconds / family.region.mesh.pp
+
+
+def is_tight(pipeline: Pipeline) -> bool:
+    """Whether it may be faster with more memory: cut otherwise, with less to recompute or to copy, or with weights'
+    gradients that come as late as the schedule would have it."""
+    schedule, timeline, layout = pipeline.schedule, pipeline.timeline, pipeline.layout
+    later = [0] * schedule.ranks  # of the last weights' gradients that would have been early
+    for home, bytes_ in zip(schedule.placement, timeline.costs.later_bytes, strict=True):
+        later[home] = max(later[home], bytes_ if schedule.split else 0)
+    rows = zip(timeline.peak_activation_bytes, later, pipeline.free_bytes, strict=True)
+    moves = layout.away is not None and layout.away.moves
+    return layout.fit.tight or moves or any(kept + more > free for kept, more, free in rows)
 
 
 def parts_of(pipeline: Pipeline, costs: Sequence[BlockCost], model: Model) -> dict[str, float]:

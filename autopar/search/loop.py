@@ -543,7 +543,7 @@ class Search:
                 if error.needed_bytes <= self.costing.whole_budget_bytes + max(known.activations.working_bytes):
                     self._pass(bound, point)  # what its largest op needs was an estimate: that proves nothing
             return
-        if outcome.recomputes:
+        if outcome.is_tight:
             self._save(bound, [point], known)
 
     def lay_out(self, point: Point) -> Outcome:
@@ -564,15 +564,14 @@ class Search:
         except AutoparError as error:
             self.refusals[point] = error
             raise
-        if not outcome.recomputes:
-            self._work -= _AT_ONCE * work_of(point, self._length)
+        self._work -= 0.0 if outcome.recomputes else _AT_ONCE * work_of(point, self._length)
+        if not outcome.is_tight:
             self._roomy.add(point)
         self.outcomes.append(outcome)
         return outcome
 
     def _save(self, bound: float, points: Iterable[Point], profile: Profile) -> None:
-        """What saves memory in other ways than ``points`` of one family, which only helps where something was
-        recomputed, or didn't fit."""
+        """What saves memory in other ways than ``points`` of one family, which only helps where memory was tight."""
         new = [point for point in points if point not in self._saved]
         if not new:
             return

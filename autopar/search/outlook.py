@@ -105,21 +105,30 @@ class Outlook:
         self, region: Region, layers: Layers, ways: Sequence[Stored], chunks: Sequence[int], ranks: Ranks
     ) -> float:
         """The passes of the fastest of interleaved schedules with these ``chunks``, or of those on a V (no chunks)."""
-        paths, sizes = self.costing.interleaving, (region.microbatches, layers.count)
-        each = float(layers.forward), float(layers.inputs + layers.weights) + min(way.added for way in ways)
-        beside = region.microbatches * float(sum(layers.beside)) / ranks.count if ranks.spreads_head else 0.0
-
-        def seconds(counts: Counts) -> float:
-            return counts.layer_seconds(layers.count, each, layers.ahead, layers.behind)
-
         if not ranks.goes_on:
             return 0.0
-        found = [beside + seconds(paths.on_v(ranks.count, *sizes))] if not chunks else []
+        paths, sizes = self.costing.interleaving, (region.microbatches, layers.count)
+        each = float(layers.forward), float(layers.inputs + layers.weights) + min(way.added for way in ways)
+        forward, backward = map(float, layers.beside)
+        shared = region.microbatches * (forward + backward) / ranks.count if ranks.spreads_head else math.inf
+
+        def inner(counts: Counts) -> float:
+            return counts.layer_seconds(layers.count, each, layers.ahead, layers.behind)
+
+        def whole(counts: Counts) -> float:
+            """With the other calls: in any stage, or as ranks share them."""
+            least = forward * float(counts.forward.min()) + backward * float(counts.backward.min())
+            return inner(counts) + min(shared, least)
+
+        if not chunks:
+            return whole(paths.on_v(ranks.count, *sizes))
+        found = []
         for number in chunks:
-            least = seconds(paths.counts(ranks.count, number, *sizes, ends=True))
-            if beside:
-                least = max(least, beside + seconds(paths.counts(ranks.count, number, *sizes, ends=False)))
-            found.append(least)
+            ends = paths.counts(ranks.count, number, *sizes, ends=True)
+            if ranks.spreads_head:  # it may be computed while the last backwards run
+                found.append(max(inner(ends), whole(paths.counts(ranks.count, number, *sizes, ends=False))))
+            else:
+                found.append(whole(ends))
         return min(found)
 
     def likely(self, region: Region, ways: Iterable[Way], times: Array, like: Profile | None) -> float:

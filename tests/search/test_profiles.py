@@ -147,8 +147,12 @@ def test_interleaved_regions_are_bounded_by_their_best_number_of_stages() -> Non
     two, three, both = (outlook._by_paths(region, layers, [WAY], some, ranks) for some in ([2], [3], [2, 3]))
     assert two != three
     assert both == min(two, three) > 0.0
+    counts = search.costing.interleaving.counts(2, 2, 8, layers.count, ends=True)
+    each = float(layers.forward), float(layers.inputs + layers.weights) + WAY.added
+    inner = counts.layer_seconds(layers.count, each, layers.ahead, layers.behind)
+    assert inner < two <= inner + region.microbatches * sum(layers.beside), "the other calls are on some rank"
     head = replace(ranks, spreads_head=True)
     least = outlook._by_paths(region, layers, [WAY], [2], head)
-    beside = region.microbatches * sum(layers.beside) / 2
-    assert two <= least < two + beside, "it may run while others end"
-    assert 0.0 < outlook._by_paths(region, layers, [WAY], [], ranks) < two, "on a V weights' gradients fill the end"
+    assert inner <= least < inner + region.microbatches * sum(layers.beside) / 2, "it may run while others end"
+    assert outlook._by_paths(region, layers, [WAY], [], ranks) > 0.0, "on a V"
+    assert outlook._by_paths(region, layers, [WAY], [], replace(ranks, goes_on=False)) == 0.0

@@ -1,0 +1,38 @@
+"""What is known of a point that was laid out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autopar.search.costing import Outcome
+from tests.fast_cluster import FAST
+from tests.search.spaces import search_of
+
+
+def best(name: str, **given: Any) -> Outcome:
+    """On a pipeline whose weights' gradients may come early."""
+    given = {"mesh": {"pp": 2}, "schedule": "v-half", "microbatch": 1, "vocabulary": "redistributed", **given}
+    search = search_of(name, 8, 2, FAST, zero=0, head_chunks=1, **given)
+    search.run()
+    return search.ranked()[0]
+
+
+def test_what_memory_made_slower_is_tight() -> None:
+    roomy = best("llama", recompute="none", offload=())
+    assert not roomy.is_tight
+    early = best("llama", recompute="none", offload=(), budget_bytes=roomy.peak_bytes - 1)
+    assert early.step_seconds > roomy.step_seconds
+    assert early.is_tight
+    again = best("llama", offload=(), budget_bytes=roomy.peak_bytes * 92 // 100)
+    assert again.recomputes
+    assert again.is_tight
+
+
+def test_what_saves_memory_is_tried_where_memory_made_it_slower() -> None:
+    """And not where there is enough."""
+    roomy = best("llama", recompute="none")
+    assert roomy.point.offload == ()
+    search = search_of("llama", 8, 2, FAST, mesh={"pp": 2}, schedule="v-half", microbatch=1, recompute="none")
+    search.run()
+    laid_out = {outcome.point for outcome in search.outcomes}
+    assert not any(point.offload for point in laid_out if point._replace(offload=(), head_chunks=1) in laid_out)
