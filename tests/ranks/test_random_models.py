@@ -12,6 +12,7 @@ import torch
 import autopar
 from autopar.errors import RankError
 from tests.fast_cluster import FAST
+from tests.models import Case
 from tests.pinned import compile_pinned
 from tests.random_models import Recipe, case_of, random_plan, random_recipe
 
@@ -31,10 +32,14 @@ def optimizer(parameters: Any) -> torch.optim.Optimizer:
 
 
 def compiled(seed: int) -> bool:
-    """Two steps of the model and plan of ``seed`` on simulated ranks are those of one device; False: refused."""
+    """Whether the model of ``seed`` runs under its plan."""
     recipe, plan = drawn(seed)
     torch.manual_seed(seed)
-    case = case_of(recipe)
+    return agrees(case_of(recipe), plan, f"seed {seed}: {recipe}\n{plan}")
+
+
+def agrees(case: Case, plan: dict[str, Any], drawn_as: str) -> bool:
+    """Two steps of ``case`` on simulated ranks are those of one device; False: refused."""
     gpus = math.prod(size for axis, size in plan["mesh"].items() if axis != "ep")
     given = {"sample": case.batch, "loss": case.loss, "optimizer": optimizer, "cluster": FAST, **plan}
     try:
@@ -44,7 +49,7 @@ def compiled(seed: int) -> bool:
         raise
     except autopar.AutoparError:
         return False
-    assert result.ok, f"seed {seed}: {recipe}\n{plan}\n{result}"
+    assert result.ok, f"{drawn_as}\n{result}"
     return True
 
 
