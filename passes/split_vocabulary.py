@@ -25,10 +25,19 @@ from autopar.graph import Block, Model, arguments, info, op_name, operands, set_
 from autopar.passes.find_head import drop_dead, find_head, free
 from autopar.passes.logits import rewrite
 from autopar.passes.recut import Piece, closure, is_batch, split_call
-from autopar.passes.vocabulary import TAIL, VOCABULARY, conversions, head_of, is_head, vocabulary_calls, vocabulary_dims
+from autopar.passes.vocabulary import (
+    ALIGNED_BYTES,
+    TAIL,
+    VOCABULARY,
+    conversions,
+    head_of,
+    is_head,
+    lengthen,
+    vocabulary_calls,
+    vocabulary_dims,
+)
 
 _EMBEDDING = "aten.embedding.default"
-_ALIGNED_BYTES = 16  # of a load of the largest size
 _WAY_OUT = 'vocabulary="stage" keeps embedding and head whole, on pipeline stages'
 
 
@@ -188,9 +197,9 @@ def _padded(model: Model, ranks: int) -> Model:
     for block in tables:
         for node, dim in vocabulary_dims(block).items():
             for same in conversions(node):
-                _lengthen(same, dim, multiple)
+                lengthen(same, dim, multiple)
         for node in head_of(block).path if is_head(block) else ():
-            _lengthen(node, 1, multiple)
+            lengthen(node, 1, multiple)
     return model
 
 
@@ -200,13 +209,6 @@ def _aligned_rows(block: Block, ranks: int) -> int:
     if not is_head(block):
         return 2
     logits = info(head_of(block).product).meta
-    rows, classes = _ALIGNED_BYTES // logits.dtype.itemsize, logits.shape[1]
+    rows, classes = ALIGNED_BYTES // logits.dtype.itemsize, logits.shape[1]
     each = -(-classes // (ranks * rows)) * rows
     return rows if (ranks - 1) * each < classes else 2
-
-
-def _lengthen(node: fx.Node, dim: int, multiple: int) -> None:
-    data = info(node)
-    shape = list(data.meta.shape)
-    shape[dim] = -(-shape[dim] // multiple) * multiple
-    set_info(node, replace(data, outputs=(replace(data.meta, shape=tuple(shape)),)))

@@ -25,6 +25,9 @@ ENTROPIES: Final = ("aten.cross_entropy_loss.default", "cross_entropy_sharded")
 PRODUCTS: Final = {"aten.linear.default": 0, "aten.mm.default": 1}
 """Products of the head -> the dim of their weight that the classes are on."""
 
+ALIGNED_BYTES: Final = 16
+"""Of a load of the largest size: rows of a product's matrices should begin at multiples of that."""
+
 CASTS: Final = frozenset({"aten.to.dtype", "aten.to.dtype_layout", "aten._to_copy.default"})
 
 
@@ -154,6 +157,14 @@ def _types(block: Block) -> Iterator[tuple[fx.Node, Type]]:
     head = head_of(block)
     yield from ((node, S(1)) for node in head.path)
     yield head.entropy, I
+
+
+def lengthen(node: fx.Node, dim: int, multiple: int) -> None:
+    """Its ``dim`` becomes the next multiple of that."""
+    data = info(node)
+    shape = list(data.meta.shape)
+    shape[dim] = -(-shape[dim] // multiple) * multiple
+    set_info(node, replace(data, outputs=(replace(data.meta, shape=tuple(shape)),)))
 
 
 def conversions(node: fx.Node) -> Iterator[fx.Node]:

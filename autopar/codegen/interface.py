@@ -18,10 +18,10 @@ from autopar.options import weights_streamed
 from autopar.passes.edges import Wire
 from autopar.passes.routers import weights_of
 from autopar.passes.selection_bias import bias_of
-from autopar.passes.vocabulary import VOCABULARY, Head, vocabulary_dims
+from autopar.passes.vocabulary import Head, vocabulary_dims
 from autopar.runtime.program import Input, Parameter, Program, Router, Tensor, Total, VocabularyProgram
 from autopar.runtime.units import reader
-from autopar.spmd import P, S
+from autopar.spmd import P
 
 
 def program_of(job: Job, part: Part, forward: Function) -> Program:
@@ -219,13 +219,13 @@ def _zero(job: Job, known: ParameterInfo, data: Info) -> int:
 
 def _padding(job: Job, call: Call, position: int) -> tuple[int, int] | None:
     """The rows that the ranks' parts of a table have beside those of the model."""
-    block, node = job.model.block_of(call), job.parameter(call, position)
-    if block.kind != VOCABULARY:
-        return None
-    dim, data = vocabulary_dims(block)[node], info(node)
-    rows = data.meta.shape[dim] * math.prod(job.mesh.size(a) for a, kind in data.types().items() if kind == S(dim))
-    added = rows - job.model.parameters[call.parameters[position]].meta.shape[dim]
-    return (dim, added) if added else None
+    data = info(job.parameter(call, position))
+    for dim, extent in enumerate(job.model.parameters[call.parameters[position]].meta.shape):
+        shards = [job.mesh.size(axis) for axis, kind in data.types().items() if kind.is_shard and kind.dim == dim]
+        added = data.meta.shape[dim] * math.prod(shards) - extent
+        if added:
+            return dim, added
+    return None
 
 
 _UNSAID: Final[Sequence[tuple[str, Any]]] = (

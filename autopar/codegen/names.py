@@ -26,6 +26,7 @@ _ROLES: Final[dict[str, tuple[str, ...]]] = {
     "ring_attention": ("q", "k", "v", "mask"),
     "cross_entropy_loss": ("logits", "target"),
     "cross_entropy_sharded": ("logits", "target"),
+    "cross_entropy_padded": ("logits", "target"),
     "chunked_cross_entropy": ("h", "weight", "target"),
 }
 """What an op's operands are called."""
@@ -52,6 +53,7 @@ _SHORT: Final = {
     "select": "part",
     "cross_entropy_loss": "loss",
     "cross_entropy_sharded": "loss",
+    "cross_entropy_padded": "loss",
     "chunked_cross_entropy": "loss",
     "embedding": "embed",
     "embedding_sharded": "embed",

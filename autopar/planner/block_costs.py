@@ -12,14 +12,14 @@ from typing import TypeAlias
 from torch import fx
 
 from autopar.cluster import Cluster, Device, Link
-from autopar.cost_models import collective, compute
+from autopar.cost_models import collective
 from autopar.graph import AxisRef, Block, Choice, Meta, RuntimeOp, info, is_getitem, op_name, operands
 from autopar.mesh import AXES, Mesh
 from autopar.passes.expert_roads import counts_seconds, exchange_axes, exchange_seconds, hops_of
 from autopar.passes.overlap_dispatch import meanwhile
 from autopar.passes.products import PRODUCTS, is_transposition
 from autopar.passes.routers import routes
-from autopar.planner.op_costs import fullest, fullest_rows, pass_seconds, work_of
+from autopar.planner.op_costs import fullest, fullest_rows, pass_seconds
 from autopar.rules import lookup
 from autopar.rules.base import Op
 from autopar.rules.experts import EXCHANGE
@@ -271,17 +271,6 @@ def _computed(node: fx.Node, device: Device) -> Both:
         return 0.0, 0.0
     op = fullest(node, Op.of(node))
     return pass_seconds(node, op, lookup(op.name), _whole(node), 1, device)
-
-
-def alignment_seconds(node: fx.Node, device: Device) -> Both:
-    """What an op of a block that is local on all axes takes longer because rows aren't aligned."""
-    op = Op.of(node)
-    work = work_of(op, lookup(op.name), _whole(node), 1)
-    if work.is_aligned:
-        return 0.0, 0.0
-    even = replace(work, is_aligned=True)
-    back = compute.backward_seconds(work, device) - compute.backward_seconds(even, device)
-    return compute.forward_seconds(work, device) - compute.forward_seconds(even, device), op.result.needs_grad * back
 
 
 def _op_cost(node: fx.Node, machine: Machine, computed: Both) -> _OpCost:

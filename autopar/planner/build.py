@@ -23,6 +23,7 @@ from autopar.passes.float8 import check_float8
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.localize import localize
 from autopar.passes.overlap_dispatch import overlap_dispatch
+from autopar.passes.pad_head import pad_head
 from autopar.passes.selection_bias import selection_bias
 from autopar.passes.split_vocabulary import split_vocabulary
 from autopar.plan import BlockPlan, ExpertsPlan, InputPlan, Plan, RankPlan, StagePlan
@@ -239,13 +240,14 @@ def activations_of(
 
 
 def cut_head(model: Model, mesh: Mesh, vocabulary: str, options: Options) -> Model:
-    """The graph, not solved yet, with its head as that is computed: whole, in chunks, or split over the pipeline.
+    """The graph, not solved yet, with its head as that is computed: whole, in chunks, or split over the pipeline; with
+    a table of as many rows as suit kernels and tp.
 
     Raises StageError or ArgumentError where there is no such head.
     """
     if mode_of(vocabulary).head:
         return split_vocabulary(model, mesh.pp, mesh.tp)
-    return chunk_head(model, options.head_chunks) if options.head_chunks > 1 else model
+    return pad_head(chunk_head(model, options.head_chunks) if options.head_chunks > 1 else model, mesh.tp)
 
 
 def _check_batch(model: Model, request: Request) -> None:

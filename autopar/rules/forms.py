@@ -44,6 +44,15 @@ def _cross_entropy(op: Op) -> Kept:
     return Kept(extra_bytes=logits.bytes + 3 * wide * target.numel + target.bytes + 2 * target.numel)
 
 
+def _padded_cross_entropy(op: Op) -> Kept:
+    """Logarithms of probabilities, targets and their count; with smoothing which tokens count, too."""
+    if "axis" in op.kwargs:
+        return _cross_entropy(op)
+    logits, target = op.operands[:2]
+    bytes_ = logits.bytes + target.bytes + logits.dtype.itemsize
+    return Kept(extra_bytes=bytes_ + (target.numel if op.kwargs.get("label_smoothing") else 0))
+
+
 def _chunked_cross_entropy(op: Op) -> Kept:
     """All operands, and the logarithm of a sum per token."""
     wide = torch.promote_types(op.result.dtype, torch.float32).itemsize
@@ -92,6 +101,7 @@ FORMS: Final[Mapping[str, Callable[[Op], Kept]]] = {
     "embedding_sharded": _lookup,
     "embedding_rows": _lookup,
     "cross_entropy_sharded": _cross_entropy,
+    "cross_entropy_padded": _padded_cross_entropy,
     "chunked_cross_entropy": _chunked_cross_entropy,
     "attention_with_offset": _attention_blocks,
     "ring_attention": _attention_blocks,
@@ -114,7 +124,9 @@ FORMS: Final[Mapping[str, Callable[[Op], Kept]]] = {
 }
 
 
-NUMBERED: Final = frozenset({"embedding_sharded", "cross_entropy_sharded", "chunked_cross_entropy"})
+NUMBERED: Final = frozenset(
+    {"embedding_sharded", "cross_entropy_sharded", "cross_entropy_padded", "chunked_cross_entropy"}
+)
 """Forms that take a rank's part of rows or classes to be the one at its index: not for pairs of parts."""
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from autopar.graph import AxisRef, Choice
 from autopar.rules.base import Communication, Local, Op, Rule
@@ -14,7 +15,11 @@ from autopar.rules.lines import dim, line, names, whole
 from autopar.rules.spec import Spec
 from autopar.spmd import I, R, S
 
+PADDED: Final = "cross_entropy_padded"
+"""Of logits of which some only pad the table: the op that :mod:`autopar.passes.pad_head` puts in."""
+
 _NONE, _MEAN = 0, 1
+_SPLIT_SWEEPS: Final = 2.5
 
 
 def _by_class(op: Op) -> str | None:
@@ -49,13 +54,22 @@ def _local_cross_entropy(op: Op, choice: Choice, size: int, axis: str) -> Local:
     return Local({2: AxisRef(axis)}, named, target="cross_entropy_sharded", keep=2)
 
 
+def _padded_classes_split(op: Op) -> Iterable[Choice]:
+    if "axis" not in op.kwargs:
+        yield Choice((S(1), R), I, PADDED)
+
+
+def _local_padded(op: Op, choice: Choice, size: int, axis: str) -> Local:
+    return Local({}, {"axis": AxisRef(axis)}) if choice.form else Local.same()
+
+
 def _sharded(op: Op) -> str:
     return f"t v! ..., t ... -> {'t ...' if op.kwargs.get('reduction') == 'none' else ''}"
 
 
 def _statistics(op: Op, choice: Choice) -> Communication:
     """Per token the largest logit, then the sum, the target's logit and the mean: float32 at least."""
-    if choice.form != "cross_entropy_sharded":
+    if not choice.form:
         return []
     one = op.operands[1].numel * max(4, op.operands[0].dtype.itemsize)
     return [("all_reduce", one), ("all_reduce", 3 * one)]
@@ -73,6 +87,17 @@ class _CrossEntropy(Spec):
 
     def inner_bytes(self, op: Op) -> int:
         return round(self.sweeps * op.operands[0].bytes)
+
+
+class _Padded(_CrossEntropy):
+    """Split over classes as ``cross_entropy_sharded`` is, else as torch's."""
+
+    def inner_bytes(self, op: Op) -> int:
+        return round(_SPLIT_SWEEPS * op.operands[0].bytes) if "axis" in op.kwargs else super().inner_bytes(op)
+
+    def whole_bytes(self, op: Op) -> int:
+        """Of torch's the gradient of what it keeps, logarithms of probabilities."""
+        return 0 if "axis" in op.kwargs else op.operands[0].bytes
 
 
 def _elementwise(reduction_position: int) -> Spec:
@@ -126,7 +151,10 @@ RULES: dict[str, Rule] = {
     "aten.cross_entropy_loss.default": _CrossEntropy(
         _by_class, sums=True, forms=_classes_split, local=_local_cross_entropy, inside=_statistics, sweeps=3.0
     ),
-    "cross_entropy_sharded": _CrossEntropy(_sharded, sums=True, inside=_statistics, sweeps=2.5),
+    "cross_entropy_sharded": _CrossEntropy(_sharded, sums=True, inside=_statistics, sweeps=_SPLIT_SWEEPS),
+    PADDED: _Padded(
+        _sharded, sums=True, forms=_padded_classes_split, local=_local_padded, inside=_statistics, sweeps=3.0
+    ),
     "aten.nll_loss_nd.default": Spec(_by_class, sums=True),
     "aten.nll_loss.default": Spec(_by_class, sums=True),
     "aten.mse_loss.default": _elementwise(2),

@@ -23,7 +23,7 @@ from autopar.runtime.gist import (
 from autopar.runtime.grouped import grouped_bias, grouped_linear
 from autopar.runtime.local_ops import averaged, mean_of_whole
 from autopar.runtime.modules import Container, declare
-from autopar.runtime.ops import cross_entropy_sharded, embedding_rows, embedding_sharded
+from autopar.runtime.ops import cross_entropy_padded, cross_entropy_sharded, embedding_rows, embedding_sharded
 from autopar.runtime.program import Input, Parameter, Program, Router, Tensor, Total, VocabularyProgram
 from autopar.runtime.random import rng
 from autopar.runtime.recomputation import recompute
@@ -55,6 +55,7 @@ __all__ = [
     "chunked_cross_entropy",
     "combine",
     "convert",
+    "cross_entropy_padded",
     "cross_entropy_sharded",
     "cumsum_sharded",
     "declare",

@@ -34,6 +34,7 @@ def chunked_cross_entropy(
     *,
     chunks: int,
     axis: Axis | None = None,
+    classes: int | None = None,
     weight_dim: int = 0,
     logits: Elementwise | None = None,
     ignore_index: int = -100,
@@ -44,8 +45,9 @@ def chunked_cross_entropy(
 
     ``x [..., h]``, ``target [...]`` of classes, ``weight [classes, h]`` (with ``weight_dim=1``: ``[h, classes]``),
     ``bias [classes]``. The result, in the dtype of the logits, is the sum over tokens, or ``[...]`` for
-    ``reduction="none"``. With an ``axis``, ``weight`` and ``bias`` are ``S`` along their classes, the others ``R``, the
-    result ``I``: two all-reduces of a few values per token, once for all chunks; the gradient needs none.
+    ``reduction="none"``. Of the table's rows only the first ``classes`` are some, the others padding (None: there is
+    none). With an ``axis``, ``weight`` and ``bias`` are ``S`` along their classes, the others ``R``, the result ``I``:
+    two all-reduces of a few values per token, once for all chunks; the gradient needs none.
     Statistics are computed in float32 at least, and so are sums of gradients over chunks. The gradient of ``weight``
     is never put off (:mod:`autopar.runtime.later`): its factor would be a gradient of all logits.
     Raises ArgumentError for less than one chunk, ShardingError where shapes don't fit, IndexError or RuntimeError for
@@ -60,7 +62,8 @@ def chunked_cross_entropy(
         )
     rows = weight.shape[weight_dim]
     index, ranks = (axis.index, axis.size) if axis is not None else (0, 1)
-    share = _Share(axis, index * rows, rows, ranks * rows, weight_dim)
+    total = ranks * rows if classes is None else classes
+    share = _Share(axis, index * rows, rows, min(max(total - index * rows, 0), rows), total, weight_dim)
     head = _Head(share, chunks, logits, ignore_index, label_smoothing, reduction == "none")
     flat = x.reshape(-1, x.shape[-1]), weight, target.reshape(-1), bias
     loss = cast(Tensor, _ChunkedCrossEntropy.apply(*flat, head))  # type: ignore[no-untyped-call]
@@ -73,11 +76,12 @@ _Operands = tuple[Tensor, Tensor, Tensor | None]
 
 @dataclass(frozen=True)
 class _Share:
-    """What of the table is here: ``rows`` of its ``classes``, from ``first`` on."""
+    """What of the table is here: ``rows`` from ``first`` on, of which ``valid`` are some of its ``classes``."""
 
     axis: Axis | None
     first: int
     rows: int
+    valid: int
     classes: int
     weight_dim: int
 
@@ -105,8 +109,8 @@ class _Head:
         """``[4, c]`` of a chunk of c tokens, and the dtype of logits."""
         y = self._product(operands)
         y = y if self.logits is None else self.logits(y)
-        wide = y.to(wide_dtype(y.dtype))
-        return statistics_(wide, wide.amax(1), targets, smooth=bool(self.smoothing)), y.dtype
+        wide = self._masked_(y.to(wide_dtype(y.dtype)))
+        return statistics_(wide, wide.amax(1), targets, smooth=bool(self.smoothing), valid=self.share.valid), y.dtype
 
     def gradient(self, operands: _Operands, log_sum: Tensor, targets: Targets, slope: Tensor) -> Tensor:
         """``[c, rows]``: of the loss by a chunk of the product and its bias."""
@@ -126,8 +130,14 @@ class _Head:
 
     def _by_logits_(self, wide: Tensor, log_sum: Tensor, targets: Targets, slope: Tensor) -> Tensor:
         """The gradient by logits, in their memory."""
-        wide.sub_(log_sum.unsqueeze(1)).exp_().mul_(slope.unsqueeze(1))
-        return gradient_(wide, targets, slope, self.smoothing, self.share.classes)
+        self._masked_(wide).sub_(log_sum.unsqueeze(1)).exp_().mul_(slope.unsqueeze(1))
+        return gradient_(wide, targets, slope, self.smoothing, self.share.classes, self.share.valid)
+
+    def _masked_(self, wide: Tensor) -> Tensor:
+        """Logits that are padding are none."""
+        if self.share.valid < self.share.rows:
+            wide[:, self.share.valid :] = torch.finfo(wide.dtype).min
+        return wide
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from autopar.errors import ShardingError
 from autopar.runtime.axes import Axes, Axis
@@ -80,46 +82,96 @@ def cross_entropy_sharded(
             f"cross_entropy on axis {axis.name!r}: logits {tuple(logits.shape)} need a target of shape "
             f"{tokens}, not {tuple(target.shape)}; class probabilities as target can't be split over classes"
         )
+    classes = axis.size * logits.shape[dim]
     loss = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        logits, target, axis, ignore_index, label_smoothing, reduction
+        logits, target, axis, classes, ignore_index, label_smoothing, reduction
     )
     return cast(Tensor, loss)
+
+
+def cross_entropy_padded(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    classes: int,
+    axis: Axis | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "sum",
+) -> Tensor:
+    """The cross-entropies of all tokens, or their sum, from logits of which only the first ``classes`` are some.
+
+    ``logits [t, padded]`` are overwritten where they are padding, so nobody else may read them; ``target [t]`` holds
+    classes. The result is a scalar, or ``[t]`` for ``reduction="none"``. With an ``axis``, logits are ``S(1)`` on it,
+    and the result ``I``, as in :func:`cross_entropy_sharded`. Raises ShardingError where shapes don't fit, IndexError
+    or RuntimeError for a target that is no class.
+    """
+    if logits.shape[:1] != target.shape:
+        raise ShardingError(
+            f"cross_entropy_padded: logits {tuple(logits.shape)} need a target of shape {tuple(logits.shape[:1])}, not "
+            f"{tuple(target.shape)}"
+        )
+    rows, first = logits.shape[1], axis.index * logits.shape[1] if axis is not None else 0
+    logits.detach()[:, max(classes - first, 0) :] = -math.inf  # what made them doesn't need its result
+    if axis is not None:
+        loss = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+            logits, target, axis, classes, ignore_index, label_smoothing, reduction
+        )
+        return cast(Tensor, loss)
+    counts = target != ignore_index
+    target = target.masked_fill(counts & (target >= classes), rows)  # which the entropy refuses
+    logs = logits.log_softmax(1)
+    loss = F.nll_loss(logs, target, ignore_index=ignore_index, reduction=reduction)
+    if not label_smoothing:
+        return loss
+    spread = logs[:, :classes].mean(1).masked_fill(~counts, 0)
+    return (1 - label_smoothing) * loss - label_smoothing * (spread if reduction == "none" else spread.sum())
 
 
 class _CrossEntropy(torch.autograd.Function):
     """With x the logits minus their maximum, s = sum exp(x), C classes, smoothing e, per token that counts:
 
     loss = log s - (1 - e) x[target] - e/C sum x;  gradient = exp(x) / s - (1 - e) [target] - e/C.
+
+    Logits of rows from the C-th on are minus infinity.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, axis: Axis, ignore_index: int, smoothing: float, reduction: str
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        axis: Axis,
+        classes: int,
+        ignore_index: int,
+        smoothing: float,
+        reduction: str,
     ) -> Tensor:
         dim = 1 if logits.dim() > 1 else 0
-        classes = logits.shape[dim]
+        own = logits.shape[dim]
         counts = target != ignore_index
-        rows, here = _rows(target.masked_fill(~counts, 0), axis.index * classes, classes, axis.size * classes)
+        rows, here = _rows(target.masked_fill(~counts, 0), axis.index * own, own, classes)
+        valid = min(max(classes - axis.index * own, 0), own)
         wide = torch.promote_types(logits.dtype, torch.float32)
 
         top = logits.amax(dim).to(wide)
         reduce_max_(top, axis)
         x = logits - top.unsqueeze(dim)
         hit = x.gather(dim, rows.unsqueeze(dim)).squeeze(dim).masked_fill(~here, 0)
-        smooth = x.sum(dim) if smoothing else torch.zeros_like(top)
+        smooth = x.narrow(dim, 0, valid).sum(dim) if smoothing else torch.zeros_like(top)
         exp = x.exp_()  # x is ours: the one large buffer, kept for the gradient
         sums = torch.stack([exp.sum(dim), hit, smooth])
         reduce_sum_(sums, axis)
         total, hit, smooth = sums.unbind()
 
         ctx.save_for_backward(exp.to(logits.dtype), total, rows, here, counts)
-        ctx.dim, ctx.smoothing, ctx.share = dim, smoothing, smoothing / (classes * axis.size)
+        ctx.dim, ctx.valid, ctx.smoothing, ctx.share = dim, valid, smoothing, smoothing / classes
         loss = total.log() - (1 - smoothing) * hit - ctx.share * smooth
         each: Tensor = loss.masked_fill(~counts, 0)
         return fresh((each if reduction == "none" else each.sum()).to(logits.dtype))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
         exp, total, rows, here, counts = ctx.saved_tensors
         dim = ctx.dim
         scale = (grads[0] * counts).to(total.dtype)
@@ -127,5 +179,5 @@ class _CrossEntropy(torch.autograd.Function):
         at_target = (scale * here * (ctx.smoothing - 1)).to(grad.dtype)
         grad.scatter_add_(dim, rows.unsqueeze(dim), at_target.unsqueeze(dim))
         if ctx.smoothing:
-            grad -= (ctx.share * scale).to(grad.dtype).unsqueeze(dim)
-        return grad, None, None, None, None, None
+            grad.narrow(dim, 0, ctx.valid).sub_((ctx.share * scale).to(grad.dtype).unsqueeze(dim))
+        return grad, None, None, None, None, None, None

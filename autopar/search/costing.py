@@ -204,12 +204,12 @@ class Costing:
 
     def _loaded(self, point: Point, profile: Profile) -> list[Unit]:
         """Units with what their backwards take to add up gradients."""
-        sums, split = self._sums(point, profile), splits_head(point.family)
-        key = profile.key, sums, split
+        sums = self._sums(point, profile)
+        key = profile.key, sums
         if key not in self._loads:
             options, device = self.options_of(point), self.cluster.device
             added = [sums.seconds(kinds, options, device) for kinds in profile.unit_parameters]
-            pairs = zip(profile.units_of(split_head=split), added, strict=True)
+            pairs = zip(profile.units, added, strict=True)
             self._loads[key] = [replace(unit, backward=unit.backward + seconds) for unit, seconds in pairs]
         return self._loads[key]
 

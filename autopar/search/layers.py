@@ -28,11 +28,11 @@ class LayerTimes:
     launches: Array
 
     @classmethod
-    def of(cls, profile: Profile, block: int, *, split_head: bool = False) -> LayerTimes:
+    def of(cls, profile: Profile, block: int) -> LayerTimes:
         launches = np.zeros(5)
         for number in (block, *(unit.block for unit in profile.units if unit.block != block)):
             launches[[0, 1] if number == block else [3, 4]] += profile.launches[number]
-        return cls(profile.key, figures(profile.units_of(split_head=split_head), block), launches)
+        return cls(profile.key, figures(profile.units, block), launches)
 
 
 def figures(units: Sequence[Unit], block: int) -> Array:
@@ -133,11 +133,11 @@ class Scaler:
         layers = _timed(self._kept(key), figures(units, self.block))
         return replace(layers, last=0.0 if units[-1].block == self.block else units[-1].seconds)
 
-    def placed(self, profile: Profile, units: Sequence[Unit]) -> Layers:
-        """Of a placement with these ``units``, with what its own layers keep and work in."""
+    def placed(self, profile: Profile) -> Layers:
+        """Of a placement, with what its own layers keep and work in."""
         first = next(i for i, call in enumerate(profile.model.calls) if call.block == self.block)
         saved, extra = profile.hull(self.block, first, self.recompute)
-        layers = self.with_units(profile.key, units)
+        layers = self.with_units(profile.key, profile.units)
         return replace(
             layers, saved=saved, extra=extra, share=1.0, working=float(profile.activations.working_bytes[self.block])
         )

@@ -306,14 +306,14 @@ class Search:
         if self._outlook is None or self._is_beaten(found):
             return found
         ways, families = self._ways(region, saving=True), list(self.families_of(region))
-        return self._outlook.region_bound(region, families, ways, self._layers(region), found, self._good)
+        return self._outlook.region_bound(region, families, ways, self.scaling.layers(region.key), found, self._good)
 
     def likely(self, region: Region, offload: tuple[str, ...] = ()) -> float:
         """Seconds of a likely step of ``region``, with this on the host; inf where none leaves room for activations."""
         issued = self._issued(region)
         if self._outlook is None:
             return issued
-        times = self._layers(region, likely=True)
+        times = self.scaling.layers(region.key, likely=True)
         found = self._outlook.likely(region, self._likely_ways(region, offload), times, self._like(region.key))
         return max(found, issued)
 
@@ -322,7 +322,7 @@ class Search:
         found = dict.fromkeys(regions, 0.0)
         for some in together(regions) if self._outlook is not None else ():
             assert self._outlook is not None
-            times = [self._layers(region, likely=True) for region in some]
+            times = [self.scaling.layers(region.key, likely=True) for region in some]
             ways = [self._likely_ways(region, offload) for region in some]
             found |= zip(some, map(float, self._outlook.all_likely(some, ways, times)), strict=True)
         return [max(seconds, self._issued(region)) for region, seconds in found.items()]
@@ -428,27 +428,23 @@ class Search:
 
     def by_scaling(self, region: Region, *, likely: bool = False) -> float:
         """What the profiles say that are known, if pipeline ranks shared it evenly: at least, or as is ``likely``."""
-        seconds = self.scaling.seconds(region.key, region.mesh.pp, likely=likely)
-        return region.microbatches * seconds / region.mesh.pp
-
-    def _layers(self, region: Region, *, likely: bool = False) -> Array:
-        return self.scaling.layers(region.key, region.mesh.pp, likely=likely)
+        return region.microbatches * self.scaling.seconds(region.key, likely=likely) / region.mesh.pp
 
     def at_first(self, region: Region) -> float:
         """That, or one microbatch through all layers and back, if that is longer."""
         found = self.by_scaling(region)
         if self._outlook is None:
             return found
-        forward, inputs, *_ = self._layers(region)
+        forward, inputs, *_ = self.scaling.layers(region.key)
         return max(found, float(self._outlook.scaler.layers.count * (forward + inputs)))
 
     def _all_at_first(self, regions_: Sequence[Region]) -> Array:
         """:meth:`at_first` of all regions."""
-        pp = [region.mesh.pp for region in regions_]
-        layers, seconds = self.scaling.all([region.key for region in regions_], pp)
-        seconds = seconds * np.array([region.microbatches for region in regions_]) / pp
+        figures = self.scaling.all([region.key for region in regions_])
+        cut = np.array([(region.microbatches, region.mesh.pp) for region in regions_], dtype=np.float64).reshape(-1, 2)
+        seconds = figures[:, -1] * cut[:, 0] / cut[:, 1]
         if self._outlook is not None:
-            seconds = np.maximum(seconds, self._outlook.scaler.layers.count * (layers[:, 0] + layers[:, 1]))
+            seconds = np.maximum(seconds, self._outlook.scaler.layers.count * (figures[:, 0] + figures[:, 1]))
         found: Array = seconds
         return found
 

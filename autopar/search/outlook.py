@@ -139,8 +139,7 @@ class Outlook:
         if like is None or not self.scaler.suits(like):
             return float(self.all_likely([region], [list(ways)], [times])[0])
         layers, ways = self.scaler.scaled(region.key, times), list(ways)
-        units = like.units_of(split_head=region.mesh.pp > 1)
-        layers = layers.slower(self.scaler.with_units(like.key, units), region.rows / like.key.rows)
+        layers = layers.slower(self.scaler.with_units(like.key, like.units), region.rows / like.key.rows)
         count = region.microbatches
         every = [self._of_profile(region.mesh, like, way, count, split=False) for way in ways]
         stored = [every[place] for place in _undominated(every)]
@@ -185,8 +184,7 @@ class Outlook:
         family = points[0].family
         if family.schedule not in SCHEDULES or not self.scaler.suits(profile):
             return np.array([self.costing.bound(point, profile) for point in points])
-        units = profile.units_of(split_head=splits_head(family))
-        layers = self.scaler.placed(profile, units) if kept else self.scaler.with_units(profile.key, units)
+        layers = self.scaler.placed(profile) if kept else self.scaler.with_units(profile.key, profile.units)
         stored = [self._of_point(point, profile) for point in points]
         region, count = family.region, family.region.microbatches
         asked = (family.schedule, region.mesh.pp, count, family.chunks, MODES[family.vocabulary].head)
@@ -208,7 +206,7 @@ class Outlook:
         row, region = SCHEDULES.get(family.schedule), family.region
         if row is None or not self.scaler.suits(profile):
             return np.zeros(len(points))
-        layers = self.scaler.with_units(profile.key, profile.units_of(split_head=splits_head(family)))
+        layers = self.scaler.with_units(profile.key, profile.units)
         stored = [self._of_point(point, profile) for point in points]
         head, count = MODES[family.vocabulary].head, region.microbatches
         asked = (family.schedule, region.mesh.pp, count, family.chunks, head)

@@ -18,13 +18,14 @@ from torch import fx
 
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
-from autopar.graph import AxisRef, Info, Model, RuntimeOp, info
+from autopar.graph import AxisRef, Info, Model, info
 from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.passes.hoist import parameter_sums
+from autopar.passes.pad_head import Table, table_of
 from autopar.passes.vocabulary import STAGELESS
 from autopar.planner.activations import Activations
-from autopar.planner.block_costs import BlockCost, Computed, Machine, alignment_seconds, block_cost
+from autopar.planner.block_costs import BlockCost, Computed, Machine, block_cost
 from autopar.planner.build import Local, Placed, Request, activations_of, begin, place_inner, split_rows
 from autopar.planner.pipeline import Wanted
 from autopar.planner.rulings import Rulings
@@ -104,22 +105,6 @@ class Profile:
         """Whether values change between shards and whole ones on dp, so that their shapes depend on its size: rows of
         the batch stay where they are."""
         return any(_splits_on_dp(node) for block in self.model.blocks for node in block.ops)
-
-    def units_of(self, *, split_head: bool) -> list[Unit]:
-        """The units, of which the last may be split over pipeline ranks."""
-        return self.split_head_units if split_head else self.units
-
-    @cached_property
-    def split_head_units(self) -> list[Unit]:
-        """With the last unit as pipeline ranks share it at best: each has as many rows of the table as make rows of
-        logits aligned, which those of a whole vocabulary may not be."""
-        *others, last = self.units
-        device = self.placed.request.cluster.device
-        products = [n for n in self.model.blocks[last.block].ops if not isinstance(n.target, RuntimeOp)]
-        pairs = [alignment_seconds(node, device) for node in products]
-        forward, backward = (math.fsum(times) for times in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
-        weights = last.weights * (1 - backward / last.backward) if last.backward else 0.0
-        return [*others, Unit(last.block, last.forward - forward, last.backward - backward, weights)]
 
     @cached_property
     def seconds(self) -> float:
@@ -318,10 +303,19 @@ class Profiler:
         costs = [block_cost(block, machine, compute) for block, compute in pairs]
         return Profile(key, placed, costs, units_of(placed.model, costs), computed)
 
+    @cached_property
+    def _table(self) -> Table | None:
+        return table_of(self.models[False])
+
+    def _table_rows(self, tp: int) -> int:
+        """Of a whole head's, as that many ranks may split it: where it is longer for them, they start from another
+        graph."""
+        return self._table.padded(tp) if self._table is not None else 0
+
     def _rows(self, key: Key, request: Request) -> Local:
         """The model local to microbatches and dp, which profiles have in common that split rows further."""
         uneven = self.options.expert_imbalance != 1.0 or self.expert_load
-        head = (key.head, key.tp) if key.head else (0, 1)
+        head = (key.head, key.tp) if key.head else (0, self._table_rows(key.tp))
         start = (key.cp > 1, *head, key.chunks, request.mesh.experts if uneven else 1)
         if start not in self._started:
             self._started[start] = begin(self.models[key.cp > 1].copy(), request, None, self._rulings)

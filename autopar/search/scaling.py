@@ -22,11 +22,7 @@ from autopar.search.layers import LayerTimes, layer_block
 from autopar.search.profiles import Key, Profile
 
 _AXES: Final = ("ep", "cp", "tp")
-_LAYERS: Final = [0, 1, 2, 3, 4]  # the five figures of layers
-_TOTAL: Final = 5  # what all calls take
-_SPLIT_LAYERS: Final = [0, 1, 2, 6, 7]  # the same where pipeline ranks may share the last call
-_SPLIT_TOTAL: Final = 8
-_FIGURES: Final = 9
+_TOTAL: Final = 5  # the place of what all calls take, after the five figures of layers
 
 
 class Scaling:
@@ -41,7 +37,7 @@ class Scaling:
         self._several, self._copies = (
             np.array([getattr(key, name) for key in self._place], dtype=bool) for name in ("several", "copies")
         )
-        shape = len(self._place), _FIGURES
+        shape = len(self._place), _TOTAL + 1
         self._plain, self._split, self._sent = np.zeros(shape), np.zeros(shape), np.zeros(shape)
         self._on: dict[tuple[str, int], list[Profile]] = {}  # by the one axis that they are on, and its size
         self._sent_over: dict[tuple[Key, Link], Array] = {}
@@ -49,14 +45,13 @@ class Scaling:
         self._learned: dict[Key, Profile] = {}
         self._others: dict[Key, Scaling] = {}
 
-    def seconds(self, key: Key, pp: int = 1, *, likely: bool = False) -> float:
-        """Of one rank that holds all stages of one of ``pp`` ranks, which may share the last call: at least, or as they
-        are ``likely``."""
-        return float(self._found(key, likely)[_TOTAL if pp == 1 else _SPLIT_TOTAL])
+    def seconds(self, key: Key, *, likely: bool = False) -> float:
+        """Of one rank that holds all stages: at least, or as they are ``likely``."""
+        return float(self._found(key, likely)[_TOTAL])
 
-    def layers(self, key: Key, pp: int = 1, *, likely: bool = False) -> Array:
+    def layers(self, key: Key, *, likely: bool = False) -> Array:
         """The five figures of :class:`autopar.search.layers.LayerTimes`."""
-        return self._found(key, likely)[_LAYERS if pp == 1 else _SPLIT_LAYERS]
+        return self._found(key, likely)[:_TOTAL]
 
     def _found(self, key: Key, likely: bool) -> Array:
         if key not in self._place:
@@ -73,7 +68,7 @@ class Scaling:
     def _likely(self, key: Key, axis: str) -> Array:
         """What ``key`` is likely to send along ``axis``: for each row as much as any placement on that axis alone, of
         as many ranks; or of another number of them, where each token goes to its experts among any."""
-        found, size = np.zeros(_FIGURES), getattr(key, axis)
+        found, size = np.zeros(_TOTAL + 1), getattr(key, axis)
         stride = {"ep": key.cp * key.tp, "cp": key.tp, "tp": 1}[axis]
         known = size
         if axis == "ep" and (axis, size) not in self._on:
@@ -95,14 +90,11 @@ class Scaling:
             self._links[size, stride] = self._root.placed.request.cluster.link(size, stride)
         return self._links[size, stride]
 
-    def all(self, keys: Sequence[Key], pp: Sequence[int]) -> tuple[Array, Array]:
-        """Of some that were announced, on so many pipeline ranks: ``[key, figure]`` of their layers, and what all calls
-        take."""
+    def all(self, keys: Sequence[Key]) -> Array:
+        """``[key, figure]`` of some that were announced: the five figures of their layers, and what all calls take."""
         places = [self._place[key] for key in keys]
-        found = np.maximum(self._plain + self._sent, self._split)[places]
-        alone = np.array(pp) == 1
-        layers = np.where(alone[:, None], found[:, _LAYERS], found[:, _SPLIT_LAYERS])
-        return layers, np.where(alone, found[:, _TOTAL], found[:, _SPLIT_TOTAL])
+        found: Array = np.maximum(self._plain + self._sent, self._split)[places]
+        return found
 
     def learn(self, profiles: Iterable[Profile]) -> None:
         """Of profiles that bound others, those that are new."""
@@ -139,32 +131,30 @@ class Scaling:
 
     def _figures(self, profile: Profile) -> tuple[Array, Array]:
         """Seconds, and the part of them that is launches."""
-        seconds, launches = np.zeros(_FIGURES), np.zeros(_FIGURES)
-        for split, total, layers in ((False, _TOTAL, _LAYERS), (True, _SPLIT_TOTAL, _SPLIT_LAYERS)):
-            units = profile.units_of(split_head=split)
-            seconds[total], launches[total] = math.fsum(unit.seconds for unit in units), profile.fixed_seconds
-            if (times := self._times(profile, split_head=split)) is not None:
-                seconds[layers], launches[layers] = times.seconds, times.launches
+        seconds, launches = np.zeros(_TOTAL + 1), np.zeros(_TOTAL + 1)
+        seconds[_TOTAL], launches[_TOTAL] = profile.seconds, profile.fixed_seconds
+        if (times := self._times(profile)) is not None:
+            seconds[:_TOTAL], launches[:_TOTAL] = times.seconds, times.launches
         return seconds, launches
 
     def _messages(self, profile: Profile, axis: str, stride: int) -> Array:
-        """All figures of messages between ranks that are ``stride`` apart."""
-        found, sent = np.zeros(_FIGURES), profile.sent_between(axis, stride)
-        found[[_TOTAL, _SPLIT_TOTAL]] = math.fsum(sum(sent[unit.block]) for unit in profile.units)
+        """The six figures of messages between ranks that are ``stride`` apart."""
+        found, sent = np.zeros(_TOTAL + 1), profile.sent_between(axis, stride)
+        found[_TOTAL] = math.fsum(sum(sent[unit.block]) for unit in profile.units)
         if self._times(profile) is not None:
             assert self._block is not None
             found[:2] = sent[self._block]
             beside = [sent[unit.block] for unit in profile.units if unit.block != self._block]
-            found[[3, 4, 6, 7]] = np.tile(np.sum(beside, axis=0), 2) if beside else 0.0
+            found[3:5] = np.sum(beside, axis=0) if beside else 0.0
         return found
 
-    def _times(self, profile: Profile, *, split_head: bool = False) -> LayerTimes | None:
+    def _times(self, profile: Profile) -> LayerTimes | None:
         """None where its layers aren't the root's."""
         models = self._root.model, profile.model
         if self._block is None or any(self._block >= len(model.blocks) for model in models):
             return None
         names = {model.blocks[self._block].name for model in models}
-        return LayerTimes.of(profile, self._block, split_head=split_head) if len(names) == 1 else None
+        return LayerTimes.of(profile, self._block) if len(names) == 1 else None
 
 
 def thin(key: Key, batch: int) -> Key:

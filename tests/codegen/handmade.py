@@ -161,7 +161,8 @@ def model(depth: int = 3, takes: Type = SEQUENCE_SPLIT) -> Model:
     last = Value(len(calls) - 1, 0)
     calls.append(Call(3, "", ("head.weight",), (last, Value(0, 0), Value(0, 1))))
     full = {"embed.weight": (WORDS, WIDTH), "head.weight": (WORDS, WIDTH)}
-    full |= {n: (WIDTH,) if "norm" in n else (WIDTH, WIDTH) for call in calls for n in call.parameters if n not in full}
+    shapes = {"norm": (WIDTH,), "up": (2 * WIDTH, WIDTH), "down": (WIDTH, 2 * WIDTH)}
+    full |= {n: shapes[n.split(".")[-2]] for call in calls for n in call.parameters if n not in full}
     parameters = {name: ParameterInfo(name, hidden(*shape)) for name, shape in full.items()}
     whole = ids(BATCH, SEQUENCE)
     inputs = [InputInfo("ids", "ids", whole, 0), InputInfo("labels", "labels", whole, 0)]

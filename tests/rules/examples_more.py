@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from autopar.runtime import chunked_cross_entropy, local_ops
+from autopar.runtime import chunked_cross_entropy, cross_entropy_padded, local_ops
 from tests.rules.examples import aten, b, const, f, g, i
 from tests.rules.harness import Example
 
@@ -101,8 +101,17 @@ def losses() -> Iterator[Example]:
     yield Example(aten.binary_cross_entropy_with_logits.default, (g(4, 8), f(4, 8).detach(), None, f(8).detach(), 2))
 
 
+def padded_losses() -> Iterator[Example]:
+    ignored = torch.tensor([1, -100, 6, 0])
+    yield Example(cross_entropy_padded, (g(4, 8), i(4, high=7)), {"classes": 7})
+    yield Example(cross_entropy_padded, (g(4, 8), ignored), {"classes": 7, "label_smoothing": 0.1})
+    yield Example(cross_entropy_padded, (g(4, 8), i(4, high=3)), {"classes": 3, "reduction": "none", "ignore_index": 2})
+
+
 def chunked_losses() -> Iterator[Example]:
     op = chunked_cross_entropy
+    padded = {"classes": 3, "label_smoothing": 0.1}
+    yield Example(op, (g(4, 6), g(8, 6), i(4, high=3), g(8)), {"chunks": 2, **padded})
     ignored = torch.tensor([[1, -100, 7, 0], [2, 2, -100, 5]])
     yield Example(op, (g(4, 6), g(8, 6), i(4, high=8)), {"chunks": 3})
     yield Example(op, (g(2, 4, 6), g(8, 6), ignored, g(8)), {"chunks": 4, "label_smoothing": 0.1})

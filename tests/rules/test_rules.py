@@ -30,7 +30,7 @@ FAMILIES: tuple[Family, ...] = (
     *(examples_layers.instances, examples_layers.transposed, examples_layers.recurrent, examples_layers.row_losses),
     *(examples_layers.distances, examples_layers.along_dims, examples_layers.matrices, examples_layers.further),
     examples_layers.batches,
-    *(examples_more.chunked_losses, examples_more.made, examples_more.drawn),
+    *(examples_more.padded_losses, examples_more.chunked_losses, examples_more.made, examples_more.drawn),
 )
 ELSEWHERE = {
     *(*TRANSITIONS, "getitem", "embedding_sharded", "cross_entropy_sharded", "mean_of_whole"),
