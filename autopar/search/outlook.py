@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -60,6 +61,7 @@ class Outlook:
     _ways: dict[tuple[object, ...], Stored] = field(default_factory=dict)
     _best: dict[tuple[object, ...], list[tuple[Stored, Adding]]] = field(default_factory=dict)
     _added: dict[tuple[object, ...], Adding] = field(default_factory=dict)
+    _sums: dict[tuple[object, ...], Adding] = field(default_factory=dict)
     _kinds: dict[Key, Counter[Kind]] = field(default_factory=dict)
     _shares: dict[Key, dict[tuple[str, ...], Weights]] = field(default_factory=dict)
 
@@ -68,6 +70,11 @@ class Outlook:
         """None where the model has no layers, or it is said what they recompute."""
         scaler = Scaler.of(root, costing.options.recompute) if costing.options.recompute in ("auto", "none") else None
         return None if scaler is None else cls(costing, scaler, expert_share(root.model.blocks[scaler.block]))
+
+    @cached_property
+    def _root_sizes(self) -> list[int]:
+        """Bytes of each weight of a layer that isn't split."""
+        return layer_sizes(self.scaler.root, self.scaler.block).get((), [])
 
     def region_bound(
         self,
@@ -291,17 +298,18 @@ class Outlook:
         """Weights that are split as far as axes go, and the sums of their gradients."""
         key = (mesh.dp, mesh.ep, mesh.cp, mesh.tp, mesh.borrowed, way)
         if key not in self._ways:
-            root, block = self.scaler.root, self.scaler.block
-            spread = self._spread(mesh)
-            sizes = layer_sizes(root, block).get((), [])
+            root, sizes, spread = self.scaler.root, self._root_sizes, self._spread(mesh)
             least = MESSAGES.large(mesh.zero_shards(way[1]))
             large = sum(size // mesh.tp >= least for size in sizes) if mesh.experts == 1 else 0
             whole, kinds = self._weights_of(root).get((), Weights(0, 0, 0)), self._kinds_of(root)
             lines = {line: whole.times(share) for line, share in spread.items()}
-            parts = [(k._replace(split=line), share * n) for line, share in spread.items() for k, n in kinds.items()]
             stored = self._stored(mesh, lines, way, (), {mesh.data_axes(): large})
             self._ways[key] = stored._replace(**self._least_passing(mesh, way, sizes, whole))
-            self._added[key] = self._adding(mesh, dict(parts), {line: line for line in spread}, way, split=True)
+            shared = way, tuple((share, self._shards(mesh, way, line)) for line, share in spread.items())
+            if shared not in self._sums:  # whatever axes these shares are on
+                parts = {k._replace(split=line): share * n for line, share in spread.items() for k, n in kinds.items()}
+                self._sums[shared] = self._adding(mesh, parts, {line: line for line in spread}, way, split=True)
+            self._added[key] = self._sums[shared]
         return self._ways[key], self._added[key]
 
     def _of_point(self, point: Point, profile: Profile) -> Stored:
@@ -376,6 +384,11 @@ class Outlook:
             parts[line] = parts.get(line, 0.0) + experts / mesh.experts / inner
         return parts
 
+    def _shards(self, mesh: Mesh, way: Way, line: tuple[str, ...]) -> int:
+        """Over how many ranks of a ``line`` the rows of what these have in common are stored."""
+        zero, zero_ranks, _ = way
+        return mesh.zero_shards(zero_ranks, line) if zero and line else 1
+
     def _adding(
         self,
         mesh: Mesh,
@@ -387,8 +400,8 @@ class Outlook:
     ) -> Adding:
         """Of a layer's gradients, of so many elements; ``lines`` are the ranks that have the same of what is split so.
         Without the sums that ``split`` backwards make by themselves."""
-        zero, zero_ranks, offload = way
-        shards = tuple((s, mesh.zero_shards(zero_ranks, line) if zero and line else 1) for s, line in lines.items())
+        zero, _, offload = way
+        shards = tuple((split, self._shards(mesh, way, line)) for split, line in lines.items())
         options = self.costing.options.model_copy(update={"zero": zero, "offload": offload})
         return adding(Sums(shards, zero, offload, 1, split), kinds, options, self.costing.cluster.device)
 
@@ -408,7 +421,7 @@ class Outlook:
         machine = self.costing.machine_of(mesh, zero_ranks)
         state = gathered = scattered = held = 0.0
         for axes, weights in lines.items():
-            shards = mesh.zero_shards(zero_ranks, axes) if zero and axes else 1
+            shards = self._shards(mesh, way, axes)
             link = machine.lines[axes].shard if shards > 1 and axes in machine.lines else None
             state += 0.0 if away else self.costing.trained_bytes(weights) / shards
             state += weights.masters / (shards if zero >= 2 else 1)
