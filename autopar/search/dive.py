@@ -48,6 +48,7 @@ _LONGER = 4  # times that, if what waits may still be better by much
 _NEAR = 1.4  # times the least estimate that waits: less is good enough
 _LAST = 2  # points of placed regions, where that was all the work
 _PLACED = 3  # regions that say how far estimates of others are off
+_SEVERAL = 2  # points of a kind that say how far estimates of the others are off
 _DOUBT = 0.02  # of such a ratio
 _WORK = 1e5  # of a point: about two seconds
 _LOOKS = 20_000  # at regions and points
@@ -76,12 +77,12 @@ def dive(search: Search, regions: list[Region]) -> None:
 
 @dataclass
 class _Learned:
-    """How many times its estimate a step takes, of those that were laid out: at least, by schedule and what is stored
-    where; and each, of those with and without a pipeline (``times``). And how many times the estimate of a region the
+    """How many times its estimate a step takes, of those that were laid out: by schedule and what is stored where
+    (``known``), and of those with and without a pipeline (``times``). And how many times the estimate of a region the
     least of its points' is, once it is placed: of those with and without a pipeline, on whose axes others were before
     or none."""
 
-    least: dict[object, float] = field(default_factory=dict)
+    known: defaultdict[object, list[float]] = field(default_factory=lambda: defaultdict(list))
     placed: defaultdict[tuple[bool, bool], list[float]] = field(default_factory=lambda: defaultdict(list))
     times: defaultdict[bool, list[float]] = field(default_factory=lambda: defaultdict(list))
 
@@ -99,18 +100,20 @@ class _Learned:
         return self.unplaced(kind, estimate) * max(1.0, times)
 
     def likely(self, point: Point, estimate: float) -> float:
-        """What it takes, if it does as well as any like it, or a little better; of what is on the host, if none is
-        known, as what is on the device."""
-        kinds = [*_kinds(point), *_kinds(point._replace(offload=()))]
-        known = next((self.least[kind] for kind in kinds if kind in self.least), 1.0)
-        return estimate * max(1.0, known * (1 - _DOUBT))
+        """What it takes, if it does as well as any like it, or a little better; of what is on the host, if several are
+        known, else as any that has as much there, or else as what is on the device."""
+        kind, *others = _kinds(point)
+        kinds = [kind] if len(self.known[kind]) >= (_SEVERAL if others else 1) else others
+        kinds += _kinds(point._replace(offload=()))
+        times = next((min(self.known[kind]) for kind in kinds if self.known[kind]), 1.0)
+        return estimate * max(1.0, times * (1 - _DOUBT))
 
     def lay_out(self, search: Search, point: Point, estimate: float) -> None:
         """Raises AutoparError where it can't run or doesn't fit."""
         times = search.lay_out(point).step_seconds / estimate
         self.times[point.region.mesh.pp > 1].append(times)
         for kind in _kinds(point):
-            self.least[kind] = min(self.least.get(kind, math.inf), times)
+            self.known[kind].append(times)
 
 
 def _kind(search: Search, region: Region) -> tuple[bool, bool]:
