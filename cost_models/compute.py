@@ -3,9 +3,9 @@
 Matrix products get near the peak rate only when they are large. Their rate saturates at the peak's
 ``achievable_fraction``, of which ``sustained_fraction`` is left where a device works without a pause; products that the
 peak rate would finish in ``ramp_seconds`` reach half of that. Their result is made in tiles, one on each multiprocessor
-at a time: the last round of tiles takes as long as a full one. Fused attention reaches a share that grows with the
-keys. Everything else takes as long as its bytes, and its elements where a kernel loads one at a time: torch's do where
-operands are broadcast or of several dtypes.
+at a time: the last round of tiles takes as long as a full one, unless sums are cut into slices. Fused attention reaches
+a share that grows with the keys. Everything else takes as long as its bytes, and its elements where a kernel loads one
+at a time: torch's do where operands are broadcast or of several dtypes.
 
 Each formula grows with the work, and a part of the work takes at least that part of the time: a bound for the whole,
 divided, is one for the part.
@@ -22,9 +22,11 @@ from autopar.cluster import Device
 from autopar.cost_models.formula import Formula, Quantity
 
 _loose, _element = sympy.symbols("loose_elements element_seconds")
-_flops, _bytes, _rate, _bandwidth, _launch, _fraction, _ramp, _efficiency, _made, _cores, _filled = sympy.symbols(
-    "flops moved_bytes flops_per_second memory_bytes_per_second launch_seconds"
-    " achievable_fraction ramp_seconds efficiency made multiprocessors filled"
+_flops, _bytes, _rate, _bandwidth, _launch, _fraction, _ramp, _efficiency, _made, _cores, _filled, _slice = (
+    sympy.symbols(
+        "flops moved_bytes flops_per_second memory_bytes_per_second launch_seconds"
+        " achievable_fraction ramp_seconds efficiency made multiprocessors filled slice"
+    )
 )
 _share, _keys, _half = sympy.symbols("longest_share keys half_keys")
 
@@ -45,6 +47,13 @@ UNALIGNED: Final = 0.18
 kernels load element by element, with older instructions. On an H100 (torch 2.11, 16384 x 768 x 50257): 98 TFLOP/s
 forward, 144 and 155 for the gradients, where 50304 columns reach 700."""
 
+SLICE: Final = 1024
+"""Of the dim that a product sums over: a small result of long sums, as the gradient of a convolution's weights is, is
+made in several such slices at once, which are added up then."""
+
+SLICED: Final = 0.75
+"""The rate of a multiprocessor where it is so. Both are typical, not measured."""
+
 ATTENTION: Final = (0.7, 0.6)
 """Shares of the peak rate that fused causal attention reaches on long sequences, forward and backward."""
 
@@ -54,20 +63,24 @@ HALF_KEYS: Final = 1500
 ATTENTION_BACKWARD: Final = 2.5
 """FLOPs of its backward for each of the forward, since scores are made again (arXiv 2307.08691, section 4.1)."""
 
+
+def _in_rounds(elements: sympy.Expr) -> list[sympy.Expr]:
+    """What of the multiprocessors' time is of use, as each makes one tile after the other: by size of these."""
+    return [elements * share / (sympy.ceiling(elements / (tile * _cores)) * tile * _cores) for tile, share in TILES]
+
+
 FILLED: Final = Formula(
     "matmul_filled",
     "1",
-    sympy.Max(
-        *(
-            _made * share / (sympy.ceiling(_made / (tile * _cores)) * tile * _cores)  # rounds of one tile on each
-            for tile, share in TILES
-        )
-    ),
+    sympy.Max(*_in_rounds(_made), *(SLICED * filled for filled in _in_rounds(_flops / (2 * _slice)))),
     {
         "made": Quantity("1", "elements of the product's result"),
         "multiprocessors": Quantity("1", "of the device, each of which makes a tile of the result at a time"),
+        **_WORK,
+        "slice": Quantity("1", "of the dim that is summed over, where parts of it are tiles of their own"),
     },
-    "wave quantization, NVIDIA, Matrix Multiplication Background User's Guide, section 4; the best of three tiles",
+    "wave quantization, NVIDIA, Matrix Multiplication Background User's Guide, section 4; the best of three tiles, and "
+    "of these in slices (split-K: CUTLASS documentation, Efficient GEMM in CUDA, Parallelized Reductions)",
 )
 
 EFFICIENCY: Final = Formula(
@@ -218,6 +231,6 @@ def _product(flops: float, bytes_: float, dtype: str, device: Device, made: floa
     rate = device.rate(dtype)
     if fraction is None:
         fraction = device.fraction(dtype) * device.sustained_fraction
-    filled = FILLED.number(made, device.multiprocessors) if made and device.multiprocessors else 1.0
+    filled = FILLED.number(made, device.multiprocessors, flops, SLICE) if made and device.multiprocessors else 1.0
     efficiency = EFFICIENCY.number(flops, rate, fraction, filled, device.ramp(dtype))
     return MATMUL_SECONDS.number(flops, rate, efficiency, bytes_, bandwidth, launch)

@@ -1,8 +1,8 @@
 """pad_head: the vocabulary's table gets rows of zeros, so that products with it are fast and tp divides it.
 
-Guarantees: equal loss and gradients, which are zero for these rows. Kernels of 16 bits load 16 bytes at once where rows
-begin at multiples of that: rows of GPT-2's 50,257 logits don't, and no tp divides them. Elsewhere that is done by hand, and
-changes the model: its vocabulary is 50,304 then. Here the program's table alone is longer
+Guarantees: equal loss and gradients, which are zero for these rows. Kernels of 16 bits load 16 bytes at once where
+rows begin at multiples of that: rows of GPT-2's 50,257 logits don't, and no tp divides them. Elsewhere that is done by
+hand, and changes the model: its vocabulary is 50,304 then. Here the program's table alone is longer
 (:class:`~autopar.graph.ParameterInfo` keeps the model's shape), and its cross entropy leaves out the logits of what was
 added. A head that is split over the pipeline is padded by :mod:`autopar.passes.split_vocabulary`. Example, for tp 1:
 ``cross_entropy(linear(x [t, 768], w [50257, 768]), y)`` becomes ``cross_entropy_padded(linear(x, w [50264, 768]), y,

@@ -16,12 +16,12 @@ make rows of its logits begin at multiples of 16 bytes, which products need to b
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import fx
 
 from autopar.errors import StageError
-from autopar.graph import Block, Model, arguments, info, op_name, operands, set_info, verify, where
+from autopar.graph import Block, Model, arguments, info, op_name, operands, verify, where
 from autopar.passes.find_head import drop_dead, find_head, free
 from autopar.passes.logits import rewrite
 from autopar.passes.recut import Piece, closure, is_batch, split_call

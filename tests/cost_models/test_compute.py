@@ -90,10 +90,25 @@ def test_a_huge_product_on_an_h100_runs_at_the_published_rate() -> None:
 
 def test_the_last_round_of_tiles_takes_as_long_as_a_full_one() -> None:
     """A result of 108 tiles of 256 x 128 is one round on an A100; 162 are two, or three of half the size."""
-    full = compute.FILLED(made=108 * 256 * 128, multiprocessors=108)
-    assert full == 1.0
-    assert compute.FILLED(made=162 * 256 * 128, multiprocessors=108) == pytest.approx(max(162 / 216, 0.9))
-    assert compute.FILLED(made=109 * 256 * 128, multiprocessors=108) < 0.7
+
+    def filled(tiles: int) -> float:
+        return compute.FILLED(made=tiles * 256 * 128, multiprocessors=108, flops=1.0, slice=compute.SLICE)
+
+    assert filled(108) == 1.0
+    assert filled(162) == pytest.approx(max(162 / 216, 0.9))
+    assert filled(109) < 0.7
+
+
+def test_a_small_result_of_long_sums_is_made_in_slices() -> None:
+    """The gradient of a 64 x 64 convolution, over 401,408 places: 392 slices nearly fill an A100 with tiles of
+    128 x 128."""
+    made, places = 64 * 64, 401408
+
+    def filled(places: int) -> float:
+        return compute.FILLED(made=made, multiprocessors=108, flops=2 * made * places, slice=compute.SLICE)
+
+    assert filled(places) == pytest.approx(compute.SLICED * 0.9 * 392 * made / (128 * 128 * 108))
+    assert filled(compute.SLICE) == pytest.approx(0.75 * made / (64 * 128 * 108))
 
 
 def test_a_backward_by_hand() -> None:
