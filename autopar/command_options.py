@@ -68,6 +68,9 @@ class JobOptions:
     expert_bias_rate: Annotated[float | None, typer.Option(help="step of selection biases (DeepSeek-V3)")] = None
     expert_load: Annotated[Path | None, typer.Option(help="loads that --loads wrote: hot experts apart")] = None
     attention: Annotated[str | None, typer.Option(help="over cp: all_gather, ring or heads (default: fastest)")] = None
+    dispatch: Annotated[
+        str | None, typer.Option(help="to experts of other nodes: flat, or once per node (default: fastest)")
+    ] = None
     cp_order: Annotated[str | None, typer.Option(help="contiguous or paired parts (default: cheaper)")] = None
     statistics: Annotated[str | None, typer.Option(help="of auxiliary losses: of the batch or microbatch")] = None
     placement: Annotated[
@@ -190,7 +193,7 @@ _PANELS: Final = {
     ),
     "Experts and long sequences": (
         *("expert_imbalance", "expert_bias_rate", "expert_load", "statistics"),
-        *("attention", "cp_order"),
+        *("dispatch", "attention", "cp_order"),
     ),
 }
 """How --help groups them; what is left is a command's own."""

@@ -16,6 +16,7 @@ Recompute = Literal["auto", "none", "selective", "full"]
 Activations = Literal["exact", "lossless", "8bit"]
 Order = Literal["auto", "contiguous", "paired"]
 Attention = Literal["auto", "all_gather", "ring", "heads"]
+Dispatch = Literal["auto", "flat", "node"]
 Statistics = Literal["batch", "microbatch"]
 _FLOATS: Final = ("", "bfloat16", "float16", "float32", "float64")
 
@@ -61,6 +62,7 @@ class Given(TypedDict, total=False):
     head_chunks: int
     cp_order: Order
     attention: Attention
+    dispatch: Dispatch
     statistics: Statistics
     expert_imbalance: float
     expert_bias_rate: float
@@ -93,6 +95,9 @@ class Options(BaseModel):
     * ``attention``: how a sequence split over ``cp`` attends: to gathered keys and values (``"all_gather"``), to blocks
       of them that go round (``"ring"``), or to all of it for some heads (``"heads"``); ``"auto"``: each layer as is
       fastest.
+    * ``dispatch``: how tokens travel to experts on other nodes: a row for each of their experts, to all ranks at once
+      (``"flat"``), or once to each node that has any, and from there within it (``"node"``); ``"auto"``: each layer as
+      is fastest.
     * ``expert_imbalance``: how many times its share of the slots of a layer's experts the fullest rank is reckoned to
       get, where no load was measured. Costs and memory are those of that rank.
     * ``expert_bias_rate``: by how much selection biases move after each step, up for experts that got less than their
@@ -117,6 +122,7 @@ class Options(BaseModel):
     head_chunks: int = Field(default=1, ge=1)
     cp_order: Order = "auto"
     attention: Attention = "auto"
+    dispatch: Dispatch = "auto"
     statistics: Statistics = "batch"
     expert_imbalance: float = Field(default=1.0, ge=1.0, allow_inf_nan=False)
     expert_bias_rate: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)

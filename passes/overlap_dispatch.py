@@ -3,6 +3,7 @@
 Guarantees: equal values and gradients. :func:`overlap_dispatch` only reorders, after all axes are solved: ops that
 neither lead to a dispatch nor need it (shared experts) come right after it. :func:`start_dispatches` makes two of a
 dispatch with products between it and its first use, when code is written: the first begins to send, the second waits.
+Of tokens that travel by way of nodes, it is the hop across nodes that is started.
 Both keep a dispatch in one piece with what is recomputed around it. Example, with a shared expert::
 
     flight = dispatch_start(x, routing)
@@ -22,7 +23,6 @@ from dataclasses import replace
 from torch import fx
 
 from autopar.graph import Block, Model, RuntimeOp, info, op_name, set_info
-from autopar.passes.expert_roads import hops_of
 from autopar.passes.recompute import Region, Regions, nodes_of
 from autopar.rules import lookup
 from autopar.rules.base import Op
@@ -63,9 +63,8 @@ def meanwhile(block: Block, dispatch: fx.Node) -> Sequence[fx.Node]:
 
 
 def _travels(node: fx.Node) -> bool:
-    """Rows that go in two hops are waited for at the first, so nothing is gained."""
     forms = {choice.form for choice in info(node).choices.values()}
-    return op_name(node) == DISPATCH and EXCHANGE in forms and hops_of(node.all_input_nodes[1]) == 1
+    return op_name(node) == DISPATCH and EXCHANGE in forms
 
 
 def _first_use(block: Block, node: fx.Node) -> fx.Node | None:

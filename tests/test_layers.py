@@ -15,9 +15,9 @@ ROOT = Path(__file__).parents[1]
 SHIPPED = ("autopar", "passes", "cost_models")
 ALL = (*SHIPPED, "tests", "examples", "benchmarks")
 
-VALUES = {"errors", "options", "compression", "spmd", "mesh", "cluster", "graph", "plan", "batch"}
+VALUES = {"errors", "options", "compression", "node_rows", "spmd", "mesh", "cluster", "graph", "plan", "batch"}
 PLANNING = VALUES | {"rules", "cost_models", "passes", "schedules", "planner"}
-RUNNING = {"errors", "options", "compression", "spmd", "mesh", "plan", "batch", "schedules"}
+RUNNING = {"errors", "options", "compression", "node_rows", "spmd", "mesh", "plan", "batch", "schedules"}
 BELOW_API = PLANNING | {
     "storages",
     "documents",
@@ -38,6 +38,7 @@ BELOW_API = PLANNING | {
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "compression": set(),
+    "node_rows": set(),
     "options": {"errors"},
     "spmd": {"errors"},
     "shapes": {"errors"},

@@ -19,12 +19,20 @@ from autopar.cluster import Cluster, Link
 from autopar.cost_models import collective, compute, step
 from autopar.cost_models.compute import Work
 from autopar.cost_models.step import Collectives
-from autopar.graph import AxisRef, Choice
+from autopar.graph import Choice
 from autopar.mesh import Mesh
 from autopar.planner.op_costs import work_of
 from autopar.rules import lookup
 from autopar.rules.base import Op
-from autopar.rules.experts import DISPATCH, DISPATCH_END, DISPATCH_START, EXCHANGE, ROUTE
+from autopar.rules.experts import (
+    DISPATCH,
+    DISPATCH_END,
+    DISPATCH_START,
+    EXCHANGE,
+    ROUTE,
+    WITHIN,
+    told_bytes,
+)
 from autopar.spmd import R
 
 _LATER = frozenset({"linear", "matmul", "grouped_linear"})
@@ -82,14 +90,21 @@ class Prices:
     def slowed(self, phase: Phase, *, back: bool = False) -> float:
         """What ops take longer because rows travel to experts beside them."""
         ops = list(once(ran for ran in phase.ops if not ran.again))
-        routes = [ran.op.kwargs.get(EXCHANGE) for ran in ops if ran.op.name == ROUTE]
-        hidden, shares = list(self._hidden(ops, back=back)), [self._held_share(axes) for axes in routes if axes]
+        routes = [ran.op for ran in ops if ran.op.name == ROUTE and ran.op.kwargs.get(EXCHANGE)]
+        hidden, shares = list(self._hidden(ops, back=back)), [self._held_share(route) for route in routes]
         return math.fsum(share * seconds for share, seconds in zip(shares, hidden, strict=True)) if hidden else 0.0
 
-    def _held_share(self, axes: Sequence[AxisRef]) -> float:
-        ranks = self.mesh.group(0, *(axis.name for axis in axes))
+    def _held_share(self, route: Op) -> float:
+        ranks = self._groups(route)[0]
         stride = min((b - a for a, b in pairwise(ranks)), default=1)
         return self.cluster.device.held_share(self.cluster.link(len(ranks), stride, self.mesh.world))
+
+    def _groups(self, route: Op) -> tuple[tuple[int, ...], ...]:
+        """The ranks that the first one sends to: all at once, or those at its place in each node and those of its
+        node."""
+        group, nodes = self.mesh.group(0, *(axis.name for axis in route.kwargs[EXCHANGE])), route.kwargs.get("nodes", 1)
+        width = len(group) // nodes
+        return (group[::width], group[:width]) if nodes > 1 else (group,)
 
     def weights(self, phase: Phase) -> float:
         """The part of that which ``W`` takes, where the backward is split."""
@@ -132,13 +147,15 @@ class Prices:
     def _counts(self, ran: Ran) -> Iterator[Message]:
         """Before rows travel, ranks tell each other how many, the way they go: without values there is nothing to
         tell."""
-        axes = ran.op.kwargs.get(EXCHANGE) if ran.op.name == ROUTE else None
-        if axes:
-            ((kind, bytes_),) = lookup(ROUTE).communication(ran.op, Choice((R,), R, EXCHANGE), 1)
-            group, nodes = self.mesh.group(0, *(axis.name for axis in axes)), ran.op.kwargs.get("nodes", 1)
-            width = len(group) // nodes
-            for ranks in (group[:width], group[::width]) if nodes > 1 else (group,):
-                yield Message(kind, bytes_, ranks, False)
+        if ran.op.name != ROUTE or not ran.op.kwargs.get(EXCHANGE):
+            return
+        groups, nodes = self._groups(ran.op), ran.op.kwargs.get("nodes", 1)
+        if nodes > 1:
+            for hop, bytes_ in told_bytes(ran.op, nodes):
+                yield Message("all_to_all", bytes_, groups[hop == WITHIN], False)
+            return
+        ((kind, bytes_),) = lookup(ROUTE).communication(ran.op, Choice((R,), R, EXCHANGE), 1)
+        yield Message(kind, bytes_, groups[0], False)
 
     def _backward(self, ran: Ran) -> float:
         own, sent = self.compute(ran)[1], self._sent(ran, back=True)
@@ -158,9 +175,15 @@ class Prices:
             elif ran.op.name == DISPATCH and start is not None:
                 between = ops[start + 1 : place]
                 free = math.fsum(self._backward(r) if back else self._forward(r) for r in between)
-                both = (ops[start], ran)
-                yield min(free, math.fsum(self._sent(each, back=back) for each in both))
+                both = [m for each in (ops[start], ran) for m in (each.back_messages if back else each.messages)]
+                yield min(free, self.messages(self._beside(both)))
                 start = None
+
+    def _beside(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Of rows that travel, the messages that are started: those across nodes, where there are others."""
+        per_node = self.cluster.devices_per_node
+        far = [m for m in messages if m.ranks[0] // per_node != m.ranks[-1] // per_node]
+        return far or messages
 
     def compute(self, ran: Ran) -> tuple[float, float]:
         """Forward and backward of an op, without what it sends; changes of type only send."""

@@ -27,6 +27,7 @@ from autopar.graph import AxisRef, Meta
 from autopar.rules.base import Op
 from autopar.rules.experts import COMBINE, DISPATCH, DISPATCH_END, DISPATCH_START
 from autopar.runtime.axes import Axes, Axis
+from autopar.runtime.experts import Dispatched
 from autopar.schedules.flow import VOCABULARY_KINDS
 from autopar.simulate.calls import Call
 from autopar.storages import DispatchMode, address, is_fake
@@ -57,8 +58,9 @@ MADE, PUT_OFF, SENT, ENDED = PLACES = "made", "put off", "sent", "sent at the en
 once a step."""
 
 _TRAVELS: Final = frozenset({DISPATCH, DISPATCH_START, DISPATCH_END, COMBINE})
-_TURNS: Final = "cat.default"
-"""Ops in which rows travel to experts or back, and the kernel that lays them out for the next hop."""
+_TURNS: Final = ("index.Tensor", "index_put_.default")
+"""Ops in which rows travel to experts or back, and the kernels that make rows of slots between two hops, and put sums
+of them in their places."""
 
 PACKS, UNPACKS = "cat.default", "copy_.default"
 """Kernels that lay weights out to travel together, and that copy them from where they arrive."""
@@ -112,7 +114,7 @@ class Ran:
 
     ``flops`` are those of the kernels below it; ``again``: it is part of a recomputation; ``is_done``: it was not
     stopped there, as the last op of a recomputation is once nothing more is needed (``started``: after its kernel).
-    ``turned_bytes`` are read and written to put rows of experts into the order in which they travel on.
+    ``turned_bytes`` are read and written to lay out rows of experts for the next hop, and their sums.
     """
 
     op: Op
@@ -244,7 +246,7 @@ class Log:
         ran.is_done = True
         made = list(_tensors(result))
         ran.op, self._done[key] = replace(ran.op, outputs=tuple(map(_meta, made)) or (_OBJECT,)), ran
-        self._own(ran, made)
+        self._own(ran, [result.token] if isinstance(result, Dispatched) and result.token is not None else made)
         return result
 
     def _own(self, ran: Ran, made: Iterable[Tensor]) -> None:
@@ -296,9 +298,9 @@ class Log:
             self._phase.kernels.append(Kernel(name, flops, bytes_, dtype, made[0].numel(), is_aligned))
 
     def turned(self, name: str, made: Sequence[Tensor]) -> None:
-        """A kernel ran: of rows of experts that are put into another order between two hops, it counts."""
+        """A kernel ran: of rows of experts that are laid out for the next hop, or added up before it, it counts."""
         ran = self._running or self._origin
-        if made and name == _TURNS and ran is not None and ran.op.name in _TRAVELS:
+        if made and name in _TURNS and ran is not None and ran.op.name in _TRAVELS:
             if ran is self._running:
                 ran.turned_bytes += 2 * made[0].nbytes
             else:

@@ -119,6 +119,10 @@ def _of_experts(row: ExpertsPlan) -> Iterator[str]:
     yield from _unknown(f"{where}.whole", row.whole)
     if row.experts % row.ranks:
         yield f"{where}.ranks: {row.ranks} don't divide {row.experts} experts"
+    if row.ranks % row.nodes:
+        yield f"{where}.nodes: {row.nodes} don't divide the {row.ranks} ranks that experts are split over"
+    if row.across_bytes > row.sent_bytes:
+        yield f"{where}.across_bytes: {row.across_bytes} are more than all of sent_bytes, {row.sent_bytes}"
     if row.choices > row.experts:
         yield f"{where}.choices: a token takes {row.choices} of {row.experts} experts"
     if row.order and sorted(row.order) != list(range(row.experts)):

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 from autopar.plan.layouts import layout
 from autopar.plan.parts import BlockPlan, StagePlan
-from autopar.plan.text import bytes_text, change_text, flops_text, offload_text, percent_text, seconds_text, units_text
+from autopar.plan.text import (
+    bytes_text,
+    change_text,
+    dispatch_text,
+    flops_text,
+    offload_text,
+    percent_text,
+    seconds_text,
+    units_text,
+)
 
 if TYPE_CHECKING:
     from autopar.plan.plan import Plan
@@ -181,6 +190,16 @@ def _bytes_sent(block: BlockPlan, *, backward: bool) -> dict[str, int]:
     return dict(sorted(found.items()))
 
 
+def _dispatch(a: Plan, b: Plan, group: str) -> Iterator[Difference]:
+    """Layers whose tokens travel otherwise to their experts."""
+    theirs = {row.layer: row for row in b.experts}
+    for number, row in enumerate(a.experts):
+        other = theirs.get(row.layer)
+        if other is not None and row.nodes != other.nodes:
+            path = f"experts[{number}].nodes"
+            yield _line(group, path, f"{row.layer} sends tokens", row.nodes, other.nodes, dispatch_text)
+
+
 def _stages(a: Plan, b: Plan, group: str) -> Iterator[Difference]:
     if len(a.stage_plans) != len(b.stage_plans):
         yield _line(group, "stages", "stages", len(a.stage_plans), len(b.stage_plans))
@@ -237,7 +256,7 @@ _GROUPS: Final[dict[str, tuple[Rows, ...]]] = {
     "options": (_options,),
     "the host": (_offloads,),
     "recomputation": (_recomputation,),
-    "placements": (_placements,),
+    "placements": (_placements, _dispatch),
     _PREDICTED: (
         _field("cost.step_seconds", "step", seconds_text),
         _field("cost.bound_seconds", "bound on the mesh", seconds_text),

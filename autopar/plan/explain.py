@@ -239,7 +239,7 @@ def explain_experts(plan: Plan) -> Iterator[str]:
     """``experts of layers.0.mlp … layers.3.mlp (4): 8, of which a token takes 2; 2 on each of ep 4 ranks …``."""
 
     def alike(row: ExpertsPlan) -> tuple[object, ...]:
-        shape = row.experts, row.choices, row.axes, row.ranks, row.whole, row.sent_bytes
+        shape = row.experts, row.choices, row.axes, row.ranks, row.whole, row.sent_bytes, row.nodes
         return *shape, round(row.imbalance, 2), bool(row.order)
 
     for _, group in itertools.groupby(plan.experts, key=alike):
@@ -257,6 +257,9 @@ def explain_experts(plan: Plan) -> Iterator[str]:
             what = "a microbatch of a rank" if plan.microbatches > 1 else "a rank"
             sent = bytes_text(row.sent_bytes)
             yield f"  {what} sends tokens of {sent} to experts of other ranks, and gets as much back"
+        if row.nodes > 1:
+            across = bytes_text(row.across_bytes)
+            yield f"  once to each of {row.nodes} nodes that has a token's experts: {across} of that between nodes"
         if row.imbalance > 1:
             order = "; hot ones are stored apart" if row.order else ""
             bound = f" (no placement is below {row.bound:.2f})" if row.bound > 1 else ""

@@ -116,7 +116,8 @@ class ExpertsPlan(Value):
     many times its share of the slots the fullest of them is reckoned to get, which no order of experts makes less than
     ``bound``; ``order[p]`` is the expert stored at place ``p`` (empty: p itself). On the axes ``whole`` all ranks have
     the same tokens, and each takes those of its own experts; on the others tokens travel: a rank sends ``sent_bytes``
-    to others, of a microbatch and on the average, and gets as much back.
+    to others, of a microbatch and on the average, and gets as much back. By way of several ``nodes`` a token goes once
+    to each that has any of its experts, which are ``across_bytes`` of these, and from there within it.
     """
 
     layer: str
@@ -128,7 +129,9 @@ class ExpertsPlan(Value):
     bound: Factor
     order: list[Count]
     whole: list[str]
+    nodes: Positive
     sent_bytes: Bytes
+    across_bytes: Bytes
 
 
 class StagePlan(Value):

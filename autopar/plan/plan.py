@@ -31,7 +31,7 @@ from autopar.plan.parts import (
     Value,
 )
 
-VERSION: Final = 7
+VERSION: Final = 8
 
 
 class Plan(Value):

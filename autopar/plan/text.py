@@ -71,3 +71,8 @@ def spans_text(numbers: Sequence[int]) -> str:
         else:
             found.append([number, number])
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
+
+
+def dispatch_text(nodes: int) -> str:
+    """How tokens travel to experts by way of so many nodes; 1: at once."""
+    return "to all ranks at once" if nodes == 1 else f"once to each of {nodes} nodes"

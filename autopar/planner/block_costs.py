@@ -15,14 +15,14 @@ from autopar.cluster import Cluster, Device, Link
 from autopar.cost_models import collective
 from autopar.graph import AxisRef, Block, Choice, Meta, RuntimeOp, info, is_getitem, op_name, operands
 from autopar.mesh import AXES, Mesh
-from autopar.passes.expert_roads import counts_seconds, exchange_axes, exchange_seconds, hops_of
+from autopar.passes.expert_roads import across_seconds, exchange_axes, flat_seconds, hops_of, within_seconds
 from autopar.passes.overlap_dispatch import meanwhile
 from autopar.passes.products import PRODUCTS, is_transposition
 from autopar.passes.routers import routes
 from autopar.planner.op_costs import fullest, fullest_rows, pass_seconds
 from autopar.rules import lookup
 from autopar.rules.base import Op
-from autopar.rules.experts import EXCHANGE
+from autopar.rules.experts import ACROSS, EXCHANGE, WITHIN, Hop, hops, node_rows_of, told_bytes
 from autopar.spmd import I, R, Type, transition
 
 Wire: TypeAlias = tuple[str, str]
@@ -83,13 +83,16 @@ class DataLine:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a cost needs to know of where it arises; ``lines`` by :meth:`autopar.mesh.Mesh.data_axes`."""
+    """What a cost needs to know of where it arises; ``lines`` by :meth:`autopar.mesh.Mesh.data_axes`. ``nodes``: tokens
+    travel by way of so many, whatever blocks say (None: as they say); ``is_even``: and each rank passes on as many."""
 
     device: Device
     links: Mapping[str, Link]
     mesh: Mesh
     lines: Mapping[tuple[str, ...], DataLine] = field(default_factory=dict)
     cluster: Cluster | None = None
+    nodes: int | None = None
+    is_even: bool = False
 
     @classmethod
     def of(cls, cluster: Cluster, mesh: Mesh, zero_ranks: int = 0) -> Machine:
@@ -97,14 +100,26 @@ class Machine:
         lines = {axes: _line(cluster, mesh, axes, zero_ranks) for axes in mesh.data_lines()}
         return cls(cluster.device, links, mesh, lines, cluster)
 
+    def by_way_of(self, nodes: int) -> Machine:
+        """The same, where tokens travel by way of so many ``nodes``; 1: row by row."""
+        return replace(self, nodes=nodes)
+
+    def at_least(self, nodes: int) -> Machine:
+        """The same of ranks that pass on no more than the mean."""
+        return replace(self, nodes=nodes, is_even=True)
+
     @property
     def sizes(self) -> Mapping[str, int]:
         return {axis: self.mesh.size(axis) for axis in AXES}
 
-    def held_share(self, axes: Sequence[str]) -> float:
-        """The share of a device's multiprocessors that a collective of all ranks along ``axes`` holds."""
+    def held_share(self, axes: Sequence[str], kind: str = "") -> float:
+        """The share of a device's multiprocessors that a collective of all ranks along ``axes`` holds, or one of this
+        ``kind`` of those of a node or across nodes."""
         if self.cluster is None:
             return 0.0
+        if kind in (ACROSS, WITHIN):
+            near, far = self.cluster.intra_node, self.cluster.link(2, self.cluster.devices_per_node)
+            return self.device.held_share(far if kind == ACROSS else near)
         ranks = len(self.mesh.group(0, *axes))
         stride = min((self.mesh.stride(axis) for axis in axes if self.mesh.size(axis) > 1), default=1)
         return self.device.held_share(self.cluster.link(ranks, stride, self.mesh.world))
@@ -192,7 +207,7 @@ def block_cost(block: Block, machine: Machine, computed: Computed | None = None)
     for node, cost in found.items():
         beside = meanwhile(block, node)  # what is computed while rows travel hides as much of that
         for way in (0, 1) if beside else ():
-            for wire in list(cost.exposed):
+            for wire in [wire for wire in cost.exposed if wire[1] != WITHIN]:  # that hop waits for the other one
                 cost.hide(wire, way, math.fsum(found[other].seconds(way) for other in beside))
     forward = {node: cost.seconds(0) for node, cost in found.items()}
     backward = math.fsum(cost.seconds(1) for cost in found.values())
@@ -279,16 +294,56 @@ def _op_cost(node: fx.Node, machine: Machine, computed: Both) -> _OpCost:
     cost = _OpCost(*computed)
     if not any(choice.form for choice in info(node).choices.values()):
         return cost  # it sends nothing
+    if _travels(node) and machine.cluster is not None:
+        _add_journey(cost, node, machine, machine.cluster)
+        return cost
     op = fullest(node, Op.of(node))
-    one_way = _journey_seconds(node, op, machine)
-    if one_way is not None:
-        wire = ("+".join(exchange_axes(_routing(node))), "all_to_all")
-        cost.send(wire, 0, one_way)
-        cost.send(wire, 1, one_way if cost.compute[1] else 0.0)
-    for axis, taken in info(node).choices.items() if one_way is None else ():
+    for axis, taken in info(node).choices.items():
         if axis in machine.sizes and taken.form:
             _add_form(cost, op, axis, taken, machine)
     return cost
+
+
+def _travels(node: fx.Node) -> bool:
+    """Whether it sends rows to experts or back, maybe over several axes at once, or says how many they are."""
+    return any(choice.form == EXCHANGE for choice in info(node).choices.values())
+
+
+def _add_journey(cost: _OpCost, node: fx.Node, machine: Machine, cluster: Cluster) -> None:
+    routing = _routing(node)
+    axes = exchange_axes(routing)
+    nodes, wire = machine.nodes or hops_of(routing), "+".join(axes)
+    if nodes > 1:
+        for way, hop in enumerate(hops_by_way(node, nodes, is_even=machine.is_even)):
+            if way == 0 or cost.compute[1]:
+                across, within = _hop_seconds(hop, nodes, axes, machine, cluster)
+                cost.send((wire, ACROSS), way, across)
+                cost.send((wire, WITHIN), way, within)
+        return
+    exchanged = next(choice for choice in info(node).choices.values() if choice.form == EXCHANGE)
+    ((_, bytes_),) = lookup(op_name(node)).communication(fullest(node, Op.of(node)), exchanged, 1)
+    one_way = flat_seconds(bytes_, axes, cluster, machine.mesh)
+    cost.send((wire, "all_to_all"), 0, one_way)
+    cost.send((wire, "all_to_all"), 1, one_way if cost.compute[1] else 0.0)
+
+
+def hops_by_way(node: fx.Node, nodes: int, *, is_even: bool = False) -> tuple[Hop, ...]:
+    """What a routing, a dispatch or a combine sends of tokens that travel by way of ``nodes``: forward, and backward
+    where it has one. ``is_even``: as if ranks passed on as many rows, even where each has a node for itself."""
+    routing = _routing(node)
+    route = Op.of(routing)
+    if routing is node:
+        return (Hop(told_bytes(route, nodes), 0),)
+    return hops(fullest(node, Op.of(node)), node_rows_of(route, 1.0 if is_even else info(node).imbalance, nodes))
+
+
+def _hop_seconds(hop: Hop, nodes: int, axes: Sequence[str], machine: Machine, cluster: Cluster) -> Both:
+    """Across nodes, and within them with what is copied."""
+    ranks = math.prod(machine.mesh.size(axis) for axis in axes) // nodes
+    across = (across_seconds(bytes_, nodes, cluster) for kind, bytes_ in hop.messages if kind == ACROSS)
+    within = (within_seconds(bytes_, ranks, cluster) for kind, bytes_ in hop.messages if kind == WITHIN)
+    copies = hop.copied_bytes / cluster.device.achievable_memory_bytes_per_second
+    return math.fsum(across), math.fsum(within) + copies
 
 
 def _add_form(cost: _OpCost, op: Op, axis: str, taken: Choice, machine: Machine) -> None:
@@ -303,18 +358,6 @@ def _add_form(cost: _OpCost, op: Op, axis: str, taken: Choice, machine: Machine)
         for kind, bytes_ in messages:
             cost.send((axis, kind), way, collective.seconds(kind, bytes_, size, link))
             free -= cost.hide((axis, kind), way, free)
-
-
-def _journey_seconds(node: fx.Node, op: Op, machine: Machine) -> float | None:
-    """Of rows that travel to experts or back, over several axes at once, or of how many they are; None: the op
-    exchanges neither."""
-    exchanged = [choice for choice in info(node).choices.values() if choice.form == EXCHANGE]
-    if not exchanged or machine.cluster is None:
-        return None
-    routing = _routing(node)
-    road = exchange_axes(routing), hops_of(routing), machine.cluster, machine.mesh
-    ((_, even),), ((_, most),) = (lookup(op.name).communication(o, exchanged[0], 1) for o in (Op.of(node), op))
-    return counts_seconds(even, *road) if routing is node else exchange_seconds(even, *road, fullest=most)
 
 
 def _routing(node: fx.Node) -> fx.Node:

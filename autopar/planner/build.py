@@ -18,7 +18,7 @@ from autopar.options import Options
 from autopar.passes.chunk_head import chunk_head
 from autopar.passes.compress_activations import compress_activations
 from autopar.passes.estimate_statistics import estimate_statistics
-from autopar.passes.expert_roads import expert_roads
+from autopar.passes.expert_roads import nodes_of
 from autopar.passes.float8 import check_float8
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.localize import localize
@@ -32,6 +32,8 @@ from autopar.planner.block_costs import BlockCost, Machine, block_cost
 from autopar.planner.breakdown import Work, cost_plan, model_work
 from autopar.planner.budget import within_budget
 from autopar.planner.compression import KeptBytes, check_compression, describe
+from autopar.planner.dispatch_forms import FLAT, NODE, dispatch_forms
+from autopar.planner.exchange_prices import ByNodes
 from autopar.planner.expert_costs import Load, Reckoning, experts_plans, reckon
 from autopar.planner.fitting import Layout
 from autopar.planner.modes import mode_of
@@ -215,7 +217,8 @@ def place_inner(local: Local, request: Request, pinned: Plan | None = None) -> P
     local, request = _solve_axes(local, request, _axes(request, "ep", "cp", "tp"), pinned)
     model = local.model
     _check_heads(model, request)
-    overlap_dispatch(expert_roads(model, request.cluster, request.mesh))
+    machine = Machine.of(request.cluster, request.mesh, request.options.zero_ranks)
+    dispatch_forms(overlap_dispatch(model), machine, request.options.dispatch, pinned)
     experts = experts_plans(model, request.mesh, _reckoning(request, pinned))
     replicated = _replicated(model)
     exact = request.options.activations == "exact"
@@ -299,11 +302,20 @@ def _problem(request: Request, axis: str) -> AxisProblem:
     link = request.cluster.link(size, mesh.stride(axis), mesh.world)
     paired = axis == "cp" and mesh.paired
     moved = _moved_seconds(request) if axis == "tp" and request.is_streamed else 0.0
-    prices = request.prices(size, request.cluster.device, link, request.microbatches, paired, moved)
+    given = size, request.cluster.device, link, request.microbatches, paired
+    prices = request.prices(*given, by_nodes=_by_nodes(request, axis), moved_seconds=moved)
     kind = {"cp": "sequence", "tp": "model"}.get(axis, "batch")
     budget = _state_budget(request) if axis == "tp" else None
     attention, holds_experts = options.attention, axis in mesh.expert_axes
     return AxisProblem(axis, size, prices, kind, budget, holds_experts, paired, attention, mesh.tp, options.placements)
+
+
+def _by_nodes(request: Request, axis: str) -> ByNodes | None:
+    mesh, dispatch = request.mesh, request.options.dispatch
+    if axis not in mesh.expert_axes or dispatch == FLAT:
+        return None
+    nodes = nodes_of((axis,), request.cluster, mesh)
+    return ByNodes(request.cluster, nodes, mesh.size(axis), dispatch == NODE) if nodes > 1 else None
 
 
 def _moved_seconds(request: Request) -> float:

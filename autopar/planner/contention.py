@@ -22,6 +22,7 @@ from typing import NamedTuple
 from autopar.cost_models import step
 from autopar.planner.block_costs import BlockCost, Both, Machine
 from autopar.planner.zero import MoveCosts
+from autopar.rules.experts import ACROSS
 from autopar.schedules.backwards import Backwards
 
 
@@ -90,6 +91,6 @@ def _exchanges(costs: Iterable[BlockCost], machine: Machine) -> Both:
     found: list[Both] = []
     for cost in costs:
         for (axes, kind), (forward, backward) in cost.hidden.items():
-            share = machine.held_share(axes.split("+")) if kind == "all_to_all" else 0.0
+            share = machine.held_share(axes.split("+"), kind) if kind in ("all_to_all", ACROSS) else 0.0
             found.append((share * forward, share * backward))
     return math.fsum(f for f, _ in found), math.fsum(b for _, b in found)

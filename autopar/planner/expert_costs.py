@@ -17,11 +17,13 @@ from torch import fx
 from autopar.errors import ArgumentError
 from autopar.graph import Model, info, operands
 from autopar.mesh import AXES, Mesh
+from autopar.passes.expert_roads import exchange_axes, hops_of
 from autopar.passes.experts import DISPATCH, reckon_rows
 from autopar.passes.routers import RouterCall, router_calls, weights_of
 from autopar.plan import ExpertsPlan
 from autopar.planner.expert_places import place
-from autopar.rules.experts import EXCHANGE, FILTER
+from autopar.rules.base import Op
+from autopar.rules.experts import FILTER, node_rows_of
 from autopar.spmd import S
 
 Load = Mapping[str, Sequence[float]]
@@ -127,7 +129,9 @@ def experts_plans(model: Model, mesh: Mesh, reckoning: Reckoning) -> list[Expert
             bound=own.bound,
             order=list(own.order),
             whole=[axis for axis in axes if info(router.node).choices[axis].form == FILTER],
-            sent_bytes=_sent_bytes(router.node, mesh),
+            nodes=hops_of(router.node),
+            sent_bytes=sum(_sent_bytes(router.node, mesh)),
+            across_bytes=_sent_bytes(router.node, mesh)[0] if hops_of(router.node) > 1 else 0,
         )
     _mark(found)
     reckon_rows(model)
@@ -140,8 +144,13 @@ def _axes(weights: Iterable[fx.Node]) -> list[str]:
     return [axis for axis in AXES if any(kinds.get(axis) == S(0) for kinds in types)]
 
 
-def _sent_bytes(route: fx.Node, mesh: Mesh) -> int:
-    """Rows of this rank's tokens that go to the experts of others."""
-    ranks = math.prod(mesh.size(axis) for axis, choice in info(route).choices.items() if choice.form == EXCHANGE)
-    bytes_ = sum(info(user).meta.bytes for user in route.users if user.target == DISPATCH)
-    return bytes_ * (ranks - 1) // ranks
+def _sent_bytes(route: fx.Node, mesh: Mesh) -> tuple[int, int]:
+    """Rows of this rank's tokens that go to the experts of others: across nodes, and within them. Where rows go at once
+    these aren't told apart, and the latter are none."""
+    ranks, nodes = math.prod(mesh.size(axis) for axis in exchange_axes(route)), hops_of(route)
+    metas = [info(user).meta for user in route.users if user.target == DISPATCH]
+    if nodes == 1:
+        return sum(meta.bytes for meta in metas) * (ranks - 1) // ranks, 0
+    rows, width = node_rows_of(Op.of(route)), ranks // nodes
+    across = sum(rows.sent * meta.bytes // meta.shape[0] for meta in metas) * (nodes - 1) // nodes
+    return across, sum(meta.bytes for meta in metas) * (width - 1) // width

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from torch import fx
 
 from autopar.graph import AxisRef, Block, RuntimeOp, info, op_name, operands
-from autopar.passes.expert_roads import exchange_axes
+from autopar.passes.expert_roads import exchange_axes, hops_of
 from autopar.plan import MessagePlan, NodePlan
-from autopar.planner.block_costs import Machine, before_split, is_parameter
+from autopar.planner.block_costs import Machine, before_split, hops_by_way, is_parameter
 from autopar.planner.op_costs import dtype_name
 from autopar.rules import lookup
 from autopar.rules.base import Op
@@ -57,6 +57,11 @@ def _sent(node: fx.Node, machine: Machine) -> Iterator[_Message]:
     op, rule, data = Op.of(node), lookup(op_name(node)), info(node)
     journeys = [choice for choice in data.choices.values() if choice.form == EXCHANGE]
     routing = next((operand for operand in operands(node) if info(operand).is_object), None)
+    travels = routing or node
+    if journeys and (nodes := hops_of(travels)) > 1:
+        hops = tuple(list(hop.messages) for hop in hops_by_way(node, nodes))
+        yield from _both_ways("+".join(exchange_axes(travels)), hops, data.meta.needs_grad)
+        return
     if journeys and routing is not None:  # rows travel over all axes at once
         axes = "+".join(exchange_axes(routing))
         ways = (rule.communication(op, journeys[0], 1), rule.communication_back(op, journeys[0], 1))

@@ -31,6 +31,7 @@ from torch import fx
 
 from autopar.graph import AxisRef, Choice, Meta, info, op_name, operands
 from autopar.mesh import AXES
+from autopar.node_rows import NodeRows, node_rows
 from autopar.rules.base import Communication, Local, Op, Rule, Splits, Whole
 from autopar.spmd import RAGGED, P, R, S, Type
 
@@ -49,13 +50,61 @@ DISPATCH_START: Final = "dispatch_start"
 DISPATCH_END: Final = "dispatch_end"
 """A dispatch in two, as code is written (:mod:`autopar.passes.overlap_dispatch`)."""
 
+ACROSS: Final = "all_to_all across nodes"
+WITHIN: Final = "all_to_all within nodes"
+"""The hops of tokens that travel by way of nodes, as kinds of collectives."""
+
 _RAGGED: Final = S(0, RAGGED)
 _STAY, _TRAVEL = 0, 1
+_NUMBER: Final = torch.int64.itemsize
 
 
-def routing_meta(tokens: int) -> Meta:
-    """The metadata of a routing of ``tokens``; the node's ``Info`` has ``is_object`` set."""
-    return Meta((tokens, tokens, 0), torch.uint8)
+def routing_meta(tokens: int, sent: int | None = None) -> Meta:
+    """The metadata of a routing of ``tokens``; the node's ``Info`` has ``is_object`` set. ``sent``: rows that leave, of
+    tokens that travel by way of nodes, once that is known."""
+    return Meta((tokens, tokens, 0, *(() if sent is None else (sent,))), torch.uint8)
+
+
+def node_rows_of(route: Op, imbalance: float = 1.0, nodes: int | None = None) -> NodeRows:
+    """How many rows tokens are that travel by way of ``nodes`` (None: those that the local ``route`` has);
+    ``imbalance`` as in :func:`autopar.node_rows.node_rows`."""
+    experts, (tokens, choices) = _experts(route), route.operands[0].shape
+    exchanged, filtered = (math.prod(ref.size for ref in route.kwargs.get(form, ())) for form in (EXCHANGE, FILTER))
+    among, nodes = int(route.kwargs.get(OF) or experts), nodes or int(route.kwargs["nodes"])
+    return node_rows(tokens, choices, among, experts // filtered, nodes, exchanged, imbalance)
+
+
+def told_bytes(route: Op, nodes: int) -> tuple[tuple[str, int], ...]:
+    """What ranks tell each other before tokens travel by way of ``nodes``, by hop: how many tokens have more than j
+    slots on a node, and slots of each expert; of these, those of a node's; and which slots they are."""
+    filtered = math.prod(ref.size for ref in route.kwargs.get(FILTER, ()))
+    kept, slots = _experts(route) // filtered, node_rows_of(route, nodes=nodes).slots
+    counts = nodes * route.operands[0].shape[1] + kept
+    return (ACROSS, _NUMBER * counts), (WITHIN, _NUMBER * (kept // nodes)), (ACROSS, _NUMBER * slots)
+
+
+@dataclass(frozen=True)
+class Hop:
+    """What a dispatch or a combine sends and copies one way, where tokens travel by way of nodes: messages by hop, and
+    bytes that are read and written to make a row of each slot, or to put sums in their places."""
+
+    messages: tuple[tuple[str, int], ...]
+    copied_bytes: int
+
+
+def hops(op: Op, rows: NodeRows) -> tuple[Hop, Hop]:
+    """Forward and backward of a local ``dispatch`` or ``combine``, as the rank with the most rows has it."""
+    gives_back = op.name == COMBINE
+    some, tokens = (op.operands[0], op.result) if gives_back else (op.result, op.operands[0])
+    row = some.shape[1] * some.dtype.itemsize
+    across, within = (ACROSS, rows.got * row), (WITHIN, max(rows.passed, some.shape[0]) * row)
+    out, spread = rows.got * row + rows.tokens * tokens.shape[1] * tokens.dtype.itemsize, rows.passed * row
+    if not gives_back:
+        return Hop((across, within), 2 * spread), Hop((across, within), 2 * out)
+    weights = op.operands[1]
+    told = (ACROSS, rows.passed * weights.dtype.itemsize)
+    back = (across, *((told,) if weights.needs_grad else ()), *((within,) if op.operands[0].needs_grad else ()))
+    return Hop((told, within, across), 2 * out), Hop(back, 2 * spread)
 
 
 def _join(*sets: set[int]) -> None:

@@ -19,6 +19,9 @@ from autopar.rules.base import Op
 
 aten = torch.ops.aten
 
+_SENT: Final = 3
+"""The dim of a routing that says how many rows leave, where tokens travel by way of nodes."""
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -73,13 +76,20 @@ def _attention_blocks(op: Op) -> Kept:
 
 
 def _dispatch(op: Op) -> Kept:
-    """Which slots have rows, and the rows' places by expert."""
-    return Kept(extra_bytes=2 * torch.int64.itemsize * op.result.shape[0], hidden=True)
+    """Which slots have rows, and the rows' places by expert; by way of nodes, which tokens leave, which rows go on,
+    and how they are added up."""
+    rows, sent = op.result.shape[0], op.operands[1].shape[_SENT:]
+    places = 5 * rows + 3 * sent[0] + op.operands[0].shape[0] if sent else 2 * rows
+    return Kept(extra_bytes=torch.int64.itemsize * places, hidden=True)
 
 
 def _combine(op: Op) -> Kept:
-    """The weights for the rows' gradient, and for theirs the rows as they came back, by slot."""
-    rows, weights = op.operands[:2]
+    """The weights for the rows' gradient, and for theirs the rows as they came back, by slot; by way of nodes, both as
+    they are on the rank that adds them up."""
+    rows, weights, routing = op.operands[:3]
+    if len(routing.shape) > _SENT:
+        slots = rows.shape[0] if rows.needs_grad else 0
+        return Kept((), slots * weights.dtype.itemsize + (rows.bytes if weights.needs_grad else 0))
     returned = weights.numel * op.result.shape[-1] * rows.dtype.itemsize
     return Kept((1,) if rows.needs_grad else (), returned if weights.needs_grad else 0)
 

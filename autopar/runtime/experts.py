@@ -16,6 +16,7 @@ from torch import Tensor
 from autopar.errors import ShardingError
 from autopar.runtime.collectives import fresh
 from autopar.runtime.exchange import Flight
+from autopar.runtime.hops import Hops
 from autopar.runtime.routing import Routing
 
 
@@ -61,8 +62,9 @@ def dispatch_end(dispatched: Dispatched) -> Tensor:
 def combine(rows: Tensor, weights: Tensor, routing: Routing) -> Tensor:
     """``rows [rows, h]`` by expert and ``weights [n, k]`` of slots; ``[n, h]``, the weighted sum of each token's slots.
 
-    Rows go back to their tokens, are multiplied there, and added in the order of a token's slots. The result has the
-    wider of the two dtypes. Raises ShardingError where shapes don't fit ``routing``.
+    Rows go back to their tokens, are multiplied there, and added in the order of a token's slots; by way of nodes, in
+    each node first. The result has the wider of the two dtypes. Raises ShardingError where shapes don't fit
+    ``routing``.
     """
     wanted = (routing.tokens, routing.choices)
     if tuple(weights.shape) != wanted or rows.shape[0] != routing.rows:
@@ -70,18 +72,20 @@ def combine(rows: Tensor, weights: Tensor, routing: Routing) -> Tensor:
             f"combine: routing is of {wanted} slots and {routing.rows} rows here, "
             f"weights are {tuple(weights.shape)} and rows {tuple(rows.shape)}"
         )
-    return cast(Tensor, _Combine.apply(rows, weights, routing))  # type: ignore[no-untyped-call]
+    function = _Combine if routing.hops is None else _CombineByNodes
+    return cast(Tensor, function.apply(rows, weights, routing))  # type: ignore[no-untyped-call]
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, routing: Routing) -> Tensor:
         ctx.routing = routing
-        return fresh(routing.to_experts(_leaving(x, routing)))
+        return fresh(routing.at_experts(routing.start_to_experts(x)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _summed(ctx.routing.to_tokens(grads[0]), ctx.routing), None
+        routing: Routing = ctx.routing
+        return routing.at_tokens(routing.start_to_tokens(grads[0]), grads[0].dtype), None
 
 
 class _Start(torch.autograd.Function):
@@ -89,8 +93,8 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dispatched: Dispatched) -> Tensor:
-        ctx.dispatched = dispatched
-        dispatched.rows = dispatched.routing.start_to_experts(_leaving(x, dispatched.routing))
+        ctx.dispatched, ctx.dtype = dispatched, x.dtype
+        dispatched.rows = dispatched.routing.start_to_experts(x)
         return x.new_empty(0)
 
     @staticmethod
@@ -98,7 +102,7 @@ class _Start(torch.autograd.Function):
         dispatched: Dispatched = ctx.dispatched
         flight, dispatched.gradients = dispatched.gradients, None
         assert flight is not None, "gradients of rows that were never sent"
-        return _summed(dispatched.routing.at_tokens(flight), dispatched.routing), None
+        return dispatched.routing.at_tokens(flight, ctx.dtype), None
 
 
 class _End(torch.autograd.Function):
@@ -114,16 +118,6 @@ class _End(torch.autograd.Function):
         dispatched: Dispatched = ctx.dispatched
         dispatched.gradients = dispatched.routing.start_to_tokens(grads[0])
         return grads[0].new_empty(0), None
-
-
-def _leaving(x: Tensor, routing: Routing) -> Tensor:
-    """The rows that tokens ``x`` have here, by :attr:`Routing.order`."""
-    return x.index_select(0, routing.order // routing.choices)
-
-
-def _summed(slots: Tensor, routing: Routing) -> Tensor:
-    """Of each token the sum over its slots."""
-    return _by_token(slots, routing).sum(1) if routing.choices > 1 else slots
 
 
 class _Combine(torch.autograd.Function):
@@ -149,6 +143,48 @@ class _Combine(torch.autograd.Function):
             slots = [torch.linalg.vecdot(slot.to(grad.dtype), grad) for slot in returned.unbind(1)]
             for_weights = torch.stack(slots, 1).to(ctx.dtypes[1])
         return for_rows, for_weights, None
+
+
+class _CombineByNodes(torch.autograd.Function):
+    """Saves on the rank that adds them up the rows of a node, and ``weights`` as they came there."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, routing: Routing) -> Tensor:
+        for_rows, for_weights = ctx.needs_input_grad[:2]
+        hops = _hops(routing)
+        came = hops.weights_there(weights)
+        gathered = hops.gathered(routing.as_come(rows))
+        ctx.save_for_backward(came if for_rows else None, gathered if for_weights else None)
+        ctx.routing, ctx.dtypes = routing, (rows.dtype, weights.dtype)
+        return hops.back(hops.start_home(gathered, came), torch.promote_types(rows.dtype, weights.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        came, gathered = ctx.saved_tensors
+        routing: Routing = ctx.routing
+        hops, for_rows, for_weights = _hops(routing), None, None
+        spread = hops.spread(hops.start_there(grads[0].to(ctx.dtypes[0])).wait())
+        if gathered is not None:
+            terms = _terms(gathered, spread, routing.choices)
+            for_weights = hops.weights_back(terms.to(ctx.dtypes[1]), (routing.tokens, routing.choices))
+        if came is not None:
+            for part, factor in zip(spread.chunk(routing.choices), came.chunk(routing.choices), strict=True):
+                part.mul_(factor.unsqueeze(1))
+            for_rows = routing.in_order(hops.road.within(spread, hops.near_sent, hops.near_got))
+        return for_rows, for_weights, None
+
+
+def _hops(routing: Routing) -> Hops:
+    assert routing.hops is not None, "rows that don't go by way of nodes"
+    return routing.hops
+
+
+def _terms(left: Tensor, right: Tensor, pieces: int) -> Tensor:
+    """``[m]``, of each row of ``left [m, h]`` its product with that of ``right``: some rows at a time, in float32 at
+    least."""
+    wide = torch.promote_types(left.dtype, torch.float32)
+    parts = zip(left.chunk(pieces), right.chunk(pieces), strict=True)
+    return torch.cat([torch.linalg.vecdot(a.to(wide), b.to(wide)) for a, b in parts])
 
 
 def _weighted(slots: Tensor, weights: Tensor) -> Tensor:

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from autopar.errors import ShardingError
+from autopar.node_rows import node_rows
 from autopar.runtime.axes import Axes, Axis
 from autopar.runtime.exchange import Flight, Journey, Road
+from autopar.runtime.hops import Hops, hops_of
 from autopar.runtime.later import Later
 
 
@@ -27,7 +29,8 @@ class Routing:
 
     ``order [r]``: the slots that have a row, by expert. ``journey`` (None: all stay) takes these rows to the ranks of
     their experts, in order of origin; ``by_expert`` (None: they are so already) are their places there by expert.
-    ``counts``: rows of each of this rank's experts. ``is_estimate``: counts are a guess, there being no values.
+    By way of nodes, ``hops`` stand in place of both. ``counts``: rows of each of this rank's experts. ``is_estimate``:
+    counts are a guess, there being no values.
     """
 
     tokens: int
@@ -38,6 +41,7 @@ class Routing:
     by_expert: Tensor | None = None
     later: Later | None = None
     is_estimate: bool = False
+    hops: Hops | None = None
 
     @property
     def rows(self) -> int:
@@ -54,30 +58,49 @@ class Routing:
 
     def to_experts(self, rows: Tensor) -> Tensor:
         """Rows ``[r, ...]`` by :attr:`order`, brought to the ranks of their experts and there in order of experts."""
-        return self.at_experts(self.start_to_experts(rows))
+        return self.in_order(self._start_there(rows).wait())
 
     def to_tokens(self, rows: Tensor) -> Tensor:
         """The inverse, as ``[tokens * choices, ...]`` by slot; zeros for slots without a row."""
-        return self.at_tokens(self.start_to_tokens(rows))
+        return self._by_slot(self._start_back(self.as_come(rows)).wait())
 
-    def start_to_experts(self, rows: Tensor) -> Flight:
-        """:meth:`to_experts` until the rows are on their way."""
-        return Flight(rows) if self.journey is None else self.journey.start_there(rows)
+    def start_to_experts(self, x: Tensor) -> Flight:
+        """Of tokens ``x [n, h]``, a row for each slot to its expert, until they are on their way."""
+        if self.hops is not None:
+            return self.hops.start_there(x)
+        return self._start_there(x.index_select(0, self.order // self.choices))
 
     def at_experts(self, flight: Flight) -> Tensor:
-        """The rest of it."""
-        arrived = flight.wait()
-        return arrived if self.by_expert is None else arrived.index_select(0, self.by_expert)
+        """The rest of it: ``[rows, h]`` by expert."""
+        return self.in_order(flight.wait() if self.hops is None else self.hops.there(flight))
 
     def start_to_tokens(self, rows: Tensor) -> Flight:
-        """:meth:`to_tokens` until the rows are on their way."""
-        if self.by_expert is not None:
-            rows = torch.empty_like(rows).index_copy_(0, self.by_expert, rows)
+        """The way back of rows that are added up, until they are on their way."""
+        rows = self.as_come(rows)
+        return self._start_back(rows) if self.hops is None else self.hops.start_back(rows)
+
+    def at_tokens(self, flight: Flight, dtype: torch.dtype) -> Tensor:
+        """The rest of it: ``[n, h]``, of each token the sum of its rows."""
+        if self.hops is not None:
+            return self.hops.back(flight, dtype)
+        slots = self._by_slot(flight.wait())
+        return slots.view(self.tokens, self.choices, *slots.shape[1:]).sum(1) if self.choices > 1 else slots
+
+    def in_order(self, rows: Tensor) -> Tensor:
+        """Rows in order of origin: by expert."""
+        return rows if self.by_expert is None else rows.index_select(0, self.by_expert)
+
+    def as_come(self, rows: Tensor) -> Tensor:
+        """The inverse."""
+        return rows if self.by_expert is None else torch.empty_like(rows).index_copy_(0, self.by_expert, rows)
+
+    def _start_there(self, rows: Tensor) -> Flight:
+        return Flight(rows) if self.journey is None else self.journey.start_there(rows)
+
+    def _start_back(self, rows: Tensor) -> Flight:
         return Flight(rows) if self.journey is None else self.journey.start_back(rows)
 
-    def at_tokens(self, flight: Flight) -> Tensor:
-        """The rest of it."""
-        returned = flight.wait()
+    def _by_slot(self, returned: Tensor) -> Tensor:
         slots = self.tokens * self.choices
         every = returned.shape[0] == slots
         made = (returned.new_empty if every else returned.new_zeros)((slots, *returned.shape[1:]))
@@ -99,7 +122,7 @@ def route(
 
     ``exchange``: axes whose ranks hold other tokens and other experts, outermost first, so that rows travel.
     ``filter``: axes whose ranks hold the same tokens and other experts, so that each takes the rows of its own.
-    ``nodes``: rows travel in two hops, within and across so many nodes of neighbours (:mod:`autopar.runtime.exchange`).
+    ``nodes``: tokens travel once to each of so many nodes of neighbours (:mod:`autopar.runtime.hops`); 1: rows at once.
     ``layer``: the module path of the router below the axes' scope, under which its load is counted.
     ``of``: so many experts the router chooses among, of which others have a routing of their own (0: none has).
     One small message to each other rank of ``exchange`` (counts). Under ``axes.imbalance`` counts are not
@@ -117,6 +140,8 @@ def route(
         index = axes.routers.seen(axes.path(layer), index, experts)
     if axes is not None and axes.imbalance is not None:
         return _estimate(index, split, axes.imbalance * axes.routers.imbalance(axes.path(layer)), later, of)
+    if split.road is not None and nodes > 1:
+        return _by_nodes(index, split, split.road, later)
     keys, order = split.keys(index.flatten()).sort(stable=True)
     bounds = torch.searchsorted(keys, torch.arange(split.kept + 1, device=keys.device))
     sent = (bounds[1:] - bounds[:-1]).view(split.ranks, split.local)
@@ -126,22 +151,32 @@ def route(
     return _travelling(index, split.road, order, sent, later)
 
 
+def _by_nodes(index: Tensor, split: _Split, road: Road, later: Later | None) -> Routing:
+    hops, counts, received = hops_of(split.keys(index), road, split.local)
+    by_expert = _by_expert(received, sum(hops.near_got))
+    rows, (tokens, choices) = tuple(map(sum, zip(*counts, strict=True))), index.shape
+    return Routing(tokens, choices, hops.slots, rows, by_expert=by_expert, later=later, hops=hops)
+
+
 def _travelling(index: Tensor, road: Road, order: Tensor, sent: Tensor, later: Later | None) -> Routing:
     """Tell the ranks how many rows come; one copy to the host."""
     (tokens, choices), (ranks, local) = index.shape, sent.shape
-    received, near = road.counts(sent)
-    hops = [] if near is None else [near.sum(2).flatten()]
-    told = torch.cat([sent.sum(1), received.flatten(), *hops]).tolist()
-    leaving, by_rank = told[:ranks], _rows(told[ranks : ranks * (1 + local)], local)
-    grid = tuple(map(tuple, _rows(told[ranks * (1 + local) :], road.nodes)))
-    journey = Journey(road, tuple(leaving), tuple(map(sum, by_rank)), grid)
+    received = road.counts(sent)
+    told = torch.cat([sent.sum(1), received.flatten()]).tolist()
+    leaving, by_rank = told[:ranks], _rows(told[ranks:], local)
+    journey = Journey(road, tuple(leaving), tuple(map(sum, by_rank)))
     counts = tuple(map(sum, zip(*by_rank, strict=True)))
-    by_expert = None
-    if local > 1 and ranks > 1:
-        labels = torch.arange(local, device=order.device).repeat(ranks)
-        labels = labels.repeat_interleave(received.flatten(), output_size=journey.arriving)
-        by_expert = labels.sort(stable=True).indices
+    by_expert = _by_expert(received, journey.arriving)
     return Routing(tokens, choices, order[: sum(leaving)], counts, journey, by_expert, later)
+
+
+def _by_expert(received: Tensor, arriving: int) -> Tensor | None:
+    """Places by expert of rows that come by rank and then expert, ``received [ranks, experts]`` of each."""
+    ranks, local = received.shape
+    if local == 1 or ranks == 1:
+        return None
+    labels = torch.arange(local, device=received.device).repeat(ranks)
+    return labels.repeat_interleave(received.flatten(), output_size=arriving).sort(stable=True).indices
 
 
 def _estimate(index: Tensor, split: _Split, imbalance: float, later: Later | None, of: int) -> Routing:
@@ -155,9 +190,17 @@ def _estimate(index: Tensor, split: _Split, imbalance: float, later: Later | Non
     counts = _even(rows, split.local)
     if split.road is None:
         return Routing(tokens, choices, order, counts, later=later, is_estimate=True)
+    if split.road.nodes > 1:
+        mean = node_rows(
+            tokens, choices, of or split.experts, split.kept, split.road.nodes, split.road.axis.size, imbalance
+        )
+        rows = mean.passed if split.road.width == 1 else rows
+        hops, counts = Hops.estimate(split.road, mean, rows, index), _even(rows, split.local)
+        by_expert = index.new_empty(rows) if split.local > 1 and split.road.width > 1 else None
+        given = tokens, choices, hops.slots, counts
+        return Routing(*given, by_expert=by_expert, later=later, is_estimate=True, hops=hops)
     sent = _even(leaving, split.ranks)
-    near = tuple(zip(*_rows(list(sent), split.road.width), strict=True)) if split.road.has_hops else ()
-    journey = Journey(split.road, sent, _even(rows, split.ranks), near)
+    journey = Journey(split.road, sent, _even(rows, split.ranks))
     by_expert = index.new_empty(rows) if split.local > 1 else None
     return Routing(tokens, choices, order, counts, journey, by_expert, later, is_estimate=True)
 

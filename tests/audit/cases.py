@@ -62,6 +62,9 @@ BF16: Final[Mapping[str, Any]] = {"precision": "bf16"}
 TIGHT: Final[Mapping[str, Any]] = {"zero": 1, "recompute": "auto"}
 """With a budget, parts of layers are recomputed."""
 
+BY_NODES: Final[Mapping[str, Any]] = {"dispatch": "node"}
+"""Tokens travel once to each node."""
+
 FAST_PLANS: Final = (
     Plan("llama", {"pp": 2, "dp": 2, "tp": 2}, {"microbatches": 2}),  # messages, changes between calls, tables
     Plan("mlp", {"pp": 4}, {"schedule": "zb-h1"}),
@@ -75,7 +78,7 @@ FAST_PLANS: Final = (
     Plan("moe_mixtral", {"dp": 2, "ep": 2}),
     Plan("mlp", {"pp": 2}, {"zero": 3, **BF16}, torch.float32),  # with nobody to share rows: copies are cast once
     Plan("mlp", {"dp": 3}, {"zero": 3, **BF16}, torch.float32, batch=12),  # rows are padded
-    Plan("moe_qwen2_moe", {"dp": 8, "ep": 8}, {"expert_imbalance": 1.25}, batch=16, cluster=NODES),  # in two hops
+    Plan("moe_qwen2_moe", {"dp": 8, "ep": 8}, {"expert_imbalance": 1.25, **BY_NODES}, batch=16, cluster=NODES),
     Plan("mlp", {"dp": 4}, {"zero": 3, "zero_ranks": 2}, cluster=BUSY),  # what collectives slow: both passes
     Plan("mlp", {"pp": 2, "dp": 2}, {"schedule": "zb-h1", "zero": 2}, cluster=BUSY),  # the second half of the backward
     Plan("mlp", {"pp": 2, "dp": 2}, {"schedule": "dualpipe-v", "microbatches": 6}, batch=12),  # two kinds
@@ -125,6 +128,12 @@ SLOW_PLANS: Final = (
     Plan("llama_tied", {"pp": 2, "dp": 2}, {"zero": 3}, cluster=BUSY),
     Plan("mlp", {"pp": 2, "dp": 2}, {"zero": 1, "offload": ("optimizer",)}, cluster=BUSY),
     Plan("moe_deepseek_v3", {"dp": 4, "ep": 4}, {"zero": 1}, batch=16, cluster=BUSY),  # rows beside shared experts
+    Plan("moe_deepseek_v3", {"dp": 4, "ep": 4}, {"zero": 1, **BY_NODES}, batch=16, cluster=BUSY),
+    Plan("moe_deepseek_v3", {"dp": 2, "ep": 4, "tp": 2}, BY_NODES, batch=16, cluster=NODES),  # rows over two axes
+    Plan("moe_qwen2_moe", {"dp": 4, "ep": 4, "tp": 2}, {"expert_imbalance": 1.5, **BY_NODES}, batch=16, cluster=NODES),
+    Plan("moe_mixtral", {"dp": 4, "ep": 4}, {"recompute": "full", **BY_NODES}, cluster=NODES),
+    Plan("moe_mixtral", {"dp": 4, "ep": 4}, {**BF16, **BY_NODES}, torch.float32, cluster=NODES),
+    Plan("moe_deepseek_v3", {"pp": 2, "dp": 4, "ep": 4}, {"schedule": "zb-h1", **BY_NODES}, batch=16, cluster=NODES),
     Plan("mlp", {"pp": 2, "dp": 2}, {"zero": 3, "offload": ("parameters",), **BF16}, torch.float32, cluster=BUSY),
     Plan("gpt2", {"pp": 2}, {"vocabulary": "vocab-1", "offload": ("optimizer",), **BF16}, torch.float32, cluster=BUSY),
 )

@@ -125,12 +125,14 @@ def test_a_search_names_points_of_the_right_size(plan: Plan) -> None:
 
 def test_experts_are_an_order_of_their_number(plan: Plan) -> None:
     row = {"layer": "moe", "experts": 4, "choices": 2, "axes": ["ep"], "ranks": 2, "imbalance": 1.0, "bound": 1.0}
-    row |= {"order": [], "whole": [], "sent_bytes": 0}
+    row |= {"order": [], "whole": [], "nodes": 1, "sent_bytes": 0, "across_bytes": 0}
     for changes, words in (
         ({"order": [0, 1, 2, 2]}, "order: isn't an order of 4 experts"),
         ({"ranks": 3}, "ranks: 3 don't divide 4 experts"),
         ({"choices": 5}, "choices: a token takes 5 of 4"),
         ({"axes": ["xp"]}, "axes: axis 'xp' is unknown"),
+        ({"nodes": 3}, "nodes: 3 don't divide the 2 ranks"),
+        ({"across_bytes": 1}, "across_bytes: 1 are more than all of sent_bytes, 0"),
         ({"imbalance": 0.5}, "imbalance: .* greater than or equal to 1"),
     ):
         with pytest.raises(PlanError, match=words):

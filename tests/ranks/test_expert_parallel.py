@@ -18,7 +18,7 @@ from autopar.runtime.job import start
 from autopar.simulate.measure import measured_memory
 from autopar.simulate.predict import predicted_memory
 from tests.codegen.programs import assert_equal, cut, expected, folded, place_at_random, simulated
-from tests.fast_cluster import FAST
+from tests.fast_cluster import FAST, NODES
 from tests.models import Case, Float64, prepared
 from tests.moe_models import SEQUENCE, family
 from tests.pinned import compile_pinned
@@ -28,9 +28,9 @@ WIDTH, CHOICES, LAYERS = 32, 2, 2
 Mesh = dict[str, int]
 
 
-def mixtral(batch: int, experts: int = 8, layers: int = LAYERS) -> Case:
+def mixtral(batch: int, experts: int = 8, layers: int = LAYERS, choices: int = CHOICES) -> Case:
     def made() -> Case:
-        return family("mixtral", batch, experts=experts, top_k=CHOICES, layers=layers, output_router_logits=False)
+        return family("mixtral", batch, experts=experts, top_k=choices, layers=layers, output_router_logits=False)
 
     with Float64():
         return prepared(made)
@@ -177,18 +177,23 @@ def test_sixty_four_ranks_with_an_expert_each() -> None:
     assert result.ok, str(result)
 
 
-@pytest.mark.slow
-def test_across_nodes_rows_go_in_two_hops_where_messages_are_slow() -> None:
-    link = FAST.intra_node
-    near, far = replace(link, bytes_per_second=1e12), replace(link, latency_seconds=1e-6)
-    nodes = replace(FAST, devices_per_node=2, intra_node=near, inter_node=far)
-    case = mixtral(4, layers=1)
+SLOW_NETWORK = replace(
+    FAST,
+    devices_per_node=2,
+    intra_node=replace(FAST.intra_node, bytes_per_second=1e12),
+    inter_node=replace(FAST.inter_node, bytes_per_second=1e9),
+)
+
+
+def test_where_the_network_is_slow_a_token_goes_once_to_each_node() -> None:
+    case = mixtral(4, layers=1, choices=4)
     with Float64():
-        job = compiled(case, {"dp": 4, "ep": 4}, cluster=nodes)
+        job = compiled(case, {"dp": 4, "ep": 4}, cluster=SLOW_NETWORK)
         assert "exchange=[ep], nodes=2" in job.source(0)
         result = job.verify(case.batch, steps=1)
     assert result.ok, str(result)
-    assert "nodes" not in compiled(case, {"dp": 4, "ep": 4}).source(0)
+    assert "nodes=" not in compiled(case, {"dp": 4, "ep": 4}, cluster=NODES).source(0)
+    assert "nodes=" not in compiled(case, {"dp": 4, "ep": 4}, cluster=SLOW_NETWORK, dispatch="flat").source(0)
 
 
 RANDOM = [

@@ -58,8 +58,7 @@ def verified(case: Case, mesh: dict[str, int], **options: Any) -> autopar.Verifi
         sample=case.batch,
         loss=case.loss,
         mesh=mesh,
-        cluster=FAST,
-        **{"optimizer": optimizer, "clip_norm": 0.5, **options},
+        **{"cluster": FAST, "optimizer": optimizer, "clip_norm": 0.5, **options},
     )
     return job.verify(case.batch, steps=3)
 

@@ -82,6 +82,7 @@ ADVERSARIAL: dict[str, Callable[[int], Tensor]] = {
     "random": lambda experts: torch.rand(TOKENS, experts, generator=_seeded()).topk(CHOICES).indices,
     "all tokens to one expert": lambda experts: torch.full((TOKENS, 1), experts - 1),
     "experts without tokens": lambda experts: torch.rand(TOKENS, experts // 2, generator=_seeded()).topk(2).indices,
+    "four choices": lambda experts: torch.rand(TOKENS, experts, generator=_seeded()).topk(4).indices,
     "one token per rank": lambda experts: torch.arange(8).view(8, 1) * 3 % experts,
     "dropped slots": lambda experts: torch.randint(-2, experts + 3, (TOKENS, CHOICES), generator=_seeded()),
     "no slot at all": lambda experts: torch.full((TOKENS, CHOICES), experts),
@@ -154,9 +155,12 @@ PLACES: list[tuple[Mesh, Names, Names, int]] = [
     (Mesh(ep=8), ("ep",), (), 1),
     (Mesh(ep=8), ("ep",), (), 4),
     (Mesh(ep=4, cp=2, borrowed=("cp",)), ("ep", "cp"), (), 1),
+    (Mesh(ep=8), ("ep",), (), 2),
+    (Mesh(ep=4), ("ep",), (), 4),
     (Mesh(ep=2, cp=2, borrowed=("cp",)), ("ep", "cp"), (), 2),
     (Mesh(tp=4), (), ("tp",), 1),
     (Mesh(ep=2, tp=2, borrowed=("tp",)), ("ep",), ("tp",), 1),
+    (Mesh(ep=4, tp=2, borrowed=("tp",)), ("ep",), ("tp",), 2),
     (Mesh(ep=2, cp=2, tp=2, borrowed=("cp", "tp")), ("ep", "tp"), ("cp",), 1),
 ]
 
@@ -298,7 +302,7 @@ def test_gradients_travel_while_those_of_others_are_made(monkeypatch: pytest.Mon
 
     def telling(name: str) -> None:
         known = getattr(Routing, name)
-        monkeypatch.setattr(Routing, name, lambda self, x: (said.append(name), known(self, x))[1])
+        monkeypatch.setattr(Routing, name, lambda *given: (said.append(name), known(*given))[1])
 
     for name in ("start_to_experts", "at_experts", "start_to_tokens", "at_tokens"):
         telling(name)

@@ -1,0 +1,151 @@
+"""Tokens that go once to each node of their experts: equal to one device in float64, whatever else is split."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import autopar
+from autopar.errors import ArgumentError, PlanError, ShardingError
+from autopar.plan import Plan
+from autopar.simulate.measure import measured_memory
+from autopar.simulate.predict import predicted_memory
+from tests.fast_cluster import NODES
+from tests.models import Case, Float64, prepared
+from tests.moe_models import family
+from tests.ranks.test_expert_parallel import (
+    SLOW_NETWORK,
+    Mesh,
+    check,
+    compiled,
+    job_batch,
+    mixtral,
+    to_the_first_experts,
+)
+
+NODE: dict[str, Any] = {"cluster": NODES, "dispatch": "node"}
+
+
+def by_nodes(case: Case, mesh: Mesh, nodes: int, per_node: int = 2, **options: Any) -> None:
+    """Compare, where tokens really go that way."""
+    given = {"cluster": replace(SLOW_NETWORK, devices_per_node=per_node), "dispatch": "node", **options}
+    assert f"nodes={nodes}" in compiled(case, mesh, **given).source(0)
+    check(case, mesh, **given)
+
+
+@pytest.mark.parametrize("choices", [1, pytest.param(2, marks=pytest.mark.slow), 4])
+def test_tokens_of_several_choices(choices: int) -> None:
+    by_nodes(mixtral(4, layers=1, choices=choices), {"dp": 4, "ep": 4}, 2)
+
+
+def test_one_rank_gets_all_tokens() -> None:
+    by_nodes(to_the_first_experts(mixtral(4, layers=1)), {"dp": 4, "ep": 4}, 2)
+
+
+ALL_ELSE: list[tuple[Mesh, int, dict[str, Any]]] = [
+    ({"dp": 8, "ep": 8}, 4, {"zero": 3}),
+    ({"dp": 8, "ep": 8}, 2, {"per_node": 4}),
+    ({"dp": 8, "ep": 4}, 2, {"zero": 2, "zero_ranks": 4}),
+    ({"dp": 4, "tp": 2, "ep": 4}, 4, {"zero": 1}),  # each rank of ep has a node for itself
+    ({"dp": 2, "tp": 2, "ep": 4}, 2, {"recompute": "full"}),  # rows over ep and tp
+    ({"dp": 2, "cp": 2, "ep": 4}, 2, {}),
+    ({"dp": 4, "tp": 2, "ep": 4}, 2, {"per_node": 4}),
+    ({"dp": 4, "ep": 4}, 2, {"microbatches": 2, "recompute": "selective"}),
+    ({"pp": 2, "dp": 4, "ep": 4}, 2, {"microbatches": 4, "schedule": "zb-h1", "zero": 2}),
+    ({"pp": 2, "dp": 4, "ep": 4}, 2, {"microbatches": 2, "schedule": "1f1b"}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "nodes", "options"), ALL_ELSE, ids=str)
+def test_with_all_else(mesh: Mesh, nodes: int, options: dict[str, Any]) -> None:
+    by_nodes(mixtral(4 * mesh["dp"]), mesh, nodes, **options)
+
+
+def shared_experts() -> Case:
+    with Float64():
+        return prepared(lambda: family("qwen2_moe", 4, layers=1, output_router_logits=False))
+
+
+def test_shared_experts_run_while_tokens_go_across() -> None:
+    case = shared_experts()
+    source = compiled(case, {"dp": 4, "ep": 4}, **NODE).source(0)
+    meanwhile = source[source.index("dispatch_start(") : source.index("dispatch_end(flight)")]
+    assert "shared_expert.down_proj.weight" in meanwhile
+    by_nodes(case, {"dp": 4, "ep": 4}, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
+def test_of_other_families(name: str) -> None:
+    with Float64():
+        case = prepared(lambda: family(name, 8))
+    by_nodes(case, {"dp": 4, "ep": 4}, 2, zero=1)
+
+
+@pytest.mark.slow
+def test_bf16_is_as_near_as_flat() -> None:
+    """A sum of a node is rounded once more on its way."""
+    case = prepared(lambda: family("mixtral", 8, layers=2, output_router_logits=False), torch.float32)
+    given = {"precision": "bf16", "cluster": NODES}
+    for dispatch in ("flat", "node"):
+        job = autopar.compile(
+            case.model, 4, sample=case.batch, mesh={"dp": 4, "ep": 4}, microbatches=1, dispatch=dispatch, **given
+        )
+        result = job.verify(case.batch, steps=2)
+        assert result.ok, f"{dispatch}\n{result}"
+
+
+@pytest.mark.slow
+def test_memory_of_the_fullest_rank_is_what_was_predicted() -> None:
+    case, mesh, given = mixtral(32, choices=4), {"dp": 4, "ep": 4}, {"cluster": SLOW_NETWORK, "dispatch": "node"}
+    with Float64():
+        load = compiled(case, mesh, **given).simulate(case.batch).expert_load[0]
+    job = compiled(case, mesh, expert_load=load, **given)
+    assert "nodes=2" in job.source(0)
+    predicted = max(m.peak_bytes for m in predicted_memory(job.job, job_batch(case)))
+    measured = max(m.peak_bytes for m in measured_memory(job.job, job_batch(case)))
+    assert predicted == pytest.approx(measured, rel=0.03)
+
+
+def test_a_plan_says_how_tokens_go() -> None:
+    case = mixtral(4, layers=1)
+    flat, node = (compiled(case, {"dp": 4, "ep": 4}, **{**NODE, "dispatch": way}).plan for way in ("flat", "node"))
+    assert "once to each of 2 nodes that has a token's experts" in node.explain_experts()
+    assert "once to each" not in flat.explain_experts()
+    said = "model.layers.0.mlp.experts sends tokens: to all ranks at once -> once to each of 2 nodes"
+    assert said in flat.diff(node)
+    assert Plan.from_json(node.to_json()) == node
+    again = compiled(case, {"dp": 4, "ep": 4}, cluster=NODES, plan=node)
+    assert "nodes=2" in again.source(0)
+
+
+def test_a_plan_of_other_nodes_is_refused() -> None:
+    case = mixtral(4, layers=1)
+    plan = compiled(case, {"dp": 4, "ep": 4}, **NODE).plan
+    rows = [row.model_copy(update={"nodes": 4}) for row in plan.experts]
+    other = plan.model_copy(update={"experts": rows}).sealed()
+    with pytest.raises(PlanError, match="in the plan tokens go by way of 4 nodes, but there are 2"):
+        compiled(case, {"dp": 4, "ep": 4}, cluster=NODES, plan=other)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "words"),
+    [
+        ({"dp": 2, "ep": 2}, "the 2 ranks that its experts are split over lie in one node of 2 devices"),
+        ({"dp": 6, "ep": 3}, "the 3 ranks that its experts are split over don't lie alike in all nodes of 2 devices"),
+    ],
+)
+def test_where_there_is_only_one_form(mesh: Mesh, words: str) -> None:
+    case = mixtral(6, experts=6, layers=1)
+    with pytest.raises(ShardingError, match=f"dispatch='node', but {words}; use dispatch='flat' or 'auto'"):
+        compiled(case, mesh, **NODE)
+    assert "nodes=" not in compiled(case, mesh, cluster=NODES).source(0)
+
+
+def test_other_names_are_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"dispatch='nodes': Input should be 'auto', 'flat' or 'node'"):
+        compiled(mixtral(4, layers=1), {"dp": 4, "ep": 4}, dispatch="nodes")
