@@ -21,12 +21,14 @@ from autopar.errors import AutoparError
 from autopar.graph import AxisRef, Info, Model, info
 from autopar.mesh import Mesh
 from autopar.options import Options
+from autopar.passes.expert_roads import nodes_of, travelling
 from autopar.passes.hoist import parameter_sums
 from autopar.passes.pad_head import Table, table_of
 from autopar.passes.vocabulary import STAGELESS
 from autopar.planner.activations import Activations
 from autopar.planner.block_costs import BlockCost, Computed, Machine, block_cost
 from autopar.planner.build import Local, Placed, Request, activations_of, begin, place_inner, split_rows
+from autopar.planner.dispatch_forms import FLAT
 from autopar.planner.pipeline import Wanted
 from autopar.planner.rulings import Rulings
 from autopar.search.gradients import Kind, kinds_by_call
@@ -107,6 +109,12 @@ class Profile:
         return any(_splits_on_dp(node) for block in self.model.blocks for node in block.ops)
 
     @cached_property
+    def further_units(self) -> list[Unit]:
+        """What units take at least, of ranks that are further apart."""
+        pairs = ((unit, self.exchange_slack[unit.block]) for unit in self.units)
+        return [replace(u, forward=u.forward - less[0], backward=u.backward - less[1]) for u, less in pairs]
+
+    @cached_property
     def seconds(self) -> float:
         """Of all calls, forward and backward of one microbatch."""
         return math.fsum(unit.seconds for unit in self.units)
@@ -142,11 +150,40 @@ class Profile:
         has, if its ranks were ``stride`` apart: forward and backward."""
         request = self.placed.request
         mesh = Mesh(**{axis: getattr(self.key, axis), "cp" if axis == "ep" else "tp": stride}) if stride > 1 else None
-        costs = self.costs_on(Machine.of(request.cluster, self.mesh(mesh))) if mesh else self.costs
+        costs = self._costs_apart(Machine.of(request.cluster, self.mesh(mesh))) if mesh else self.costs
         found = []
         for cost in costs:
             sent = [both for (along, _), both in cost.wires.items() if along == axis]
             found.append((math.fsum(both[0] for both in sent), math.fsum(both[1] for both in sent)))
+        return found
+
+    def _costs_apart(self, machine: Machine) -> list[BlockCost]:
+        """What blocks cost where tokens travel to experts as is faster there."""
+        if self.key.ep == 1 or self.placed.request.options.dispatch == FLAT:
+            return self.costs_on(machine)
+        ways = {1, nodes_of(("ep",), self.placed.request.cluster, machine.mesh)}
+        pairs = zip(self.model.blocks, self.computed, strict=True)
+        tries = ((block_cost(block, machine.by_way_of(way), computed) for way in ways) for block, computed in pairs)
+        return [min(costs, key=lambda cost: cost.seconds) for costs in tries]
+
+    @cached_property
+    def exchange_slack(self) -> list[tuple[float, float]]:
+        """By block, by how much the passes of a call may be shorter, forward and backward, because tokens travel by way
+        of other nodes: at least as many as here, where ranks are further apart; as if all pass on as many rows, and
+        links within a node had all of its wires."""
+        request, own = self.placed.request, self.key.cp * self.key.tp
+        per_node, ways = request.cluster.devices_per_node, set[int]()
+        if self.key.ep > 1 and request.options.dispatch != FLAT:
+            strides = [*range(own, per_node, own), own * per_node]
+            ways = {nodes_of(("ep",), request.cluster, Mesh(ep=self.key.ep, cp=stride)) for stride in strides}
+        near = replace(request.cluster.intra_node, peer_bytes_per_second=0.0)
+        machine = Machine.of(replace(request.cluster, intra_node=near), self.mesh(request.mesh))
+        found = []
+        for block, computed, cost in zip(self.model.blocks, self.computed, self.costs, strict=True):
+            tries = [block_cost(block, machine.at_least(way), computed) for way in ways - {1} if travelling(block)]
+            forward = min((each.forward_seconds for each in tries), default=math.inf)
+            backward = min((each.backward_seconds for each in tries), default=math.inf)
+            found.append((max(0.0, cost.forward_seconds - forward), max(0.0, cost.backward_seconds - backward)))
         return found
 
     def hull(self, block: int, call: int, recompute: str) -> tuple[Array, Array]:

@@ -2,9 +2,18 @@
 
 A rank with 1/k of a microbatch takes 1/k of the time at least, launches aside (:mod:`autopar.search.bounds`). What an
 axis makes wait for messages, which is known where the whole batch is on that axis alone, comes to placements without
-any axis. With other axes inside, its ranks may be further apart, where messages are likely to take longer; of fewer
-rows than ranks, some may have to be sent that the whole batch, cut by rows, has not. That is no bound: what is placed
-there may send less.
+any axis. With other axes inside, its ranks may be further apart, where messages are likely to take longer.
+
+One kind may take less there: tokens that travel once to each node and then within it. With n nodes of w ranks each,
+the hop across takes more the larger n is (a token reaches more nodes, and a smaller part of them is its own), the hop
+within less the smaller w is; and where experts are split over other axes, too, n and w of all their ranks are no
+smaller than those of ep alone, as far apart as these are there. So ranks that are as far apart as they may be are
+tried, each pass of a block takes the least that any distance gives it, and what is bounded by it counts that much less
+(:attr:`autopar.search.profiles.Profile.exchange_slack`). A placement that gathers tokens is taken to be no slower where
+ranks are closer.
+
+Of fewer rows than ranks, some may have to be sent that the whole batch, cut by rows, has not. That is no bound: what is
+placed there may send less.
 """
 
 from __future__ import annotations
@@ -112,7 +121,7 @@ class Scaling:
         if len(axes) == 1:
             here = self._sizes[axes[0]] == getattr(profile.key, axes[0])
             if profile.key == alone(axes[0], profile.key, self._root.key.rows):
-                self._sent += np.where(here[:, None], share * self._messages(profile, axes[0], 1), 0.0)
+                self._sent += np.where(here[:, None], share * self._least_messages(profile, axes[0]), 0.0)
             self._on.setdefault((axes[0], getattr(profile.key, axes[0])), []).append(profile)
 
     def _shares(self, known: Key) -> Array:
@@ -132,14 +141,23 @@ class Scaling:
     def _figures(self, profile: Profile) -> tuple[Array, Array]:
         """Seconds, and the part of them that is launches."""
         seconds, launches = np.zeros(_TOTAL + 1), np.zeros(_TOTAL + 1)
-        seconds[_TOTAL], launches[_TOTAL] = profile.seconds, profile.fixed_seconds
+        units = profile.further_units
+        seconds[_TOTAL], launches[_TOTAL] = math.fsum(unit.seconds for unit in units), profile.fixed_seconds
         if (times := self._times(profile)) is not None:
             seconds[:_TOTAL], launches[:_TOTAL] = times.seconds, times.launches
         return seconds, launches
 
+    def _least_messages(self, profile: Profile, axis: str) -> Array:
+        """The six figures of messages between ranks that are neighbours, or further apart."""
+        pairs = zip(profile.sent_between(axis), profile.exchange_slack, strict=True)
+        return self._of_blocks(profile, [(max(0.0, f - less), max(0.0, b - back)) for (f, b), (less, back) in pairs])
+
     def _messages(self, profile: Profile, axis: str, stride: int) -> Array:
         """The six figures of messages between ranks that are ``stride`` apart."""
-        found, sent = np.zeros(_TOTAL + 1), profile.sent_between(axis, stride)
+        return self._of_blocks(profile, profile.sent_between(axis, stride))
+
+    def _of_blocks(self, profile: Profile, sent: Sequence[tuple[float, float]]) -> Array:
+        found = np.zeros(_TOTAL + 1)
         found[_TOTAL] = math.fsum(sum(sent[unit.block]) for unit in profile.units)
         if self._times(profile) is not None:
             assert self._block is not None

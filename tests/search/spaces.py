@@ -40,7 +40,7 @@ def search_of(name: str, batch: int, gpus: int, cluster: Cluster, **given: Any) 
 
 
 def experts_on(cluster: Cluster, gpus: int, **given: Any) -> Search:
-    """Of a batch of 8 and four experts, in two layers."""
+    """Of a batch of 8 and eight experts, in two layers."""
     case = made(lambda: family("mixtral", 8))
     return searching(Captured(case.model, case.batch, case.loss).on("cpu"), pins_of(gpus, **given), cluster, {})
 

@@ -9,6 +9,7 @@ import pytest
 
 from autopar.cost_models.collective import marginal_seconds
 from autopar.mesh import Mesh
+from autopar.planner.block_costs import Machine, block_cost
 from autopar.search.bounds import scaled
 from autopar.search.loop import Search
 from autopar.search.profiles import Key, Profile
@@ -138,3 +139,30 @@ def test_another_number_of_experts_ranks_says_what_ep_is_likely_to_send() -> Non
     assert slower > 1, "on nodes of two"
     sent = many.rows / few.rows * slower * sent_seconds(profile, "ep", 1)
     assert scaling.seconds(many, likely=True) == pytest.approx(before + sent)
+
+
+def test_tokens_by_way_of_more_nodes_may_take_less() -> None:
+    """Where links between nodes are as fast as those within: which bounds of ranks that are further apart allow for."""
+    link = replace(NODES.intra_node, bytes_per_second=1e8)
+    search = experts_on(replace(NODES, devices_per_node=4, intra_node=link, inter_node=link), 16)
+    search.glance()
+    profile = search.profiler.of(search.root.key._replace(rows=2, ep=4), Mesh(ep=4), 1)
+    assert profile is not None
+    machine, gained = Machine.of(search.costing.cluster, Mesh(ep=4)), 0
+    for number, own in enumerate(profile.costs):
+        less, back = profile.exchange_slack[number]
+        for nodes in (2, 4):  # of ranks that are two apart, and of those with a node each
+            other = block_cost(profile.model.blocks[number], machine.by_way_of(nodes), profile.computed[number])
+            assert other.forward_seconds >= (own.forward_seconds - less) * (1 - 1e-12)
+            assert other.backward_seconds >= (own.backward_seconds - back) * (1 - 1e-12)
+            gained += other.forward_seconds < own.forward_seconds
+    assert gained
+
+
+def test_between_nodes_bounds_of_experts_stay_as_they_are() -> None:
+    search = experts_on(NODES, 8)
+    search.glance()
+    for ep in (2, 4):
+        profile = search.profiler.of(search.root.key._replace(rows=8 // ep, ep=ep), Mesh(ep=ep), 1)
+        assert profile is not None
+        assert not any(any(less) for less in profile.exchange_slack)
