@@ -14,7 +14,14 @@ FAST: Final = replace(_CPU, device=replace(_CPU.device, host_call_seconds=1e-7),
 NODES: Final = replace(
     FAST, devices_per_node=2, inter_node=replace(_LINK, latency_seconds=1e-6, bytes_per_second=0.4e10)
 )
-"""Nodes of two: a message between them takes longer, so that rows of experts rather go in two hops."""
+"""Nodes of two: a message between them takes longer."""
+
+SLOW_NETWORK: Final = replace(
+    NODES,
+    intra_node=replace(_LINK, bytes_per_second=1e12),
+    inter_node=replace(_LINK, bytes_per_second=1e9),
+)
+"""Nodes of two, between which bytes count more than messages: tokens of several choices rather go once to each node."""
 
 BUSY: Final = replace(
     NODES,

@@ -33,7 +33,7 @@ from autopar.planner.breakdown import Work, cost_plan, model_work
 from autopar.planner.budget import within_budget
 from autopar.planner.compression import KeptBytes, check_compression, describe
 from autopar.planner.dispatch_forms import FLAT, NODE, dispatch_forms
-from autopar.planner.exchange_prices import ByNodes
+from autopar.planner.exchange_prices import Journeys
 from autopar.planner.expert_costs import Load, Reckoning, experts_plans, reckon
 from autopar.planner.fitting import Layout
 from autopar.planner.modes import mode_of
@@ -303,19 +303,17 @@ def _problem(request: Request, axis: str) -> AxisProblem:
     paired = axis == "cp" and mesh.paired
     moved = _moved_seconds(request) if axis == "tp" and request.is_streamed else 0.0
     given = size, request.cluster.device, link, request.microbatches, paired
-    prices = request.prices(*given, by_nodes=_by_nodes(request, axis), moved_seconds=moved)
+    prices = request.prices(*given, journeys=_journeys(request, axis), moved_seconds=moved)
     kind = {"cp": "sequence", "tp": "model"}.get(axis, "batch")
     budget = _state_budget(request) if axis == "tp" else None
     attention, holds_experts = options.attention, axis in mesh.expert_axes
     return AxisProblem(axis, size, prices, kind, budget, holds_experts, paired, attention, mesh.tp, options.placements)
 
 
-def _by_nodes(request: Request, axis: str) -> ByNodes | None:
+def _journeys(request: Request, axis: str) -> Journeys | None:
     mesh, dispatch = request.mesh, request.options.dispatch
-    if axis not in mesh.expert_axes or dispatch == FLAT:
-        return None
-    nodes = nodes_of((axis,), request.cluster, mesh)
-    return ByNodes(request.cluster, nodes, mesh.size(axis), dispatch == NODE) if nodes > 1 else None
+    spans = dispatch != FLAT and mesh.experts > 1 and nodes_of(mesh.expert_axes, request.cluster, mesh) > 1
+    return Journeys(request.cluster, mesh, axis, dispatch == NODE) if spans else None
 
 
 def _moved_seconds(request: Request) -> float:

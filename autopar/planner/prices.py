@@ -11,11 +11,10 @@ from torch import fx
 from autopar.cluster import Device, Link
 from autopar.cost_models import collective, step
 from autopar.graph import AVERAGED, Choice, Meta
-from autopar.planner.exchange_prices import ByNodes
+from autopar.planner.exchange_prices import Journeys
 from autopar.planner.op_costs import expert_imbalance, moves_nothing, work_seconds
 from autopar.planner.placement import Change
 from autopar.rules.base import Op, Rule
-from autopar.rules.experts import EXCHANGE
 from autopar.spmd import P, R, Transition, Type, transition
 
 STATE_COPIES = 4
@@ -67,7 +66,7 @@ class RankPrices:
     link: Link
     microbatches: int
     paired: bool = False
-    by_nodes: ByNodes | None = None
+    journeys: Journeys | None = None
     """How tokens may travel to experts, where that is another way than to all ranks at once."""
     moved_seconds: float = 0.0
     """What an element of a rank's parameters costs with each microbatch, beside its update."""
@@ -97,12 +96,12 @@ class RankPrices:
 
     def _with_messages(self, node: fx.Node, op: Op, rule: Rule, choice: Choice, passes: tuple[float, float]) -> float:
         there, back = rule.communication(op, choice, self.size), rule.communication_back(op, choice, self.size)
-        if not there and not back:
+        if not there and not back and self.journeys is None:
             return sum(passes)
         messages = (there, back if op.result.needs_grad else [])
         inside: Sequence[float] = [sum(self._collective(kind, bytes_) for kind, bytes_ in some) for some in messages]
-        if self.by_nodes is not None and choice.form == EXCHANGE:
-            inside = self.by_nodes.cheaper(node, op, inside)
+        if self.journeys is not None:
+            inside = self.journeys.seconds(node, op, choice, inside)
         overlaps = rule.overlaps(op, choice)
         return sum(max(own, sent) if overlaps else own + sent for own, sent in zip(passes, inside, strict=True))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from autopar.runtime.job import start
 from autopar.simulate.measure import measured_memory
 from autopar.simulate.predict import predicted_memory
 from tests.codegen.programs import assert_equal, cut, expected, folded, place_at_random, simulated
-from tests.fast_cluster import FAST, NODES
+from tests.fast_cluster import FAST, NODES, SLOW_NETWORK
 from tests.models import Case, Float64, prepared
 from tests.moe_models import SEQUENCE, family
 from tests.pinned import compile_pinned
@@ -175,14 +174,6 @@ def test_sixty_four_ranks_with_an_expert_each() -> None:
         assert all(parameter.shape[0] == 1 for parameter in expert_parameters(job))
         result = job.verify(case.batch, steps=1)
     assert result.ok, str(result)
-
-
-SLOW_NETWORK = replace(
-    FAST,
-    devices_per_node=2,
-    intra_node=replace(FAST.intra_node, bytes_per_second=1e12),
-    inter_node=replace(FAST.inter_node, bytes_per_second=1e9),
-)
 
 
 def test_where_the_network_is_slow_a_token_goes_once_to_each_node() -> None:

@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from autopar.verification import relative_errors, train_one_device
-from tests.fast_cluster import FAST
 from tests.models import Float64, make
 from tests.pinned import compile_pinned
 from tests.ranks.test_parity import optimizer
-from tests.ranks.worker import case_of
+from tests.ranks.worker import case_of, cluster_of
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
@@ -44,8 +43,9 @@ SPLIT = {"vocabulary": "vocab-2"}
         ("llama_deep", {"pp": 2, "tp": 2}, {"schedule": "v-half", **SPLIT}),
         ("llama", {"dp": 2, "cp": 2}, {"attention": "ring", "cp_order": "paired", "zero": 2}),
         ("moe mixtral", {"dp": 2, "tp": 2, "ep": 4}, {"zero": 1}),
+        ("moe mixtral", {"dp": 2, "tp": 2, "ep": 4}, {"dispatch": "node"}),
     ],
-    ids=["gpt2", "nano_gpt", "mlp", "1f1b", "zb-v", "v-half", "ring", "experts"],
+    ids=["gpt2", "nano_gpt", "mlp", "1f1b", "zb-v", "v-half", "ring", "experts", "nodes"],
 )
 def test_real_ranks_equal_one_device(name: str, mesh: dict[str, int], options: dict[str, Any], tmp_path: Path) -> None:
     done = torchrun("-m", "tests.ranks.worker", name, json.dumps(mesh), str(tmp_path), json.dumps(options))
@@ -55,8 +55,16 @@ def test_real_ranks_equal_one_device(name: str, mesh: dict[str, int], options: d
         case = case_of(name)
         expected = train_one_device(copy.deepcopy(case.model), [case.batch], 3, case.loss, optimizer, 0.5)
         job = compile_pinned(
-            case.model, 4, sample=case.batch, loss=case.loss, mesh=mesh, microbatches=4, cluster=FAST, **options
+            case.model,
+            4,
+            sample=case.batch,
+            loss=case.loss,
+            mesh=mesh,
+            microbatches=4,
+            cluster=cluster_of(options),
+            **options,
         )
+    assert ("nodes=2" in job.source(0)) == ("dispatch" in options)
     parameters = job.job.gather(results)[1]
     assert max(relative_errors(parameters, expected.parameters).values()) <= 1e-9
     for result in results:

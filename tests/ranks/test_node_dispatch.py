@@ -9,15 +9,17 @@ import pytest
 import torch
 
 import autopar
+from autopar import simulate
 from autopar.errors import ArgumentError, PlanError, ShardingError
 from autopar.plan import Plan
+from autopar.runtime.job import start
 from autopar.simulate.measure import measured_memory
 from autopar.simulate.predict import predicted_memory
-from tests.fast_cluster import NODES
+from tests.fast_cluster import NODES, SLOW_NETWORK
 from tests.models import Case, Float64, prepared
 from tests.moe_models import family
 from tests.ranks.test_expert_parallel import (
-    SLOW_NETWORK,
+    WIDTH,
     Mesh,
     check,
     compiled,
@@ -43,6 +45,53 @@ def test_tokens_of_several_choices(choices: int) -> None:
 
 def test_one_rank_gets_all_tokens() -> None:
     by_nodes(to_the_first_experts(mixtral(4, layers=1)), {"dp": 4, "ep": 4}, 2)
+
+
+def test_what_is_sent() -> None:
+    """By all ranks: four times (there and back, and again in the backward) a row for each other node of a token, and
+    one for each slot that isn't of the rank that passes it on; a number for each slot, and its weight, which has a
+    gradient; before them, how many there are."""
+    case, experts, choices, nodes, width = mixtral(8, choices=3), 8, 3, 2, 2
+    ranks = nodes * width
+    with Float64():
+        logits = case.model(**case.batch, output_router_logits=True).router_logits
+    job = compiled(case, {"dp": ranks, "ep": ranks}, **{**NODE, "cluster": SLOW_NETWORK})
+    rows = numbers = 0
+    for layer in logits:
+        homes = layer.topk(choices).indices.view(ranks, -1, choices) // (experts // ranks)
+        for rank, tokens in enumerate(homes):
+            others = [[home for home in token if home // width != rank // width] for token in tokens.tolist()]
+            rows += sum(len({home // width for home in token}) for token in others)
+            rows += int((tokens % width != rank % width).sum())
+            numbers += sum(map(len, others))
+    told = len(logits) * ranks * ((nodes - 1) * (choices + experts // nodes) + (width - 1) * experts // ranks)
+
+    def program(rank: int) -> None:
+        start(job.job, job.job.axes(rank, "cpu")).step(job_batch(case))
+
+    traffic = simulate.run(program, ranks, track_memory=False).traffic
+    sent = sum(t.sent_bytes for own in traffic for t in own if (t.group, t.operation) == ("ep", "all_to_all"))
+    assert sent == 8 * (4 * WIDTH * rows + 3 * numbers + told)
+
+
+CHOSEN: list[tuple[int, Mesh, int, int]] = [
+    (4, {"dp": 4, "ep": 4}, 2, 2),
+    (4, {"dp": 4, "tp": 2, "ep": 8}, 4, 2),  # where tokens are split over tp, fewer go across
+    (2, {"dp": 4, "tp": 2, "ep": 8}, 4, 1),
+    (1, {"dp": 4, "ep": 4}, 2, 1),
+]
+
+
+@pytest.mark.parametrize(("choices", "mesh", "per_node", "nodes"), CHOSEN, ids=str)
+def test_the_cheaper_form_is_taken(choices: int, mesh: Mesh, per_node: int, nodes: int) -> None:
+    case = mixtral(16, choices=choices, layers=1)
+    given = {"cluster": replace(SLOW_NETWORK, devices_per_node=per_node)}
+    plans = {way: compiled(case, mesh, dispatch=way, **given).plan for way in ("flat", "node", "auto")}
+    seconds = {way: plan.step_seconds for way, plan in plans.items()}
+    assert [row.nodes for row in plans["auto"].experts] == [nodes]
+    assert [row.nodes for row in plans["node"].experts] == [2]
+    assert (seconds["node"] < seconds["flat"]) == (nodes > 1)
+    assert seconds["auto"] == min(seconds.values())
 
 
 ALL_ELSE: list[tuple[Mesh, int, dict[str, Any]]] = [

@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from autopar import Cluster
 from autopar.runtime.job import RankResult
-from tests.fast_cluster import FAST
+from tests.fast_cluster import FAST, SLOW_NETWORK
 from tests.models import Case, Float64, make, prepared
 from tests.moe_models import family
 from tests.pinned import compile_pinned
@@ -29,9 +32,13 @@ def case_of(name: str) -> Case:
     return make(name, batch=8)
 
 
+def cluster_of(options: Mapping[str, Any]) -> Cluster:
+    return SLOW_NETWORK if options.get("dispatch") == "node" else FAST
+
+
 def main() -> None:
     name, mesh, directory, options, *dying = sys.argv[1:]
-    rank = int(os.environ["RANK"])
+    rank, given = int(os.environ["RANK"]), json.loads(options)
     torch.set_num_threads(1)
     with Float64():
         case = case_of(name)
@@ -44,8 +51,8 @@ def main() -> None:
             microbatches=4,
             optimizer=optimizer,
             clip_norm=0.5,
-            cluster=FAST,
-            **json.loads(options),
+            cluster=cluster_of(given),
+            **given,
         )
     losses = [float(job.step(case.batch))]
     if dying and int(dying[0]) == rank:
