@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -12,7 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 from autopar import simulate
 from autopar.errors import ShardingError
+from autopar.graph import Meta
 from autopar.mesh import Mesh
+from autopar.rules.base import Op
+from autopar.rules.experts import routing_meta
+from autopar.rules.forms import FORMS
 from autopar.runtime import (
     Axes,
     Routing,
@@ -322,3 +326,19 @@ def test_gradients_travel_while_those_of_others_are_made(monkeypatch: pytest.Mon
     plain = layer.x.clone().requires_grad_()
     ((plain @ shared).sum() + dispatch(plain, routing).square().sum()).backward()
     torch.testing.assert_close(x.grad, plain.grad)
+
+
+@pytest.mark.parametrize(("mesh", "nodes"), [(Mesh(ep=4), 2), (Mesh(ep=8), 2), (Mesh(ep=4), 4)], ids=str)
+def test_what_a_routing_by_way_of_nodes_holds_is_stated(mesh: Mesh, nodes: int) -> None:
+    """Numbers of rows, slots and places, where ranks get as many as others."""
+    axes = replace(Axes.alone(mesh, 0, "cpu"), imbalance=1.0)
+    index = torch.zeros(TOKENS, CHOICES, dtype=torch.int64)
+    routing = route(index, 16, axes, exchange=[axes["ep"]], nodes=nodes)
+    hops = routing.hops
+    assert hops is not None
+    held = [hops.tokens, hops.slots, hops.order, hops.row, routing.by_expert]
+    held += [places for sums in (hops.here, hops.home) for places in (sums.order, sums.targets)]
+    rows, x = Meta((routing.rows, WIDTH), torch.float64), Meta((TOKENS, WIDTH), torch.float64)
+    op = Op("dispatch", (), {}, (x, routing_meta(TOKENS, len(hops.tokens))), (rows,))
+    bytes_ = sum(places.nbytes for places in held if places is not None)
+    assert bytes_ <= FORMS["dispatch"](op).extra_bytes <= bytes_ + index.nbytes

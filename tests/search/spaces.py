@@ -39,9 +39,9 @@ def search_of(name: str, batch: int, gpus: int, cluster: Cluster, **given: Any) 
     return searching(prepared(name, batch), pins_of(gpus, **given), cluster, {})
 
 
-def experts_on(cluster: Cluster, gpus: int, **given: Any) -> Search:
-    """Of a batch of 8 and eight experts, in two layers."""
-    case = made(lambda: family("mixtral", 8))
+def experts_on(cluster: Cluster, gpus: int, choices: int = 2, **given: Any) -> Search:
+    """Of a batch of 8 and eight experts, of which a token takes so many, in two layers."""
+    case = made(lambda: family("mixtral", 8, top_k=choices, output_router_logits=False))
     return searching(Captured(case.model, case.batch, case.loss).on("cpu"), pins_of(gpus, **given), cluster, {})
 
 

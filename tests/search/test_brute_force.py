@@ -18,10 +18,10 @@ from autopar.search import searching
 from autopar.search.choose import _build
 from autopar.search.loop import TOLERANCE, Search
 from autopar.search.space import Region
-from tests.fast_cluster import BUSY, FAST
+from tests.fast_cluster import BUSY, FAST, SLOW_NETWORK
 from tests.models import llama
 from tests.models import prepared as made
-from tests.search.spaces import brute_force, every_point, pins_of, prepared, search_of
+from tests.search.spaces import brute_force, every_point, experts_on, pins_of, prepared, search_of
 
 ROUNDED = 1 + 1e-9
 SLOW = replace(
@@ -91,6 +91,16 @@ def test_weights_that_move(name: str, batch: int, gpus: int, cluster: str, every
 @pytest.mark.parametrize(("name", "batch", "gpus", "cluster", "every", "given"), [*LARGE, *TIGHT])
 def test_larger_spaces(name: str, batch: int, gpus: int, cluster: str, every: int, given: dict[str, Any]) -> None:
     check(name, batch, gpus, cluster, every, given)
+
+
+@pytest.mark.slow
+def test_tokens_that_go_once_to_each_node() -> None:
+    """Where they do on some placements, and on others, which these bound, don't."""
+    given = {"mesh": {"pp": 1, "cp": 1}, "zero": 0, "offload": (), "head_chunks": 1, "recompute": "none"}
+    search = experts_on(SLOW_NETWORK, 4, choices=4, **given)
+    checked(search, 3)
+    known = search.profiler.known.values()
+    assert {(p.key.ep, row.nodes) for p in known for row in p.placed.remarks.experts} >= {(2, 1), (4, 2)}
 
 
 def test_rows_of_a_whole_vocabulary_are_aligned_as_those_of_one_that_pipeline_ranks_share() -> None:
