@@ -30,7 +30,8 @@ from autopar.api import prepare
 from autopar.cluster import Cluster
 from autopar.graph import Block, Model, op_name
 from autopar.mesh import Mesh
-from autopar.options import Options, Recompute
+from autopar.options import Dispatch, Options, Recompute
+from autopar.passes.expert_roads import nodes_of
 from autopar.plan import Plan
 from autopar.planner.build import Request, build
 from autopar.planner.pipeline import Wanted
@@ -73,6 +74,9 @@ RECOMPUTE: Final[Mapping[str, Recompute]] = {
     "layernorm, moe": "none",
 }
 """Norms and activation functions are among what "selective" takes."""
+
+BY_NODES: Final = ("DeepEP", "HybridEP")
+"""Dispatchers of Megatron that send tokens so; its all-to-all sends a row for each expert."""
 
 LAYERS_OF_EXPERTS: Final = "layernorm, moe"
 """Norms and the whole layer of experts, its exchanges included, which is no mode of ours: such a row is planned without
@@ -143,12 +147,16 @@ class Run:
 
         Megatron puts experts on neighbouring ranks, whatever axes these are part of.
         """
-        ep, node = self.degrees["ep"], Cluster.load(self.cluster).devices_per_node
-        if self.dispatcher == "DeepEP" and ep > node:
-            return "a token went once to each node, and on from there (DeepEP); ours goes there once for each rank"
+        ep = self.degrees["ep"]
         if self.mesh.group(0, *self.mesh.expert_axes) != tuple(range(ep)):
             return f"experts lay on {ep} neighbours, over tp and a part of cp; ours lie further apart, on several nodes"
         return ""
+
+    @property
+    def dispatch(self) -> Dispatch:
+        """DeepEP and HybridEP send a token once to each node, where experts are on several."""
+        nodes = nodes_of(self.mesh.expert_axes, Cluster.load(self.cluster), self.mesh)
+        return "node" if self.dispatcher in BY_NODES and nodes > 1 else "flat"
 
     @property
     def microbatches(self) -> int:
@@ -163,6 +171,7 @@ class Run:
             recompute=RECOMPUTE[self.recompute],
             budget_bytes=UNBOUNDED_BYTES,
             attention="ring",  # over cp, Megatron's default
+            dispatch=self.dispatch,
         )
         wanted = Wanted("interleaved" if self.chunks > 1 else "1f1b", "redistributed", self.chunks)
         return Request(self.mesh, self.microbatches, Cluster.load(self.cluster), wanted, options)
