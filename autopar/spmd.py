@@ -107,6 +107,13 @@ class Transition:
     function: str  # name in runtime/collectives.py
     forward: str | None
     backward: str | None
+    reorders: bool = False
+    """Both types are shards of one dim: all ranks gather the whole."""
+
+    def sent_bytes(self, before: int, after: int, size: int) -> int:
+        """What a collective of this transition is about, of a tensor of so many local bytes ``before`` and ``after``
+        it, on an axis of ``size`` ranks: the larger of what a rank gives to it and gets."""
+        return max(before, after) * (size if self.reorders else 1)
 
 
 _TABLE: Final[dict[tuple[str, str], Transition]] = {
@@ -124,6 +131,9 @@ _TABLE: Final[dict[tuple[str, str], Transition]] = {
 }
 
 
+_REORDERED: Final = Transition("all_to_all", "all_gather", "all_gather", reorders=True)
+
+
 def transition(src: Type, dst: Type) -> Transition | None:
     """How ``src`` becomes ``dst``; None where there is no way (or nothing to do: ``src == dst``).
 
@@ -131,8 +141,9 @@ def transition(src: Type, dst: Type) -> Transition | None:
     """
     if src.outer == RAGGED or dst.outer == RAGGED:
         return None
-    way = _TABLE.get((src.kind, dst.kind))
-    return None if way is None or src == dst else way
+    if src == dst:
+        return None
+    return _REORDERED if src.is_shard and src.dim == dst.dim and dst.is_shard else _TABLE.get((src.kind, dst.kind))
 
 
 def local_shape(shape: tuple[int, ...], kind: Type, size: int) -> tuple[int, ...]:

@@ -28,7 +28,6 @@ from autopar.audit.record import (
     Moved,
     Phase,
     Where,
-    is_of_matrices,
 )
 from autopar.audit.run import Seen, first_offloads
 from autopar.cost_models import step
@@ -355,13 +354,19 @@ class SeenCosts:
         added = self._table_seconds(rank, kind)
         if kind == "G":
             return self.prices.backward(forward) + self.prices.messages(phase.messages) + added
-        products = (place for place, ran in enumerate(phase.ops) if ran.flops)
-        first = next(products, 0) if kind == "S" else 0  # before it, what enters and targets
-        kept = [ran for ran in phase.ops[first:] if is_of_matrices(ran.op)]  # not what is done per token
+        first = self._first_of_tokens(phase, kind)
+        kept = [ran for ran in phase.ops[first:] if self.seen[rank].matrices.are_made(ran.op)]
         ops = replace(phase, ops=[*phase.ops[:first], *kept])
         return math.fsum(
             (self.prices.forward(ops), self.prices.messages(phase.messages), self.prices.arithmetic(phase), added)
         )
+
+    @staticmethod
+    def _first_of_tokens(phase: Phase, kind: str) -> int:
+        """From where on what ops do per token is nothing: of a lookup, of what enters and of targets, all counts."""
+        if kind == "E":
+            return len(phase.ops)
+        return next((place for place, ran in enumerate(phase.ops) if ran.flops), 0) if kind == "S" else 0
 
     def offloads(self, stage: int) -> bool:
         """Whether what the stage keeps goes to the host."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
+from autopar.audit.matrices import Matrices
 from autopar.graph import AxisRef, Meta
 from autopar.rules.base import Op
 from autopar.rules.experts import COMBINE, DISPATCH, DISPATCH_END, DISPATCH_START
@@ -64,16 +65,6 @@ of them in their places."""
 
 PACKS, UNPACKS = "cat.default", "copy_.default"
 """Kernels that lay weights out to travel together, and that copy them from where they arrive."""
-
-_NUMBERS: Final = 4
-"""So many of each token are its statistics."""
-
-_LOOKUPS: Final = ("index_select",)
-_TOUCHES: Final = ("gather", "scatter_add_", "fill_", "new_empty", "new_empty_strided")
-"""Kernels that read or write a number of each token, those of the few classes that only pad the table, or nothing."""
-
-_WRITES: Final = ("copy_", "zero_", "zeros_like")
-"""Kernels that don't read what they write to."""
 
 _COMPOSITE: Final = {"matmul": "aten.matmul.default", "__matmul__": "aten.matmul.default"}
 """Operators that are several kernels: the others are called by the name of theirs."""
@@ -201,6 +192,8 @@ class Log:
         self._packing = ""  # the kernel that packs, or unpacks
         self._summing: list[tuple[int, str]] = []  # stages whose gradients are added up, the innermost last
         self._phase = self.phases[""]
+        self.matrices = Matrices()
+        """Of a split vocabulary, as its first pass on a head says."""
         self._running: Ran | None = None  # in a forward
         self._origin: Ran | None = None  # of the autograd node that runs
         self._done: dict[tuple[str, str, tuple[Meta, ...]], Ran] = {}  # by line, name and operands
@@ -291,7 +284,7 @@ class Log:
         returns = func._schema.returns
         if any(each.alias_info is not None and not each.alias_info.is_write for each in returns):
             return
-        bytes_ = _matrix_bytes(func.overloadpacket.__name__, given, made)
+        bytes_ = self.matrices.bytes(func.overloadpacket.__name__, given, made)
         if flops or bytes_:
             name, dtype = func.overloadpacket.__name__, str(made[0].dtype).removeprefix("torch.")
             is_aligned = all(map(_is_aligned, (*given, *made)))
@@ -514,33 +507,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
     elif isinstance(value, dict):
         yield from _tensors(list(value.values()))
-
-
-def _matrix_bytes(name: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
-    """Of the matrices that a kernel reads and writes; of a lookup, of what is looked up. Numbers per token are none."""
-    written = sum(map(_row_bytes, made))
-    if name in _LOOKUPS:
-        return 2 * written
-    if name in _WRITES:
-        given = given[1:]
-    return 0 if name in _TOUCHES else written + sum(map(_row_bytes, given))
-
-
-def _row_bytes(tensor: Tensor) -> int:
-    """Of a matrix, with the columns that only pad its rows; 0 of anything else."""
-    if not _is_matrix(tensor.shape):
-        return 0
-    columns, row = tensor.shape[-1], tensor.stride(-2)
-    return tensor.nbytes // columns * row if tensor.stride(-1) == 1 and row > columns else tensor.nbytes
-
-
-def is_of_matrices(op: Op) -> bool:
-    """Whether it makes any."""
-    return any(_is_matrix(meta.shape) for meta in op.outputs)
-
-
-def _is_matrix(shape: Sequence[int]) -> bool:
-    return len(shape) > 1 and min(math.prod(shape[:-1]), shape[-1]) > _NUMBERS
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from autopar.audit.matrices import Matrices
 from autopar.audit.record import (
     ENDED,
     LOADS,
@@ -33,12 +34,12 @@ from autopar.audit.record import (
 )
 from autopar.errors import PlanError
 from autopar.options import masters_on_host
-from autopar.runtime.axes import Axis
+from autopar.runtime.axes import Axes, Axis
 from autopar.runtime.executor import Executor
 from autopar.runtime.grads import Reducer
 from autopar.runtime.job import Job, start
 from autopar.runtime.modules import dtype_of
-from autopar.runtime.program import Parameter
+from autopar.runtime.program import Parameter, VocabularyProgram
 from autopar.runtime.shards import Positions, stored_shape
 from autopar.runtime.store import Unit
 from autopar.runtime.vocabulary import VOCABULARY
@@ -56,6 +57,7 @@ class Seen:
     how many elements of parameters its optimizer updates, those of so many ``masters``; ``gradients`` how many of
     gradients were moved. ``on_host``: that is where masters lie; ``returned`` are bytes of their gradients, by the
     stage that sums them. ``places``: at how many units of a stage, by its number, its first forward waits for weights.
+    ``matrices`` are those of a split vocabulary.
     """
 
     phases: Mapping[str, Phase]
@@ -65,6 +67,7 @@ class Seen:
     on_host: bool
     returned: Mapping[int, int]
     places: Mapping[int, int]
+    matrices: Matrices
 
 
 def see(job: Job, batch: Mapping[str, Tensor], device: str) -> list[Seen]:
@@ -116,7 +119,9 @@ def _see(job: Job, batch: Mapping[str, Tensor], rank: int, microbatches: Collect
             _watch(executor, log, microbatches, on_host=on_host)
             with kernels_of(device), Kernels(log), Calls(log):
                 executor.step(given)
-        return Seen(log.phases, updated, len(executor.masters), dict(log.gradients), on_host, returned, places)
+        return Seen(
+            log.phases, updated, len(executor.masters), dict(log.gradients), on_host, returned, places, log.matrices
+        )
 
     return run_alone(program, rank, job.mesh.world, on_call=log.sent)
 
@@ -141,10 +146,25 @@ def _watch(executor: Executor, log: Log, microbatches: Collection[int], *, on_ho
             if unit not in known:  # a root of several stages once
                 _watch_copies(unit, log, on_host=on_host, phase=str(action) if store.resident else "")
             known.add(unit)
+    if executor.vocabulary is not None:
+        _watch_tokens(*executor.vocabulary, executor.axes, log)
     modules = [*executor.stages.values(), *([executor.vocabulary[0]] if executor.vocabulary else [])]
     for module in modules:
         namespace = type(module).__init__.__globals__
         namespace.update(watched(namespace, log))
+
+
+def _watch_tokens(module: Any, program: VocabularyProgram, axes: Axes, log: Log) -> None:
+    """What enters the head has a row per token."""
+    table, enter = module.get_parameter(program.weight), module.enter
+    first = (axes["pp"].index * axes["tp"].size + axes["tp"].index) * program.rows
+
+    def entering(hidden: Tensor) -> Tensor:
+        entered: Tensor = enter(hidden)
+        log.matrices = Matrices.of(program, table, first, len(entered))
+        return entered
+
+    module.enter = entering
 
 
 def _within(phase: str, method: Callable[..., Any], log: Log) -> Callable[..., Any]:

@@ -28,7 +28,7 @@ def of_node(node: fx.Node) -> str:
     data = info(node)
     move = _collective(node)
     if move is not None:
-        return of_change(info(operands(node)[0]).meta, data.meta, *move)
+        return of_change(info(operands(node)[0]).meta, data.meta, *move, _size(node))
     if data.is_object:
         return "   ".join(part for part in (_inside(node), data.source) if part)
     if not _informs(node):
@@ -38,12 +38,13 @@ def of_node(node: fx.Node) -> str:
     return "   ".join(part for part in parts if part)
 
 
-def of_change(before: Meta, after: Meta, src: Type, dst: Type) -> str:
-    """``28.0 MiB · backward: reduce-scatter``: the larger side of the transition, and its way back."""
+def of_change(before: Meta, after: Meta, src: Type, dst: Type, size: int) -> str:
+    """``28.0 MiB · backward: reduce-scatter``: the larger side of the transition on an axis of ``size`` ranks, and its
+    way back."""
     way = transition(src, dst)
     parts = []
     if way is not None and way.forward:
-        parts.append(human_bytes(max(before.bytes, after.bytes)))
+        parts.append(human_bytes(way.sent_bytes(before.bytes, after.bytes, size)))
     if way is not None and way.backward and before.needs_grad:
         parts.append(f"backward: {way.backward.replace('_', '-')}")
     return " · ".join(parts)
@@ -64,6 +65,13 @@ def _inside(node: fx.Node) -> str:
 def _collective(node: fx.Node) -> tuple[Type, Type] | None:
     src, dst = node.kwargs.get("src"), node.kwargs.get("dst")
     return (src, dst) if isinstance(src, Type) and isinstance(dst, Type) else None
+
+
+def _size(node: fx.Node) -> int:
+    """Of the axis that a transition is on."""
+    axis = node.args[1]
+    assert isinstance(axis, AxisRef)
+    return axis.size
 
 
 def _informs(node: fx.Node) -> bool:

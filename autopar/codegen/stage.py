@@ -56,7 +56,7 @@ class Body:
         after = changed_meta(meta, change, self.job.mesh)
         end = f", src={literal(change.src)}, dst={literal(change.dst)})"
         code: Code = (f"{way.function}(", given, ", ", change.axis, end)
-        return code, comments.of_change(meta, after, change.src, change.dst)
+        return code, comments.of_change(meta, after, change.src, change.dst, self.job.mesh.size(change.axis))
 
     def meta(self, value: Value, changes: tuple[Change, ...]) -> Meta:
         meta = self.job.meta(value)

@@ -117,7 +117,7 @@ def _transition(model: Model, step: Edge, machine: Machine) -> list[tuple[str, f
     after, way = changed_meta(meta, change, machine.mesh), transition(change.src, change.dst)
     assert way is not None
     size, link = machine.sizes[change.axis], machine.links[change.axis]
-    bytes_ = max(meta.bytes, after.bytes)
+    bytes_ = way.sent_bytes(meta.bytes, after.bytes, size)
     kinds = (way.forward, way.backward if meta.needs_grad else None)
     return [(kind or "", collective.seconds(kind, bytes_, size, link) if kind else 0.0) for kind in kinds]
 

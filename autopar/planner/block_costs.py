@@ -403,7 +403,8 @@ def _transition_cost(node: fx.Node, machine: Machine) -> _OpCost:
         return cost  # hoisted: once per step, in the reduction of gradients
     axis = axis_ref.name
     here, there = info(operand), info(node)
-    full = max(fullest_rows(data, data.meta).bytes for data in (here, there))
+    both = (fullest_rows(data, data.meta).bytes for data in (here, there))
+    full = step.sent_bytes(*both, machine.sizes[axis])
     for way, kind in enumerate((step.forward, step.backward if there.meta.needs_grad else None)):
         if kind:
             cost.send((axis, kind), way, collective.seconds(kind, full, machine.sizes[axis], machine.links[axis]))

@@ -88,7 +88,7 @@ def _of_transition(node: fx.Node) -> Iterator[_Message]:
     if step is None or is_parameter(operand):
         return
     data = info(node)
-    full = max(info(operand).meta.bytes, data.meta.bytes)
+    full = step.sent_bytes(info(operand).meta.bytes, data.meta.bytes, axis.size)
     if step.forward:
         yield axis.name, step.forward, full, False
     if step.backward and data.meta.needs_grad:

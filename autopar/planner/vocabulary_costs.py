@@ -171,7 +171,7 @@ def _head_seconds(head: Head, algorithm: str, machine: Machine, chunks: int, jou
     holders, plane = _plane(machine)
     enters, returns = journeys.entering
     summed = journeys.summed_bytes
-    seconds = HeadPasses(head, algorithm, chunks, machine.device).seconds
+    seconds = HeadPasses(head, algorithm, chunks, machine.device, returns=bool(summed)).seconds
     seconds |= {
         "S": seconds["S"] + enters,
         "CAST_X": collective.seconds("broadcast", journeys.hidden_bytes, ranks, link),

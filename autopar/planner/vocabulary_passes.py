@@ -16,6 +16,8 @@ In chunks of tokens, ``T`` makes logits and exponentials again, and adds up the 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -50,63 +52,84 @@ def _whole(op: Op) -> Choice:
 
 @dataclass(frozen=True)
 class HeadPasses:
-    """Of a ``head`` that is local on all axes, computed by ``algorithm`` in so many ``chunks`` of tokens."""
+    """Of a ``head`` that is local on all axes, computed by ``algorithm`` in so many ``chunks`` of tokens. ``returns``:
+    anything that is trained comes before it."""
 
     head: Head
     algorithm: str
     chunks: int
     device: Device
+    returns: bool = True
 
     @property
     def seconds(self) -> dict[str, float]:
         """By kind of pass."""
         once = math.fsum(self._forward(node) for node in closure([self.head.x, self.head.targets]))
-        made = once + self.chunks * math.fsum(self._forward(node, cut=True) for node in self._product_ops)
-        again = made - once if self.chunks > 1 else 0.0
+        products = self._of_parts(lambda tokens: math.fsum(self._forward(n, tokens) for n in self._product_ops))
+        made, again = once + products, products if self.chunks > 1 else 0.0
         into_table, into_input = self._pulled("weight"), self._pulled("x")
         early = self.algorithm == "vocab-2"
         count = 2 if early and self._smooths else 1
         found = {
             "S": made + self._swept(self._scores_bytes) + (count * into_input if early else 0.0),
-            "T": again + self._swept(self._gradient_bytes) + into_table + (0.0 if early else into_input),
+            "T": again + self._swept(self._gradient_bytes) + into_table + (into_input if self._returns_late else 0.0),
         }
         if self.algorithm == "naive":
             found["U"] = self._swept(self._exponential_bytes) if self.chunks == 1 else 0.0
         return found
+
+    @property
+    def _returns_late(self) -> bool:
+        """Whether the input's gradient is made with the table's."""
+        return self.returns and self.algorithm != "vocab-2"
 
     @cached_property
     def _product_ops(self) -> frozenset[fx.Node]:
         """From the input to logits, with what the table goes through."""
         return closure([self.head.logits], without={self.head.x})
 
-    def _forward(self, node: fx.Node, *, cut: bool = False) -> float:
-        return op_seconds(node, self.device, self._op(node) if cut else None)[0]
+    @cached_property
+    def _parts(self) -> Counter[int]:
+        """Of how many tokens how many chunks are: neighbouring parts of almost equal length."""
+        tokens = info(self.head.product).meta.shape[0]
+        chunks = max(1, min(self.chunks, tokens))
+        return Counter(tokens * (i + 1) // chunks - tokens * i // chunks for i in range(chunks))
 
-    def _op(self, node: fx.Node) -> Op:
-        """As it is for one chunk of the tokens."""
-        op, tokens = Op.of(node), info(self.head.product).meta.shape[0]
+    def _of_parts(self, figure: Callable[[int], float]) -> float:
+        """The sum of what a chunk of so many tokens takes."""
+        return math.fsum(count * figure(tokens) for tokens, count in self._parts.items())
+
+    def _forward(self, node: fx.Node, tokens: int | None = None) -> float:
+        return op_seconds(node, self.device, None if tokens is None else self._op(node, tokens))[0]
+
+    def _op(self, node: fx.Node, tokens: int) -> Op:
+        """As it is for a chunk of so many tokens."""
+        op = Op.of(node)
 
         def cut(meta: Meta) -> Meta:
-            return replace(meta, shape=(tokens // self.chunks, *meta.shape[1:]))
+            return replace(meta, shape=(tokens, *meta.shape[1:]))
 
         if self.chunks == 1 or stored_in(node) is not None:
             return op
         given = [m if stored_in(n) is not None else cut(m) for n, m in zip(operands(node), op.operands, strict=True)]
         return replace(op, operands=tuple(given), outputs=tuple(map(cut, op.outputs)))
 
-    def _work(self, node: fx.Node) -> Work:
-        op = self._op(node)
+    def _work(self, node: fx.Node, tokens: int) -> Work:
+        op = self._op(node, tokens)
         return work_of(op, lookup(op.name), _whole(op), 1)
 
     def _pulled(self, into: str) -> float:
+        return self._of_parts(lambda tokens: self._pulled_of(into, tokens))
+
+    def _pulled_of(self, into: str, tokens: int) -> float:
         """Products of the gradient of the product's result with a factor: the gradient of the other one."""
-        op, work = self._op(self.head.product), self._work(self.head.product)
+        op, work = self._op(self.head.product, tokens), self._work(self.head.product, tokens)
         position = next(i for i, n in enumerate(operands(self.head.product)) if (stored_in(n) is None) == (into == "x"))
         factor = op.operands[position]
         if not factor.needs_grad:
             return 0.0
         product = work.flops, work.moved_bytes, work.dtype, self.device, factor.numel
-        return self.chunks * compute.seconds(*product, is_aligned=work.is_aligned)
+        return compute.seconds(*product, is_aligned=work.is_aligned)
 
     def _swept(self, bytes_: float) -> float:
         return compute.seconds(0, bytes_, "float32", self.device) if bytes_ else 0.0
@@ -163,7 +186,8 @@ class HeadPasses:
     @property
     def _path_bytes(self) -> float:
         """Of pulling a gradient back from logits to the product."""
-        return self.chunks * math.fsum(self._work(node).back_bytes for node in self._path if len(operands(node)) == 1)
+        shaping = [node for node in self._path if len(operands(node)) == 1]
+        return self._of_parts(lambda tokens: math.fsum(self._work(node, tokens).back_bytes for node in shaping))
 
     @property
     def _path(self) -> tuple[fx.Node, ...]:
@@ -171,11 +195,19 @@ class HeadPasses:
         return path[path.index(self.head.product) + 1 :]
 
     @property
+    def _bias_bytes(self) -> int:
+        """Of what its gradient is the sum of."""
+        bias = self.head.bias
+        if bias is None or not info(bias).meta.needs_grad:
+            return 0
+        return next(info(n).meta.bytes for n in self._path if bias in map(stored_in, operands(n)))
+
+    @property
     def _gradient_bytes(self) -> float:
         table = info(self.head.weight).meta
-        bias = info(self.head.biased).meta.bytes if self.head.bias is not None else 0
-        made = (2 + 2 * self._smooths) * self._wide_bytes + self._copy_bytes + self._path_bytes + bias
-        casts = self.chunks * math.fsum(self._work(n).back_bytes for n in conversions(self.head.weight) if _is_op(n))
+        made = (2 + 2 * self._smooths) * self._wide_bytes + self._copy_bytes + self._path_bytes + self._bias_bytes
+        cast = [n for n in conversions(self.head.weight) if _is_op(n)] if table.needs_grad else []
+        casts = self._of_parts(lambda tokens: math.fsum(self._work(n, tokens).back_bytes for n in cast))
         if self.chunks == 1:
             return made + casts
         again = self._own_bytes + 4 * self._wide_bytes
@@ -185,8 +217,10 @@ class HeadPasses:
         """The table's gradient added up over chunks; terms of the input's put together."""
         wide = table.numel * max(_WIDE, table.dtype.itemsize)
         cast = wide + table.bytes if wide != table.bytes else 0
-        terms = 2 * info(self.head.x).meta.bytes if self.algorithm != "vocab-2" else 0
-        return wide + self.chunks * (2 * wide + table.bytes) + cast + terms
+        terms = 2 * info(self.head.x).meta.bytes if self._returns_late else 0
+        if not table.needs_grad:
+            return terms
+        return wide + self._parts.total() * (2 * wide + table.bytes) + cast + terms
 
 
 def _is_op(node: fx.Node) -> bool:

@@ -124,15 +124,15 @@ def _blocks(x: Tensor, shard: Type, axis: Axis) -> Tensor:
 
 
 def _merge(parts: Tensor, shard: Type, paired: bool = False) -> Tensor:
-    """The inverse of :func:`_split`. A view where nothing lies before the split, else one copy."""
+    """The inverse of :func:`_split`, contiguous. A view where nothing lies before the split, else one copy."""
     dim, outer = shard.dim, shard.outer
     n, *local = parts.shape
     if not paired:
         blocks = parts.reshape(n, *local[:dim], outer, local[dim] // outer, *local[dim + 1 :])
-        return blocks.movedim(0, dim + 1).flatten(dim, dim + 2)
+        return blocks.movedim(0, dim + 1).flatten(dim, dim + 2).contiguous()
     pairs = parts.reshape(n, *local[:dim], outer, 2, local[dim] // outer // 2, *local[dim + 1 :])
     low, high = pairs.movedim(0, dim + 1).unbind(dim + 2)
-    return torch.cat([low, high.flip(dim + 1)], dim + 1).flatten(dim, dim + 2)
+    return torch.cat([low, high.flip(dim + 1)], dim + 1).flatten(dim, dim + 2).contiguous()
 
 
 def _sum(x: Tensor, axis: Axis) -> Tensor:
