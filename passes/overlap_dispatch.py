@@ -47,19 +47,24 @@ def start_dispatches(model: Model, regions: Mapping[int, Regions]) -> Model:
     for number, block in enumerate(model.blocks):
         for node in [n for n in block.ops if _travels(n)]:
             first = _first_use(block, node)
-            gains = any(map(_is_product, meanwhile(block, node)))
-            if first is not None and gains and _in_one_piece(block, node, first, regions.get(number, ())):
+            if (
+                first is not None
+                and meanwhile(block, node)
+                and _in_one_piece(block, node, first, regions.get(number, ()))
+            ):
                 _start(node, first)
     return model
 
 
 def meanwhile(block: Block, dispatch: fx.Node) -> Sequence[fx.Node]:
-    """The ops between a dispatch of rows that travel at once and its first use; of any other op, none."""
+    """The ops between a dispatch of rows that travel at once and its first use, if there is a product among them; of any
+    other op, none."""
     first = _first_use(block, dispatch) if _travels(dispatch) else None
     if first is None:
         return ()
     ops = block.ops
-    return ops[ops.index(dispatch) + 1 : ops.index(first)]
+    between = ops[ops.index(dispatch) + 1 : ops.index(first)]
+    return between if any(map(_is_product, between)) else ()
 
 
 def _travels(node: fx.Node) -> bool:

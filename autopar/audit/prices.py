@@ -24,15 +24,7 @@ from autopar.mesh import Mesh
 from autopar.planner.op_costs import work_of
 from autopar.rules import lookup
 from autopar.rules.base import Op
-from autopar.rules.experts import (
-    DISPATCH,
-    DISPATCH_END,
-    DISPATCH_START,
-    EXCHANGE,
-    ROUTE,
-    WITHIN,
-    told_bytes,
-)
+from autopar.rules.experts import DISPATCH, DISPATCH_END, DISPATCH_START, EXCHANGE, ROUTE, WITHIN, told_bytes
 from autopar.spmd import R
 
 _LATER = frozenset({"linear", "matmul", "grouped_linear"})
@@ -80,22 +72,28 @@ class Prices:
 
     def _forwards(self, ran: Iterable[Ran]) -> float:
         ops = list(once(ran))
-        return math.fsum(self._forward(each) for each in ops) - math.fsum(self._hidden(ops, back=False))
+        return math.fsum(self._forward(each) for each in ops) - math.fsum(
+            each for _, each in self._hidden(ops, back=False)
+        )
 
     def backward(self, phase: Phase) -> float:
         """What the backward of that forward takes."""
         ops = list(once(ran for ran in phase.ops if not ran.again))
-        return math.fsum(self._backward(ran) for ran in ops) - math.fsum(self._hidden(ops, back=True))
+        return math.fsum(self._backward(ran) for ran in ops) - math.fsum(
+            each for _, each in self._hidden(ops, back=True)
+        )
 
     def slowed(self, phase: Phase, *, back: bool = False) -> float:
         """What ops take longer because rows travel to experts beside them."""
         ops = list(once(ran for ran in phase.ops if not ran.again))
-        routes = [ran.op for ran in ops if ran.op.name == ROUTE and ran.op.kwargs.get(EXCHANGE)]
-        hidden, shares = list(self._hidden(ops, back=back)), [self._held_share(route) for route in routes]
-        return math.fsum(share * seconds for share, seconds in zip(shares, hidden, strict=True)) if hidden else 0.0
+        return math.fsum(self._held_share(ran) * seconds for ran, seconds in self._hidden(ops, back=back))
 
-    def _held_share(self, route: Op) -> float:
-        ranks = self._groups(route)[0]
+    def _held_share(self, dispatch: Ran) -> float:
+        """Of the multiprocessors, by rows that travel as a routing says."""
+        routing = dispatch.made_by(ROUTE)
+        if routing is None or not routing.op.kwargs.get(EXCHANGE):
+            return 0.0
+        ranks = self._groups(routing.op)[0]
         stride = min((b - a for a, b in pairwise(ranks)), default=1)
         return self.cluster.device.held_share(self.cluster.link(len(ranks), stride, self.mesh.world))
 
@@ -166,18 +164,19 @@ class Prices:
         messages, turned = (ran.back_messages, ran.back_turned_bytes) if back else (ran.messages, ran.turned_bytes)
         return self.messages(messages) + turned / self.cluster.device.achievable_memory_bytes_per_second
 
-    def _hidden(self, ops: Sequence[Ran], *, back: bool) -> Iterator[float]:
-        """What is computed between the two halves of a dispatch hides as much of its messages. Others are whole."""
-        start: int | None = None
-        for place, ran in enumerate(ops):
-            if ran.op.name == DISPATCH_START:
-                start = place
-            elif ran.op.name == DISPATCH and start is not None:
-                between = ops[start + 1 : place]
-                free = math.fsum(self._backward(r) if back else self._forward(r) for r in between)
-                both = [m for each in (ops[start], ran) for m in (each.back_messages if back else each.messages)]
-                yield min(free, self.messages(self._beside(both)))
-                start = None
+    def _hidden(self, ops: Sequence[Ran], *, back: bool) -> Iterator[tuple[Ran, float]]:
+        """First halves of dispatches, and seconds. What is computed between the two halves hides as much of their
+        messages; others are whole, those that begin between them too."""
+        ends = {id(ran.began): ran for ran in ops if ran.began is not None}
+        for start, ran in enumerate(ops):
+            if id(ran) not in ends:
+                continue
+            end = ends[id(ran)]
+            between = [other for other in ops[start + 1 : ops.index(end)] if other.began is None]
+            between += [ends[id(other)] for other in between if id(other) in ends]
+            free = math.fsum(self._backward(each) if back else self._forward(each) for each in between)
+            both = [message for each in (ran, end) for message in (each.back_messages if back else each.messages)]
+            yield ran, min(free, self.messages(self._beside(both)))
 
     def _beside(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Of rows that travel, the messages that are started: those across nodes, where there are others."""
@@ -218,12 +217,9 @@ def _work(ran: Ran) -> Work:
 
 def once(ops: Iterable[Ran]) -> Iterator[Ran]:
     """``ops`` in order; of a dispatch in two halves, the second is all of it."""
-    start: Ran | None = None
     for ran in ops:
-        if ran.op.name == DISPATCH_START:
-            start = ran
-        if ran.op.name == DISPATCH_END and start is not None:
-            ran = replace(ran, op=replace(start.op, name=DISPATCH, outputs=ran.op.outputs))
+        if ran.began is not None:
+            ran = replace(ran, op=replace(ran.began.op, name=DISPATCH, outputs=ran.op.outputs))
         yield ran
 
 

@@ -105,7 +105,8 @@ class Ran:
 
     ``flops`` are those of the kernels below it; ``again``: it is part of a recomputation; ``is_done``: it was not
     stopped there, as the last op of a recomputation is once nothing more is needed (``started``: after its kernel).
-    ``turned_bytes`` are read and written to lay out rows of experts for the next hop, and their sums.
+    ``turned_bytes`` are read and written to lay out rows of experts for the next hop, and their sums. ``objects`` are
+    the ops that made what it takes beside tensors: a routing, or rows on their way.
     """
 
     op: Op
@@ -122,6 +123,16 @@ class Ran:
     back_messages: list[Message] = field(default_factory=list)
     turned_bytes: int = 0
     back_turned_bytes: int = 0
+    objects: tuple[Ran, ...] = ()
+
+    def made_by(self, name: str) -> Ran | None:
+        """The op of this name that made one of its objects."""
+        return next((ran for ran in self.objects if ran.op.name == name), None)
+
+    @property
+    def began(self) -> Ran | None:
+        """Of the second half of a dispatch, the first."""
+        return self.made_by(DISPATCH_START)
 
 
 class Moved(NamedTuple):
@@ -199,6 +210,7 @@ class Log:
         self._done: dict[tuple[str, str, tuple[Meta, ...]], Ran] = {}  # by line, name and operands
         self._known: set[int] = set()
         self._nodes: list[object] = []  # kept, so that no two have one id
+        self._objects: dict[int, Ran] = {}  # what made them, by id
 
     def begin(self, action: object) -> None:
         """What is seen from here on is of ``action``."""
@@ -223,7 +235,8 @@ class Log:
 
     def run(self, op: Op, function: Callable[[], Any], *, is_view: bool, is_operator: bool = False) -> Any:
         """Run one op of the text."""
-        ran = Ran(op, _place(self.files), is_view, is_operator, again=self.kind in _BACKWARDS)
+        objects = tuple(self._objects[id(given)] for given in op.args if id(given) in self._objects)
+        ran = Ran(op, _place(self.files), is_view, is_operator, again=self.kind in _BACKWARDS, objects=objects)
         self._phase.ops.append(ran)
         self._running = ran
         key = ran.place, op.name, op.operands
@@ -238,6 +251,9 @@ class Log:
             self._running = None
         ran.is_done = True
         made = list(_tensors(result))
+        if not made:
+            self._nodes.append(result)
+            self._objects[id(result)] = ran
         ran.op, self._done[key] = replace(ran.op, outputs=tuple(map(_meta, made)) or (_OBJECT,)), ran
         self._own(ran, [result.token] if isinstance(result, Dispatched) and result.token is not None else made)
         return result
