@@ -8,7 +8,7 @@ dst=R))`` becomes ``linear(x, w)`` and ``{"w": ("dp",)}``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from torch import fx
@@ -35,6 +35,24 @@ def hoist_parameter_sums(model: Model) -> tuple[Model, dict[str, tuple[str, ...]
 def parameter_sums(model: Model) -> dict[str, tuple[str, ...]]:
     """Per parameter the axes over which its gradient is a sum, once converts are hoisted."""
     return _in_order(_settle(model, _slots(model)))
+
+
+def unhoisted(model: Model) -> frozenset[fx.Node]:
+    """The converts of parameters that stay: their gradients are summed in each backward, since another use of the
+    parameter takes it as it is."""
+    slots = _slots(model)
+    _settle(model, slots)
+    places = ((model.blocks[number].parameters[position], axes) for (number, position), axes in slots.items())
+    return frozenset(convert for node, axes in places for convert in _staying(node, axes))
+
+
+def _staying(node: fx.Node, axes: Collection[str]) -> Iterator[fx.Node]:
+    for user in node.users:
+        axis = _convert_axis(user)
+        if axis is not None:
+            yield from _staying(user, axes)
+            if axis not in axes:
+                yield user
 
 
 def _slots(model: Model) -> dict[Slot, set[str]]:

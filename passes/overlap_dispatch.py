@@ -57,8 +57,8 @@ def start_dispatches(model: Model, regions: Mapping[int, Regions]) -> Model:
 
 
 def meanwhile(block: Block, dispatch: fx.Node) -> Sequence[fx.Node]:
-    """The ops between a dispatch of rows that travel at once and its first use, if there is a product among them; of any
-    other op, none."""
+    """The ops between a dispatch of rows that travel at once and its first use, if there is a product among them; of
+    any other op, none."""
     first = _first_use(block, dispatch) if _travels(dispatch) else None
     if first is None:
         return ()

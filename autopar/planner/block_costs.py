@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TypeAlias
@@ -176,27 +176,28 @@ class _OpCost:
 class Computed:
     """Of the ops of a block that is local on all axes, what doesn't depend on where its ranks are: seconds of what they
     compute, the other factor of those whose weights' gradients can be put off, and how many calls they are (as in
-    :class:`BlockCost`)."""
+    :class:`BlockCost`); which transitions of parameters are not hoisted (:func:`autopar.passes.hoist.unhoisted`)."""
 
     seconds: Mapping[fx.Node, Both]
     factors: Mapping[fx.Node, fx.Node]
     calls: tuple[int, int]
     turned: int
+    stays: frozenset[fx.Node] = frozenset()
 
     @classmethod
-    def of(cls, block: Block, device: Device) -> Computed:
+    def of(cls, block: Block, device: Device, stays: frozenset[fx.Node] = frozenset()) -> Computed:
         seconds = {node: _computed(node, device) for node in block.ops}
         factors = ((node, weight_product(node)) for node in block.ops)
         kept = {node: factor for node, factor in factors if factor is not None}
         turned = sum(is_transposition(node) and all(user in kept for user in node.users) for node in block.ops)
-        return cls(seconds, kept, calls_of(block.ops), turned)
+        return cls(seconds, kept, calls_of(block.ops, stays), turned, stays)
 
 
 def block_cost(block: Block, machine: Machine, computed: Computed | None = None) -> BlockCost:
     """What the ops of ``block``, which is local on all axes, take; ``wires`` and compute add up to the passes. What it
     ``computed`` is kept by whoever asks for several machines with one device."""
     computed = computed or Computed.of(block, machine.device)
-    found = {node: _op_cost(node, machine, computed.seconds[node]) for node in block.ops}
+    found = {node: _op_cost(node, machine, computed.seconds[node], node in computed.stays) for node in block.ops}
     weights = 0.0
     later: dict[fx.Node, int] = {}
     for node, cost in found.items():
@@ -222,9 +223,9 @@ def block_cost(block: Block, machine: Machine, computed: Computed | None = None)
     )
 
 
-def calls_of(nodes: Iterable[fx.Node]) -> tuple[int, int]:
+def calls_of(nodes: Iterable[fx.Node], stays: Container[fx.Node] = ()) -> tuple[int, int]:
     """What the host issues for some ops: each one, and in the backward a gradient of each operand that has one."""
-    ops = [node for node in nodes if is_call(node)]
+    ops = [node for node in nodes if is_call(node) or node in stays]
     made = [node for node in ops if info(node).meta.needs_grad]
     return len(ops), sum(info(operand).meta.needs_grad for node in made for operand in operands(node))
 
@@ -288,9 +289,9 @@ def _computed(node: fx.Node, device: Device) -> Both:
     return pass_seconds(node, op, lookup(op.name), _whole(node), 1, device)
 
 
-def _op_cost(node: fx.Node, machine: Machine, computed: Both) -> _OpCost:
+def _op_cost(node: fx.Node, machine: Machine, computed: Both, stays: bool = False) -> _OpCost:
     if _is_transition(node):
-        return _transition_cost(node, machine)
+        return _transition_cost(node, machine, stays)
     cost = _OpCost(*computed)
     if not any(choice.form for choice in info(node).choices.values()):
         return cost  # it sends nothing
@@ -388,7 +389,7 @@ def is_parameter(node: fx.Node) -> bool:
     return info(node).role == "parameter"
 
 
-def _transition_cost(node: fx.Node, machine: Machine) -> _OpCost:
+def _transition_cost(node: fx.Node, machine: Machine, stays: bool) -> _OpCost:
     axis_ref = node.args[1]
     src, dst = node.kwargs["src"], node.kwargs["dst"]
     assert isinstance(axis_ref, AxisRef)
@@ -399,7 +400,7 @@ def _transition_cost(node: fx.Node, machine: Machine) -> _OpCost:
     operand = node.args[0]
     assert isinstance(operand, fx.Node)
     cost = _OpCost(0.0, 0.0)
-    if is_parameter(operand):
+    if is_parameter(operand) and not stays:
         return cost  # hoisted: once per step, in the reduction of gradients
     axis = axis_ref.name
     here, there = info(operand), info(node)

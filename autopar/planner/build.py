@@ -20,6 +20,7 @@ from autopar.passes.compress_activations import compress_activations
 from autopar.passes.estimate_statistics import estimate_statistics
 from autopar.passes.expert_roads import nodes_of
 from autopar.passes.float8 import check_float8
+from autopar.passes.hoist import unhoisted
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.localize import localize
 from autopar.passes.overlap_dispatch import overlap_dispatch
@@ -28,7 +29,7 @@ from autopar.passes.selection_bias import selection_bias
 from autopar.passes.split_vocabulary import split_vocabulary
 from autopar.plan import BlockPlan, ExpertsPlan, InputPlan, Plan, RankPlan, StagePlan
 from autopar.planner.activations import Activations
-from autopar.planner.block_costs import BlockCost, Machine, block_cost
+from autopar.planner.block_costs import BlockCost, Computed, Machine, block_cost
 from autopar.planner.breakdown import Work, cost_plan, model_work
 from autopar.planner.budget import within_budget
 from autopar.planner.compression import KeptBytes, check_compression, describe
@@ -120,7 +121,8 @@ def build(
     placed = place(model, request, pinned)
     request = placed.request
     machine = Machine.of(request.cluster, request.mesh, request.options.zero_ranks)
-    costs = [block_cost(block, machine) for block in placed.model.blocks]
+    stays = unhoisted(placed.model)
+    costs = [block_cost(b, machine, Computed.of(b, machine.device, stays)) for b in placed.model.blocks]
     activations = activations_of(placed.model, costs, machine, request.options)
     return finish(placed, costs, activations, pinned, measured)
 

@@ -27,6 +27,7 @@ from autopar.options import Options
 from autopar.planner.block_costs import put_off_weights
 from autopar.planner.packing import alone
 from autopar.planner.rank_memory import is_own_master
+from autopar.planner.turned import is_turned
 from autopar.planner.zero import MoveCosts
 from autopar.schedules.backwards import Backwards
 
@@ -140,10 +141,13 @@ class GradientCosts:
         own = {name: summed for name, (summed, _) in kept.items() if name not in moves.borrowed(calls)}
         unpacked, lent = alone(moves.sums(calls)), moves.lent(calls)
         made: Counter[tuple[Summed, bool, bool]] = Counter()
+        turned: Counter[Summed] = Counter()
         sent: Counter[tuple[Summed, bool, bool]] = Counter()
         stored: Counter[tuple[Summed, bool, bool]] = Counter()
         for name, (summed, node) in kept.items():
             made[summed, node in self._put_off, name in lent] += info(node).meta.numel
+            if name not in lent and node in self._turned:
+                turned[summed] += info(node).meta.numel
             if name in own:
                 again = summed.travels != summed.master and moves.is_summed_again(name, node)
                 key = summed, name not in unpacked, again
@@ -157,6 +161,8 @@ class GradientCosts:
             self._added(made, backwards, whole=whole, late=late)
             for whole, late in ((False, False), (False, True), (True, None))
         )
+        now += self._copied(turned, backwards, whole=False)
+        whole += self._copied(turned, backwards, whole=True)
         whole += leaves / count
         if not backwards.split:
             return Accumulation(whole, leaves / count, whole)
@@ -202,6 +208,22 @@ class GradientCosts:
                     )
                 )
         return math.fsum(found) / count if count else 0.0
+
+    def _copied(self, turned: Mapping[Summed, int], backwards: Backwards, *, whole: bool) -> float:
+        """The same of first gradients that lie otherwise than their weights: of a sum, or of each backward if that is
+        sent at once."""
+        count = backwards.whole if whole else backwards.split
+        found = [
+            step.copy_seconds(elements, summed.dtype.itemsize, summed.dtype.itemsize, self.moves.machine.device)
+            * (count if summed.is_scattered else backwards.made.first == whole)
+            for summed, elements in turned.items()
+        ]
+        return math.fsum(found) / count if count else 0.0
+
+    @cached_property
+    def _turned(self) -> frozenset[fx.Node]:
+        weights = (node for block in self.moves.model.blocks for node in block.parameters)
+        return frozenset(node for node in weights if info(node).meta.needs_grad and is_turned(node))
 
     def _summed(self, name: str, node: fx.Node) -> Summed:
         moves, dtype = self.moves, info(node).meta.dtype

@@ -22,7 +22,7 @@ from autopar.graph import AxisRef, Info, Model, info
 from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.passes.expert_roads import nodes_of, travelling
-from autopar.passes.hoist import parameter_sums
+from autopar.passes.hoist import parameter_sums, unhoisted
 from autopar.passes.pad_head import Table, table_of
 from autopar.passes.vocabulary import STAGELESS
 from autopar.planner.activations import Activations
@@ -335,7 +335,8 @@ class Profiler:
         request = Request(mesh, microbatches, self.cluster, wanted, options, load, state, key.streamed)
         placed = place_inner(self._rows(key, request), request)
         machine = Machine.of(self.cluster, placed.request.mesh, options.zero_ranks)
-        computed = [Computed.of(block, machine.device) for block in placed.model.blocks]
+        stays = unhoisted(placed.model)
+        computed = [Computed.of(block, machine.device, stays) for block in placed.model.blocks]
         pairs = zip(placed.model.blocks, computed, strict=True)
         costs = [block_cost(block, machine, compute) for block, compute in pairs]
         return Profile(key, placed, costs, units_of(placed.model, costs), computed)

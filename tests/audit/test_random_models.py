@@ -73,6 +73,11 @@ def drawn(kind: str, seed: int) -> tuple[Case, dict[str, Any]]:
     [
         ("plain", 74),  # targets of strided rows are gathered
         ("plain", 140),  # so are masks in another order of positions
+        ("plain", 54),  # a tied table that is looked up as it is stored: each backward sums what its other use gives
+        ("experts", 15),  # two dispatches under way at once
+        ("experts", 12),  # two of which neither hides anything
+        ("experts", 33),  # stacks that are transposed, whose gradients come as they are not stored
+        ("experts", 38),  # or that an einsum transposes
         *(pytest.param(kind, seed, marks=pytest.mark.slow) for kind in ("plain", "experts") for seed in range(40)),
     ],
 )
