@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -334,7 +333,7 @@ class ParallelModel:
         source = self._job.source
         if isinstance(source, RecipeSource):
             return recipe.replica(self._model, recipe.initialize(self._model, source.recipes, source.seed))
-        return copy.deepcopy(self._model)
+        return recipe.copied(self._model)
 
     def whole_graph(self, batch: Any) -> Model:
         """The captured graph of one device, before any axis was solved, cut into the calls of the ranks' graph."""

@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from autopar.ctc_loss import ctc_loss
 from autopar.errors import CaptureError
 from autopar.source_lines import calling_line
 
@@ -85,13 +86,14 @@ class _Unrecorded(TorchFunctionMode):
 
 
 class TracedValues(TorchFunctionMode):
-    """Within it, a loss of torch that first looks whether values are valid, which a trace can't, doesn't look, and
+    """Within it, a loss of torch that first looks whether values are valid, or how long targets are, which a trace
+    can't, doesn't look, and
     ``x.data``, which a trace loses, is ``x.detach()``: what is written to it is written to x."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _DATA:
             return args[0].detach()
-        return (_gaussian_nll if func is functional.gaussian_nll_loss else func)(*args, **(kwargs or {}))
+        return _LOSSES.get(func, func)(*args, **(kwargs or {}))
 
 
 def _gaussian_nll(
@@ -108,6 +110,12 @@ def _gaussian_nll(
     if full:
         loss = loss + 0.5 * math.log(2 * math.pi)
     return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
+
+
+_LOSSES: Final[dict[Any, Callable[..., Tensor]]] = {
+    functional.gaussian_nll_loss: _gaussian_nll,
+    functional.ctc_loss: ctc_loss,
+}
 
 
 def _is_idle(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

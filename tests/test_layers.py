@@ -54,7 +54,8 @@ ARROWS: dict[str, set[str]] = {
     "expert_capture": {"errors", "source_lines"},
     "loop_capture": {"errors"},
     "row_capture": {"errors"},
-    "function_capture": {"errors", "source_lines"},
+    "ctc_loss": {"errors", "source_lines"},
+    "function_capture": {"ctc_loss", "errors", "source_lines"},
     "capture": {
         "errors",
         "graph",

@@ -5,7 +5,7 @@ Recorded at compile time (:func:`record`, :func:`construct`), written as JSON, p
 
 from __future__ import annotations
 
-from autopar.recipe.play import initialize, play, replica
+from autopar.recipe.play import copied, initialize, play, replica
 from autopar.recipe.record import construct, record
 from autopar.recipe.steps import Constant, Recipe, Step, Value, constant, from_json, to_json
 
@@ -16,6 +16,7 @@ __all__ = [
     "Value",
     "constant",
     "construct",
+    "copied",
     "from_json",
     "initialize",
     "play",

@@ -67,7 +67,14 @@ def replica(model: nn.Module, state: Mapping[str, torch.Tensor]) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(_given(state, name), requires_grad=parameter.requires_grad)
     for name, buffer in model.named_buffers():
         memo[id(buffer)] = _given(state, name)
-    return copy.deepcopy(model, memo)
+    return copied(model, memo)
+
+
+def copied(model: nn.Module, memo: Mapping[int, Any] | None = None) -> nn.Module:
+    """A deep copy, with ``memo`` as :func:`copy.deepcopy` takes it. What modules keep that they computed, which torch
+    doesn't copy (``torch.nn.utils.weight_norm`` leaves the weight that its last forward made), is copied as a value."""
+    computed = [v for m in model.modules() for v in vars(m).values() if isinstance(v, torch.Tensor) and not v.is_leaf]
+    return copy.deepcopy(model, {**{id(value): value.detach().clone() for value in computed}, **(memo or {})})
 
 
 def _given(state: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:

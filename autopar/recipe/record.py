@@ -8,7 +8,6 @@ constructor sets in another way can't be seen afterwards; :func:`construct` reco
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from autopar.errors import AutoparError, CaptureError
+from autopar.recipe.play import copied
 from autopar.recipe.steps import Recipe, constant
 from autopar.recipe.trace import Trace, UninitializedError
 
@@ -61,7 +61,7 @@ def construct(factory: Callable[[], nn.Module]) -> tuple[nn.Module, dict[str, Re
 
 def _copy(model: nn.Module) -> nn.Module:
     try:
-        twin = copy.deepcopy(model)
+        twin = copied(model)
     except Exception as error:
         raise CaptureError(
             f"{type(model).__name__} can't be copied to record its initialisation: {error}; {_WAYS_OUT}"
