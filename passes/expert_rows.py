@@ -450,6 +450,9 @@ class Rows:
         if value.rows is None:
             if value.tokens is None and self.choices == 1 and value.slots is not None:
                 value.tokens = self.writer.reshape(value.slots, (self.tokens, *value.rest))
+            if value.tokens is None and value.is_light and value.slots is not None:
+                value.rows = self._rows_of_slots(value.slots, value.rest)
+                return value.rows
             if value.tokens is None or len(value.rest) > 1:
                 raise NotALoopError(f"{where(node)} needs for each row what a token has for each of its choices")
             wide = self.writer.reshape(value.tokens, (self.tokens, math.prod(value.rest)))
@@ -458,6 +461,26 @@ class Rows:
             if not value.rest:
                 value.rows = self.writer.call(aten.squeeze.dim, (value.rows, 1), shape[:1], wide)
         return value.rows
+
+    def _rows_of_slots(self, slots: fx.Node, rest: tuple[int, ...]) -> fx.Node:
+        """A number of each slot, by row: rows bring those of all their token's choices, with the experts that these
+        are, and take that of their own expert."""
+        call, shape = self.writer.call, info(self.index).meta.shape
+        wide, kind = self._shape((self.choices,)), info(slots).meta.dtype
+        numbers = call(expert_capture.dispatch, (self.writer.reshape(slots, shape), self.routing), wide, slots)
+        plain: dict[str, Any] = {"dtype": torch.float32, "needs_grad": False}
+        chosen = call(aten.to.dtype, (self.index, torch.float32), shape, slots, **plain)
+        chosen = call(expert_capture.dispatch, (chosen, self.routing), wide, slots, **plain)
+        count = len(self.bodies)
+        experts = call(aten.arange.default, (count,), (count,), slots, dtype=torch.int64, needs_grad=False)
+        experts = call(aten.to.dtype, (experts, torch.float32), (count,), slots, **plain)
+        zeros = call(aten.zeros_like.default, (chosen,), wide, slots, **plain)
+        biased = zeros, self._widened(experts, self.choices, slots), self.routing
+        own = call(expert_capture.grouped_bias, biased, wide, slots, **plain)
+        is_own = call(aten.eq.Tensor, (chosen, own), wide, slots, dtype=torch.bool, needs_grad=False)
+        is_own = call(aten.to.dtype, (is_own, kind), wide, slots, needs_grad=False)
+        taken = call(aten.mul.Tensor, (numbers, is_own), wide, slots)
+        return call(aten.sum.dim_IntList, (taken, [1], bool(rest)), self._shape(rest), slots)
 
 
 def _factors(node: fx.Node) -> tuple[Any, Any, Any, bool]:

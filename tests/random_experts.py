@@ -329,10 +329,7 @@ def random_mixture(chance: random.Random) -> tuple[Recipe, Mixture]:
         recipe = replace(recipe, loss="mean")
     drawn = {name: chance.choice(values) for name, values in _CHOICES.items() if chance.random() < 0.6}
     mixture = Mixture(**drawn)
-    is_looped = mixture.form in LOOPS
-    if (mixture.is_grouped and mixture.choices > mixture.experts // GROUPS) or (
-        is_looped and mixture.weighted == "before"
-    ):
+    if mixture.is_grouped and mixture.choices > mixture.experts // GROUPS:
         mixture = replace(mixture, choices=1)
     return recipe, mixture
 

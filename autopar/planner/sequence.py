@@ -15,6 +15,7 @@ from autopar.rules import lookup
 from autopar.rules.attention import is_causal, way
 from autopar.rules.base import Op
 from autopar.rules.contraction import Product
+from autopar.rules.experts import GROUPED_BIAS
 
 
 def orders(spread: Spread, mesh: Mesh, options: Options) -> list[Mesh]:
@@ -29,6 +30,13 @@ def orders(spread: Spread, mesh: Mesh, options: Options) -> list[Mesh]:
     _check_lengths(model, mesh, lengths, 2 if options.cp_order == "paired" else 1)
     pairs_fit = all(length % (2 * mesh.cp) == 0 for length in lengths)
     masked = _masked_experts(model) if "cp" in mesh.expert_axes else None
+    numbered = _numbered_experts(model) if "cp" in mesh.expert_axes else None
+    if numbered is not None:
+        raise ShardingError(
+            f"{where(numbered)}: weights of several choices of a token, by which rows are multiplied before experts "
+            "compute, are told apart by numbers of experts, which can't be split with sequences. Use an ep without cp, "
+            "or multiply what experts give"
+        )
     if masked is not None and options.cp_order == "paired":
         raise ShardingError(
             f"{where(masked)}: a product with the weights of all experts at once, which lie on cp as neighbours; with "
@@ -47,6 +55,12 @@ def _masked_experts(model: Model) -> fx.Node | None:
         if isinstance(rule, Product) and any(_is_parameter(operands(node)[i]) for i in rule.expert_operands(op)):
             return node
     return None
+
+
+def _numbered_experts(model: Model) -> fx.Node | None:
+    """An op that takes something of each expert that is no parameter."""
+    biases = (node for block in model.blocks for node in block.ops if op_name(node) == GROUPED_BIAS)
+    return next((node for node in biases if not _is_parameter(operands(node)[1])), None)
 
 
 def _is_parameter(node: fx.Node) -> bool:

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.random_experts import Mixture, case_of, random_mixture, random_sparse_plan
+from autopar.errors import ShardingError
+from tests.fast_cluster import FAST
+from tests.pinned import compile_pinned
+from tests.random_experts import LOOPS, Mixture, case_of, random_mixture, random_sparse_plan
 from tests.random_models import Recipe
 from tests.ranks.test_random_models import agrees
 
@@ -34,3 +37,14 @@ def compiled(seed: int) -> bool:
 def test_random_experts_under_random_plans(seeds: Sequence[int]) -> None:
     count = sum(map(compiled, seeds))
     assert count >= LEAST_COMPILED * len(seeds)
+
+
+@pytest.mark.parametrize("form", LOOPS)
+def test_rows_are_multiplied_by_weights_of_several_choices_before_experts(form: str) -> None:
+    torch.manual_seed(0)
+    case = case_of(Recipe(layers=1, mlp="experts"), Mixture(form=form, expert="plain", weighted="before"))
+    plan = {"mesh": {"dp": 2, "ep": 2}, "microbatches": 2}
+    assert agrees(case, plan, form)
+    given = {"sample": case.batch, "cluster": FAST, "mesh": {"cp": 2, "ep": 2}}
+    with pytest.raises(ShardingError, match=r"grouped_bias in .* Use an ep without cp, or multiply what experts give"):
+        compile_pinned(case.model, 2, **given)
