@@ -156,7 +156,7 @@ def verify_job(job: Compiled, batch: Any, steps: int, device: str = "cpu") -> Ve
 
 @dataclass(frozen=True)
 class _Noise:
-    """By name, what the largest entry of a tensor counts as, at least, where rounding is more than the tolerance."""
+    """By name, what the largest entry of a tensor counts as, at least, where rounding may exceed the tolerance."""
 
     gradients: dict[str, float] = field(default_factory=dict)
     parameters: dict[str, float] = field(default_factory=dict)
@@ -166,7 +166,8 @@ class _Noise:
         """``wide``: the same in float64. A gradient that is nothing but rounding (``eps``) may be a sum of terms over
         ranks that are as large as others. Optimizers may make whole steps of such ones, which averages see, too."""
         off = relative_errors(trained.gradients, wide.gradients)
-        unsure = {name: wide.gradients[name] for name, error in off.items() if tolerance < error < math.inf}
+        least = tolerance / _ROUNDINGS
+        unsure = {name: wide.gradients[name] for name, error in off.items() if least < error < math.inf}
         gradients = _limits(trained.gradients, unsure, tolerance)
         largest = max(
             (float(gradient.abs().max()) for gradient in wide.gradients.values() if gradient.numel()), default=0

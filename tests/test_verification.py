@@ -117,6 +117,29 @@ def test_what_is_nothing_but_rounding_is_no_difference(precision: str) -> None:
     assert result.gradient_errors["second.bias"] > 1e-2 * result.tolerance
 
 
+class Strided(nn.Module):
+    """Of the first step of AdamW on it, whose size is the same for all gradients, rounding decides some directions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.second, self.leave = nn.Conv2d(8, 16, 3, stride=2, padding=1), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.second(self.norm(self.first(x)).relu()).relu().mean((2, 3))
+        return F.cross_entropy(self.leave(h), y)
+
+
+@pytest.mark.parametrize("seed", [0, 9])
+def test_what_one_device_is_nearly_as_far_off_is_no_difference(seed: int) -> None:
+    torch.manual_seed(seed)
+    model, batch = Strided(), (torch.randn(8, 3, 8, 8), torch.randint(4, (8,)))
+    given = {"sample": batch, "mesh": {"dp": 2}, "microbatches": 1, "precision": "bf16"}
+    job = compile_pinned(model, 2, optimizer=lambda ps: torch.optim.AdamW(ps, lr=1e-3), **given)
+    result = job.verify(batch, steps=2)
+    assert result.ok, str(result)
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [
