@@ -10,7 +10,8 @@ takes the tokens that chose expert e, computes something for each, and adds it t
 
 If all bodies are the same graph, the parameters of experts become one parameter ``experts.*.up`` ``[8, …]`` each
 (:attr:`autopar.graph.ParameterInfo.stacked`), which can be split by experts. Experts of unequal kinds stay as they are:
-each has a routing of its own, and every rank computes all for its tokens. No op whose size depends on values is left.
+each has a routing of its own, and every rank computes all for its tokens. If the loop passes over those without tokens,
+which then have no gradient on one device, a remark says that here they have one of zeros. No op whose size depends on values is left.
 """
 
 from __future__ import annotations
@@ -310,7 +311,11 @@ class Loop:
 
     def _remark(self, why: str) -> str:
         home = self.writer.home or "the model"
-        return f"the {len(self.bodies)} experts of {home} stay whole on every rank: {why}"
+        idle = (
+            "; one that no token of a step chooses has a gradient of zeros, by which optimizers may move it, where the "
+            "model's own code passes over it"
+        )
+        return f"the {len(self.bodies)} experts of {home} stay whole on every rank: {why}{idle if self.skips else ''}"
 
     def _pairs(self) -> list[Pairs]:
         found: list[Pairs] = []

@@ -92,6 +92,20 @@ def test_experts_of_unequal_kinds_stay_whole_and_the_plan_says_why() -> None:
     assert not any(parameter.stacked for parameter in job.lowered.parameters.values())
 
 
+class UnequalByCounts(ByCounts):
+    """Of two kinds, and those without tokens are passed over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Unequal().experts
+
+
+def test_the_plan_says_what_unequal_experts_without_tokens_have() -> None:
+    case = prepared(lambda: looped(UnequalByCounts, 2, layers=1))
+    remarks = compile_pinned(case.model, 1, sample=case.batch, mesh={"dp": 1}).plan.remarks
+    assert "one that no token of a step chooses has a gradient of zeros" in "\n".join(remarks)
+
+
 class Regularised(ByWhere):
     """Reads an expert's weight outside of the loop, too."""
 
