@@ -11,7 +11,8 @@ takes the tokens that chose expert e, computes something for each, and adds it t
 If all bodies are the same graph, the parameters of experts become one parameter ``experts.*.up`` ``[8, …]`` each
 (:attr:`autopar.graph.ParameterInfo.stacked`), which can be split by experts. Experts of unequal kinds stay as they are:
 each has a routing of its own, and every rank computes all for its tokens. If the loop passes over those without tokens,
-which then have no gradient on one device, a remark says that here they have one of zeros. No op whose size depends on values is left.
+which then have no gradient on one device, a remark says that here they have one of zeros. No op whose size depends on
+values is left.
 """
 
 from __future__ import annotations
