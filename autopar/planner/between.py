@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -60,7 +60,7 @@ def between(
         wanted = [edges[call, k] for call in stage for k in range(len(model.calls[call].operands))]
         wanted += [Edge(w.value, w.changes) for w in made]
         known = set(taken)
-        passes = changes_sent(model, wanted, known, machine)
+        passes = changes_sent(model, [*table_edges(model, machine, wanted), *wanted], known, machine)
         changed = known.difference(taken)
         tables, _ = calls_of(node for _, node in _table_ops(model, wanted))
         there = number + 1 < len(stages) and placement[number + 1] != placement[number]
@@ -133,6 +133,13 @@ def tables_seconds(model: Model, wanted: Sequence[Edge], costs: Sequence[BlockCo
     return math.fsum(
         costs[model.calls[call].block].op_seconds.get(node, 0.0) for call, node in _table_ops(model, wanted)
     )
+
+
+def table_edges(model: Model, machine: Machine, wanted: Sequence[Edge]) -> Iterator[Edge]:
+    """What these ops are given."""
+    for call, nodes in needed_tables(model, [into.value for into in wanted if into.total_axes is None]).items():
+        inputs = model.block_of(model.calls[call]).inputs
+        yield from (edge(model, machine.mesh, call, k) for k, node in enumerate(inputs) if node in nodes)
 
 
 def _table_ops(model: Model, wanted: Sequence[Edge]) -> list[tuple[int, fx.Node]]:

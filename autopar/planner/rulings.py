@@ -16,7 +16,7 @@ from autopar.planner.call_keys import key_of
 from autopar.planner.placement import Change, NumberedTypes, Ways
 from autopar.planner.saved_by_op import SavedByOp
 from autopar.rules.base import Op, Rule, Splits, legal_choices
-from autopar.spmd import Type
+from autopar.spmd import Type, transition
 
 Frozen = tuple[frozenset[int], ...]
 """Split points of a value, which no longer change."""
@@ -29,7 +29,7 @@ def frozen(splits: Splits) -> Frozen:
 @dataclass
 class Changes:
     """What may change on an edge: ``ways``, of which 0 is to change nothing, with an example of each of the others. One
-    price is that of all changes between types of the same kinds."""
+    price is that of all changes between types of the same kinds, but for shards of one dim in another order."""
 
     ways: Ways
     examples: tuple[Change, ...]
@@ -39,10 +39,11 @@ class Changes:
     def of(cls, free: Iterable[Type], changes: Iterable[Change]) -> Changes:
         """``free`` are types that may stay."""
         ways: dict[Change, int] = {(kind, kind): 0 for kind in free}
-        numbers: dict[tuple[str, str], int] = {}
+        numbers: dict[tuple[str, str, bool], int] = {}
         examples: list[Change] = []
         for change in changes:
-            kinds = change[0].kind, change[1].kind
+            way = transition(*change)
+            kinds = change[0].kind, change[1].kind, way is not None and way.reorders
             if kinds not in numbers:
                 examples.append(change)
             ways[change] = numbers.setdefault(kinds, len(examples))

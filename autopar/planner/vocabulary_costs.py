@@ -26,7 +26,7 @@ from autopar.passes.vocabulary import (
     vocabulary_calls,
     vocabulary_dims,
 )
-from autopar.planner.between import changes_sent, tables_seconds
+from autopar.planner.between import changes_sent, table_edges, tables_seconds
 from autopar.planner.block_costs import BlockCost, Both, Machine, sent_by
 from autopar.planner.vocabulary_passes import HeadPasses, op_seconds
 from autopar.schedules.flow import VOCABULARY_KINDS
@@ -119,7 +119,9 @@ def _journeys(model: Model, calls: VocabularyCalls, machine: Machine, costs: Seq
     found = head_of(block)
     taken = [into for (call, _), into in edges.items() if call == calls.head]
     entering = _added(
-        changes_sent(model, taken, {Edge(hidden.value, hidden.changes)}, machine).values(),
+        changes_sent(
+            model, [*table_edges(model, machine, taken), *taken], {Edge(hidden.value, hidden.changes)}, machine
+        ).values(),
         sent_by(closure([found.x, found.targets]), machine).values(),
         [(tables_seconds(model, taken, costs), 0.0)],
     )

@@ -163,7 +163,7 @@ def test_what_choices_have_in_common_is_priced_once_and_rightly() -> None:
     solve_axis(llama(1), AxisProblem("cp", 4, Separately(4, cluster.device, link, 8), "sequence"))
 
 
-def test_what_changes_cost_depends_on_the_kinds_of_their_types_alone() -> None:
+def test_what_changes_cost_depends_on_kinds_and_whether_a_dim_is_laid_out_anew() -> None:
     """Which is why one of each is priced for an edge."""
     cluster = Cluster.load("h100")
     kinds = [I, R, P, S(0), S(1), S(1, 2), S(2, 4)]
@@ -172,10 +172,10 @@ def test_what_changes_cost_depends_on_the_kinds_of_their_types_alone() -> None:
     for prices in (RankPrices(4, cluster.device, cluster.link(4, 1), 8), MicrobatchPrices(), MicrobatchPrices(True)):
         for meta, per_step, from_tables in itertools.product((scalar, tensor), (False, True), (False, True)):
             found = prices.changes(meta, pairs, per_step=per_step, from_tables=from_tables)
-            by_kinds: dict[tuple[str, str], set[float | None]] = defaultdict(set)
+            by_kinds: dict[tuple[str, str, bool], set[float | None]] = defaultdict(set)
             for (a, b), price in zip(pairs, found, strict=True):
                 assert price == prices.change(meta, a, b, per_step=per_step, from_tables=from_tables)
-                by_kinds[a.kind, b.kind].add(price)
+                by_kinds[a.kind, b.kind, a.is_shard and a.dim == b.dim].add(price)
             assert all(len(some) == 1 for some in by_kinds.values())
             assert len({price for some in by_kinds.values() for price in some}) > 1
 
