@@ -105,8 +105,8 @@ class Prices:
         return (group[::width], group[:width]) if nodes > 1 else (group,)
 
     def weights(self, phase: Phase) -> float:
-        """The part of that which ``W`` takes, where the backward is split."""
-        ops = [ran for ran in phase.ops if not ran.again and ran.op.name in _LATER]
+        """The part of that which ``W`` takes, where the backward is split: nothing of frozen weights."""
+        ops = [r for r in phase.ops if not r.again and r.op.name in _LATER and r.op.operands[1].needs_grad]
         return math.fsum(self._backward(ran) / max(1, sum(m.needs_grad for m in ran.op.operands)) for ran in ops)
 
     def again(self, phase: Phase) -> float:

@@ -73,6 +73,8 @@ def drawn(kind: str, seed: int) -> tuple[Case, dict[str, Any]]:
     [
         ("plain", 74),  # targets of strided rows are gathered
         ("plain", 140),  # so are masks in another order of positions
+        ("plain", 124),  # what tables are given is changed first
+        ("experts", 0),  # experts that are frozen, whose products are not put off
         ("plain", 54),  # a tied table that is looked up as it is stored: each backward sums what its other use gives
         ("experts", 15),  # two dispatches under way at once
         ("experts", 12),  # two of which neither hides anything
