@@ -31,6 +31,8 @@ def _turns(weight: fx.Node, user: fx.Node) -> bool:
         return False  # products of a matrix that is read as it is make its gradient so
     *_, last = known.values()
     made = _called(user, known) if is_aten(user) and len(info(user).outputs) == 1 else last
+    if not made.requires_grad:
+        return False  # it is detached
     (gradient,) = torch.autograd.grad(made, leaf, torch.empty(made.shape, dtype=made.dtype, device="meta"))
     pairs = zip(gradient.shape, gradient.stride(), leaf.stride(), strict=True)
     return any(own != wanted for extent, own, wanted in pairs if extent > 1)
