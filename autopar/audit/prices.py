@@ -24,7 +24,7 @@ from autopar.mesh import Mesh
 from autopar.planner.op_costs import work_of
 from autopar.rules import lookup
 from autopar.rules.base import Op
-from autopar.rules.experts import DISPATCH, DISPATCH_END, DISPATCH_START, EXCHANGE, ROUTE, WITHIN, told_bytes
+from autopar.rules.experts import DISPATCH, DISPATCH_START, EXCHANGE, ROUTE, WITHIN, told_bytes
 from autopar.spmd import R
 
 _LATER = frozenset({"linear", "matmul", "grouped_linear"})
