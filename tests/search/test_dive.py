@@ -148,26 +148,30 @@ def test_estimates_are_corrected_by_the_least_ratio_of_their_kind() -> None:
 
 
 def test_what_is_on_the_host_is_learned_for_other_schedules_too() -> None:
-    """Its own schedule says more, once that was laid out."""
+    """Its own schedule says more, once several of it were laid out: one may have been a bad one."""
     learned = _Learned()
     away = Point(Region(Mesh(pp=2, dp=2), 1, 4), "1f1b", None, "redistributed", 1, 0, ("activations",), 1)
     other = away._replace(schedule="interleaved", chunks=2)
-    learned.least.update(dict.fromkeys(dive._kinds(away), 1.5))
+    for kind in dive._kinds(away):
+        learned.known[kind].append(1.5)
     assert learned.likely(other, 2.0) == pytest.approx(3.0 * (1 - dive._DOUBT))
     assert learned.likely(other._replace(offload=()), 2.0) == learned.likely(
         other._replace(offload=("optimizer",)), 2.0
     )
-    learned.least[dive._kinds(other)[0]] = 1.25
-    assert learned.likely(other, 2.0) == pytest.approx(2.5 * (1 - dive._DOUBT))
+    own = learned.known[dive._kinds(other)[0]]
+    own.append(1.75)
+    assert learned.likely(other, 2.0) == pytest.approx(3.0 * (1 - dive._DOUBT))
+    own.append(1.6)
+    assert learned.likely(other, 2.0) == pytest.approx(3.2 * (1 - dive._DOUBT))
 
 
 def test_what_is_on_the_host_is_taken_to_do_as_well_as_what_is_not() -> None:
     """Until something like it was laid out."""
     learned = _Learned()
     away = Point(Region(Mesh(pp=2, dp=2), 1, 4), "1f1b", None, "redistributed", 1, 0, ("activations",), 1)
-    learned.least[dive._kinds(away._replace(offload=()))[0]] = 1.5
+    learned.known[dive._kinds(away._replace(offload=()))[0]].append(1.5)
     assert learned.likely(away, 2.0) == pytest.approx(3.0 * (1 - dive._DOUBT))
-    learned.least[("activations",),] = 1.0
+    learned.known[("activations",),].append(1.0)
     assert learned.likely(away, 2.0) == 2.0
 
 
