@@ -35,12 +35,13 @@ _VALUES = 16  # of what layers keep that are told apart where the rest is copied
 
 
 def scaled(known: Key, wanted: Key) -> float | None:
-    """Which part of a microbatch of ``known`` one of ``wanted`` is at least; None where it is no part of it.
+    """Which part of a microbatch of ``known`` one of ``wanted`` is at least; None where it is no part of it, or has
+    experts over axes on which the known one hasn't.
 
     >>> scaled(Key(rows=8, ep=1, cp=1, tp=2), Key(rows=2, ep=1, cp=2, tp=2))
     0.125
     """
-    if known.borrowed and known.borrowed != wanted.borrowed:
+    if known.borrowed != wanted.borrowed and (known.borrowed or set(known.axes()) & set(wanted.borrowed)):
         return None
     pairs = ((wanted.rows, known.rows), (known.cp, wanted.cp), (known.tp, wanted.tp))
     if any(larger % smaller for smaller, larger in pairs) or known.ep not in (1, wanted.ep):

@@ -12,6 +12,8 @@ tried, each pass of a block takes the least that any distance gives it, and what
 (:attr:`autopar.search.profiles.Profile.exchange_slack`). A placement that gathers tokens is taken to be no slower where
 ranks are closer.
 
+Where experts are over an axis, what is known of others on it says nothing: tokens that travel along it may be faster.
+
 Of fewer rows than ranks, some may have to be sent that the whole batch, cut by rows, has not. That is no bound: what is
 placed there may send less.
 """
@@ -46,6 +48,7 @@ class Scaling:
         self._several, self._copies = (
             np.array([getattr(key, name) for key in self._place], dtype=bool) for name in ("several", "copies")
         )
+        self._borrows = {axis: np.array([axis in key.borrowed for key in self._place], dtype=bool) for axis in _AXES}
         shape = len(self._place), _TOTAL + 1
         self._plain, self._split, self._sent = np.zeros(shape), np.zeros(shape), np.zeros(shape)
         self._on: dict[tuple[str, int], list[Profile]] = {}  # by the one axis that they are on, and its size
@@ -126,7 +129,7 @@ class Scaling:
 
     def _shares(self, known: Key) -> Array:
         """Of the microbatch of ``known``, what each key's is at least; 0 where it is no part of it, or that one does
-        more because there are other microbatches, or other ranks with rows."""
+        more because there are other microbatches, or other ranks with rows, or experts aren't over its axes."""
         smaller = known.rows % self._rows == 0
         smaller &= self._several | (not known.several)
         smaller &= self._copies | (not known.copies)
@@ -134,6 +137,8 @@ class Scaling:
             smaller &= self._sizes[axis] % getattr(known, axis) == 0
         if known.ep > 1:
             smaller &= self._sizes["ep"] == known.ep
+        for axis in known.axes():
+            smaller &= ~self._borrows[axis]  # each rank may compute for experts of its own there
         inner = self._sizes["cp"] * self._sizes["tp"] / known.inner
         found: Array = np.where(smaller, self._rows / known.rows / inner, 0.0)
         return found

@@ -95,10 +95,10 @@ def test_larger_spaces(name: str, batch: int, gpus: int, cluster: str, every: in
 
 @pytest.mark.slow
 def test_tokens_that_go_once_to_each_node() -> None:
-    """Where they do on some placements, and on others, which these bound, don't."""
-    given = {"mesh": {"pp": 1, "cp": 1}, "zero": 0, "offload": (), "head_chunks": 1, "recompute": "none"}
+    """Where they do on some placements, and on others, which these bound, don't; and experts may be over cp and tp."""
+    given = {"mesh": {"pp": 1}, "zero": 0, "offload": (), "head_chunks": 1, "recompute": "none"}
     search = experts_on(SLOW_NETWORK, 4, choices=4, **given)
-    checked(search, 3)
+    checked(search, 1)
     known = search.profiler.known.values()
     assert {(p.key.ep, row.nodes) for p in known for row in p.placed.remarks.experts} >= {(2, 1), (4, 2)}
 
