@@ -30,7 +30,7 @@ LAYER = "model.layers.0.mlp.experts"
 
 def plan_of(layer: str, order: list[int]) -> ExpertsPlan:
     sizes = {"experts": 4, "choices": 2, "axes": ["ep"], "ranks": 2, "imbalance": 1.0, "bound": 1.0}
-    return ExpertsPlan(layer=layer, order=order, whole=[], sent_bytes=0, **sizes)
+    return ExpertsPlan(layer=layer, order=order, whole=[], sent_bytes=0, nodes=1, across_bytes=0, **sizes)
 
 
 def rows(load: dict[str, list[int]], plans: list[ExpertsPlan], shown: int = 12) -> list[list[str]]:
