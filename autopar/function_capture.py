@@ -87,8 +87,8 @@ class _Unrecorded(TorchFunctionMode):
 
 class TracedValues(TorchFunctionMode):
     """Within it, a loss of torch that first looks whether values are valid, or how long targets are, which a trace
-    can't, doesn't look, and
-    ``x.data``, which a trace loses, is ``x.detach()``: what is written to it is written to x."""
+    can't, doesn't look, and ``x.data``, which a trace loses, is ``x.detach()``: what is written to it is written to x.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _DATA:
