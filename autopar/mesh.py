@@ -166,8 +166,9 @@ class Mesh:
         return tuple(axis for axis in DATA if self.size(axis) > 1 and axis not in split)
 
     def data_lines(self) -> tuple[tuple[str, ...], ...]:
-        """What :meth:`data_axes` can be: of most parameters, and of experts."""
-        return tuple(dict.fromkeys((self.data_axes(), self.data_axes(self.expert_axes))))
+        """What :meth:`data_axes` can be: of most parameters, and of experts, which may be on cp instead of ep, too."""
+        splits = [(), self.expert_axes, *((("cp",), ("ep", "cp")) if self.experts > 1 else ())]
+        return tuple(dict.fromkeys(map(self.data_axes, splits)))
 
     def zero_shards(self, zero_ranks: int, axes: Sequence[str] = ()) -> int:
         """How many neighbours along the joint group of ``axes`` share one copy of what ZeRO splits (``zero_ranks`` 0:

@@ -84,7 +84,8 @@ def test_whose_tokens_make_a_gradient() -> None:
     assert mesh.data_axes() == ("dp", "ep", "cp")
     assert mesh.data_axes(["tp"]) == ("dp", "ep", "cp")
     assert mesh.data_axes(["ep"]) == ("dp", "cp")
-    assert mesh.data_lines() == (("dp", "ep", "cp"), ("dp", "cp"))
+    assert mesh.data_lines() == (("dp", "ep", "cp"), ("dp", "cp"), ("dp", "ep"), ("dp",))
+    assert Mesh.of({"dp": 4, "cp": 2}, 8).data_lines() == (("dp", "cp"),)
     assert [mesh.zero_shards(ranks) for ranks in (0, 2, 8)] == [8, 2, 8]
     assert mesh.zero_shards(8, ("dp", "cp")) == 4
     with pytest.raises(ArgumentError, match="zero_ranks=3"):
