@@ -19,7 +19,7 @@ from torch import fx
 from autopar.errors import ArgumentError, StageError
 from autopar.graph import ElementOps, Model, RuntimeOp, arguments, derive, info, op_name, operands, set_info, verify
 from autopar.passes.find_head import drop_dead, find_head
-from autopar.passes.logits import Logits, reshaped, table, tokens
+from autopar.passes.logits import Logits, entropy_options, reshaped, table, tokens
 from autopar.rules.chunked import CHUNKED
 
 
@@ -66,19 +66,12 @@ def _before(node: fx.Node) -> fx.Node:
 
 def _options(head: Logits, chunks: int) -> dict[str, Any]:
     """Named arguments of the op; what is as it is by default is left out."""
-    given = arguments(head.entropy)
     named: dict[str, Any] = {"chunks": chunks}
     if head.transposed:
         named["weight_dim"] = 1
     if head.elements:
         named["logits"] = _element_ops(head.elements)
-    if given["ignore_index"] != -100:
-        named["ignore_index"] = given["ignore_index"]
-    if given["label_smoothing"]:
-        named["label_smoothing"] = given["label_smoothing"]
-    if given["reduction"] == 0:
-        named["reduction"] = "none"
-    return named
+    return named | entropy_options(head.entropy)
 
 
 def _element_ops(nodes: tuple[fx.Node, ...]) -> ElementOps:

@@ -92,6 +92,20 @@ def check_entropy(entropy: fx.Node) -> None:
         raise StageError(f"{where(entropy)} takes a mean that is no sum over a count of tokens")
 
 
+def entropy_options(entropy: fx.Node) -> dict[str, Any]:
+    """Named arguments of the runtime's function that is such a cross entropy; what is as it is by default is left
+    out."""
+    given = arguments(entropy)
+    named: dict[str, Any] = {}
+    if given["ignore_index"] != -100:
+        named["ignore_index"] = given["ignore_index"]
+    if given["label_smoothing"]:
+        named["label_smoothing"] = given["label_smoothing"]
+    if given["reduction"] == 0:
+        named["reduction"] = "none"
+    return named
+
+
 def rewrite(found: Logits) -> fx.Node:
     """The head in its normal form, before the cross entropy: ``[t, h] -> [t, classes] -> entropy``.
 

@@ -13,15 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
 from autopar.errors import StageError
-from autopar.graph import Model, RuntimeOp, arguments, derive, info, op_name, operands, verify
+from autopar.graph import Model, RuntimeOp, derive, info, op_name, operands, verify
 from autopar.passes.find_head import drop_dead, find_head
-from autopar.passes.logits import rewrite
+from autopar.passes.logits import entropy_options, rewrite
 from autopar.passes.vocabulary import ALIGNED_BYTES, CASTS, PRODUCTS, conversions, lengthen, stored_in
 from autopar.rules.chunked import CHUNKED
 from autopar.rules.loss import PADDED
@@ -164,15 +164,8 @@ def _leave_out(head: _Head, classes: int) -> None:
     if head.product is entropy:
         entropy.kwargs = {**entropy.kwargs, "classes": classes}
         return
-    given, graph = arguments(entropy), entropy.graph
-    logits, target = operands(entropy)
-    named: dict[str, Any] = {"classes": classes}
-    if given["ignore_index"] != -100:
-        named["ignore_index"] = given["ignore_index"]
-    if given["label_smoothing"]:
-        named["label_smoothing"] = given["label_smoothing"]
-    if given["reduction"] == 0:
-        named["reduction"] = "none"
+    graph, (logits, target) = entropy.graph, operands(entropy)
+    named = {"classes": classes, **entropy_options(entropy)}
     with graph.inserting_before(entropy):
         if any(op_name(node) not in (*CASTS, *PRODUCTS, "aten.add.Tensor") for node in head.path()):
             # What shapes logits (a tanh) may need them as they are for its own gradient.
