@@ -12,15 +12,13 @@ from autopar.cluster import Device
 from autopar.cost_models import compute
 from autopar.cost_models.compute import Work
 from autopar.graph import Choice, Info, Meta, info, is_getitem, is_view, operands
+from autopar.passes.vocabulary import ALIGNED_BYTES
 from autopar.rules.base import Op, Rule
 from autopar.rules.shape import copies
 from autopar.spmd import Type
 
 _ROW_COPIES = 2
 """A row of a table's gradient, which is cleared first, is read and written for each use of the row."""
-
-_ALIGNED_BYTES = 16
-"""Of a load of the largest size."""
 
 _SUM_COPIES = 5
 """Adding a piece of a result to those before reads it, and reads and writes their sum, which is twice as wide."""
@@ -102,7 +100,7 @@ def _is_aligned(op: Op, rule: Rule, choice: Choice, size: int) -> bool:
     ]
     if op.operands[0].dtype.itemsize == 2:
         rows.append(rule.row_bytes(op, choice, size))
-    return all(row % _ALIGNED_BYTES == 0 for row in rows)
+    return all(row % ALIGNED_BYTES == 0 for row in rows)
 
 
 def expert_imbalance(node: fx.Node, *further: Choice) -> float:

@@ -155,6 +155,16 @@ def test_what_is_kept_for_the_backward(smoothing: float) -> None:
     assert kept_bytes(padded) == saved_bytes_of(stage, given)
 
 
+def test_a_backward_holds_as_much_as_without_padding() -> None:
+    """Of eight rows more."""
+
+    def peak(vocabulary: int) -> int:
+        case = models.prepared(lambda: llama(4, layers=1, vocabulary=vocabulary), torch.float32)
+        return max(compile_pinned(case.model, 1, sample=case.batch, precision="bf16").plan.peak_bytes)
+
+    assert peak(4001) == pytest.approx(peak(4000), rel=0.01)
+
+
 MESHES: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"tp": 2}, {}),
     ({"dp": 2, "tp": 2}, {"zero": 3}),
