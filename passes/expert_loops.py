@@ -361,19 +361,16 @@ class Loop:
         call, tokens, experts = self.writer.call, self.picks.tokens, len(self.bodies)
         shape = (tokens, experts)
         masks = [self._mask(body.picks.chosen.index) for body in self.bodies]
-        options: dict[str, Any] = {"needs_grad": False}
-        stacked = call(aten.stack.default, (masks, 1), shape, like, dtype=torch.bool, **options)
-        absent = call(aten.logical_not.default, (stacked,), shape, like, dtype=torch.bool, **options)
-        numbers = call(aten.arange.default, (experts,), (experts,), like, dtype=torch.int64, **options)
-        expanded = call(aten.expand.default, (numbers, list(shape)), shape, like, dtype=torch.int64, **options)
-        return call(aten.masked_fill.Scalar, (expanded, absent, experts), shape, like, dtype=torch.int64, **options)
+        stacked = call(aten.stack.default, (masks, 1), shape, like, dtype=torch.bool)
+        absent = call(aten.logical_not.default, (stacked,), shape, like, dtype=torch.bool)
+        numbers = call(aten.arange.default, (experts,), (experts,), like, dtype=torch.int64)
+        expanded = call(aten.expand.default, (numbers, list(shape)), shape, like, dtype=torch.int64)
+        return call(aten.masked_fill.Scalar, (expanded, absent, experts), shape, like, dtype=torch.int64)
 
     def _mask(self, condition: fx.Node) -> fx.Node:
         shape = info(condition).meta.shape
         if info(condition).meta.dtype != torch.bool:
-            condition = self.writer.call(
-                aten.ne.Scalar, (condition, 0), shape, condition, dtype=torch.bool, needs_grad=False
-            )
+            condition = self.writer.call(aten.ne.Scalar, (condition, 0), shape, condition, dtype=torch.bool)
         return self.writer.reshape(condition, (self.picks.tokens,))
 
     def _numbered(self, index: fx.Node, numbers: list[int]) -> fx.Node:

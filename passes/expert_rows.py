@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from autopar import expert_capture
+from autopar.capture import differentiable, gradient_flows
 from autopar.graph import Meta, arguments, derive, info, is_aten, is_getitem, op_name, operands, where
 from autopar.passes.expert_bodies import Body, Indexed, NotALoopError, Pairs, Picks, indexed
 from autopar.rules import lookup
@@ -55,14 +56,10 @@ class Writer:
         like: fx.Node,
         *,
         dtype: torch.dtype | None = None,
-        needs_grad: bool | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> fx.Node:
         """An op whose result is as that of ``like``, but of ``shape``."""
-        first = info(like).meta
-        grad = first.needs_grad if needs_grad is None else needs_grad
-        metas = (Meta(tuple(shape), dtype or first.dtype, grad),)
-        return self.copy(target, args, metas, like, kwargs)
+        return self.copy(target, args, (Meta(tuple(shape), dtype or info(like).meta.dtype),), like, kwargs)
 
     def copy(
         self,
@@ -72,9 +69,12 @@ class Writer:
         like: fx.Node,
         kwargs: Mapping[str, Any] | None = None,
     ) -> fx.Node:
+        """One whose results are of ``metas``; whether they have gradients, what it is given says."""
         with self.graph.inserting_before(self.place):
             node = self.graph.call_function(target, args, dict(kwargs or {}))
-        self.order.append(derive(node, like, outputs=metas, module=self.module_of(like)))
+        flows = gradient_flows(node)
+        outputs = tuple(replace(meta, needs_grad=flows and differentiable(meta.dtype)) for meta in metas)
+        self.order.append(derive(node, like, outputs=outputs, module=self.module_of(like)))
         return node
 
     def module_of(self, node: fx.Node) -> str:
@@ -165,9 +165,7 @@ class Rows:
         meta = info(rows).meta
         shape, kwargs = info(self.index).meta.shape, {"dtype": meta.dtype}
         call = self.writer.call
-        return call(
-            aten.ones_like.default, (self.index,), shape, rows, dtype=meta.dtype, needs_grad=False, kwargs=kwargs
-        )
+        return call(aten.ones_like.default, (self.index,), shape, rows, dtype=meta.dtype, kwargs=kwargs)
 
     # --- one op of the bodies ---------------------------------------------------------------------
 
@@ -338,7 +336,7 @@ class Rows:
         shape = info(rows).meta.shape
         if not self._own(own):
             return self.writer.call(aten.mul.Tensor, (rows, own), shape, node)
-        zeros = self.writer.call(aten.zeros_like.default, (rows,), shape, node, needs_grad=False)
+        zeros = self.writer.call(aten.zeros_like.default, (rows,), shape, node)
         spread = self._plus(zeros, own, node)
         return self.writer.call(aten.mul.Tensor, (rows, spread), shape, node)
 
@@ -468,17 +466,17 @@ class Rows:
         call, shape = self.writer.call, info(self.index).meta.shape
         wide, kind = self._shape((self.choices,)), info(slots).meta.dtype
         numbers = call(expert_capture.dispatch, (self.writer.reshape(slots, shape), self.routing), wide, slots)
-        plain: dict[str, Any] = {"dtype": torch.float32, "needs_grad": False}
+        plain: dict[str, Any] = {"dtype": torch.float32}
         chosen = call(aten.to.dtype, (self.index, torch.float32), shape, slots, **plain)
         chosen = call(expert_capture.dispatch, (chosen, self.routing), wide, slots, **plain)
         count = len(self.bodies)
-        experts = call(aten.arange.default, (count,), (count,), slots, dtype=torch.int64, needs_grad=False)
+        experts = call(aten.arange.default, (count,), (count,), slots, dtype=torch.int64)
         experts = call(aten.to.dtype, (experts, torch.float32), (count,), slots, **plain)
         zeros = call(aten.zeros_like.default, (chosen,), wide, slots, **plain)
         biased = zeros, self._widened(experts, self.choices, slots), self.routing
         own = call(expert_capture.grouped_bias, biased, wide, slots, **plain)
-        is_own = call(aten.eq.Tensor, (chosen, own), wide, slots, dtype=torch.bool, needs_grad=False)
-        is_own = call(aten.to.dtype, (is_own, kind), wide, slots, needs_grad=False)
+        is_own = call(aten.eq.Tensor, (chosen, own), wide, slots, dtype=torch.bool)
+        is_own = call(aten.to.dtype, (is_own, kind), wide, slots)
         taken = call(aten.mul.Tensor, (numbers, is_own), wide, slots)
         return call(aten.sum.dim_IntList, (taken, [1], bool(rest)), self._shape(rest), slots)
 

@@ -42,10 +42,11 @@ def weight_moves(model: Model, options: Options, lines: Iterable[DataLine]) -> W
 
 @dataclass(frozen=True)
 class _Over:
-    """Which ranks have terms of a gradient: those of a line along ``axes``, of ``further`` axes, and the pipeline
-    ranks that hold the weight. ``is_other``: not just those of all of the line."""
+    """Which ranks have terms of a gradient: those of a line along ``data``, which differ along ``axes`` of them, of
+    ``further`` axes, and the pipeline ranks that hold the weight. ``is_other``: not just those of all of the line."""
 
     line: DataLine
+    data: tuple[str, ...]
     axes: tuple[str, ...]
     further: tuple[str, ...]
     holders: tuple[int, ...]
@@ -409,18 +410,19 @@ class MoveCosts:
         if not info(node).meta.shape:
             ranks = replace(ranks, shards=1)
         if self.machine.cluster is None:
-            return _Over(ranks, line, (), (0,), is_other=False)
+            return _Over(ranks, line, line, (), (0,), is_other=False)
         axes = tuple(axis for axis in line if axis in sums)
         further = tuple(axis for axis in sums if axis not in DATA and mesh.size(axis) > 1)
         holders = self._holders.get(name, (0,))
         is_other = bool(further) or len(holders) > 1 or axes != line
-        return _Over(ranks, axes, further, holders, is_other)
+        return _Over(ranks, line, axes, further, holders, is_other)
 
     def _joint(self, over: _Over, shards: int) -> tuple[int, Link]:
-        """Size and link of a group along several axes."""
+        """Size and link of a group along several axes. Of rows that are shared, all of the line gives parts, if any of
+        its terms differ: those that are equal are divided."""
         mesh, cluster = self.machine.mesh, self.machine.cluster
         assert cluster is not None
-        line = mesh.group(0, *over.axes)[::shards]
+        line = mesh.group(0, *(over.data if over.axes and shards > 1 else over.axes))[::shards]
         across = [index * mesh.stride("pp") for index in over.holders]
         ranks = sorted(r + o + p for r in line for o in mesh.group(0, *over.further) for p in across)
         stride = min((b - a for a, b in pairwise(ranks)), default=1)
