@@ -173,12 +173,12 @@ def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 
 def _again(graph: fx.Graph, node: fx.Node, x: fx.Node, shape: tuple[int, ...], dtype: torch.dtype) -> fx.Node:
-    """``node`` done to ``x``, with a result of this shape."""
+    """``node`` done to ``x``, with a result of this shape, which has a gradient if ``x`` has."""
     args: Any = fx.map_arg(node.args, lambda n: x)
     if op_name(node) == "aten.reshape.default":
         args = (x, list(shape))
     made = graph.call_function(node.target, args, node.kwargs)  # type: ignore[arg-type]
-    return derive(made, node, outputs=(replace(info(node).meta, shape=shape, dtype=dtype),))
+    return derive(made, node, outputs=(Meta(shape, dtype, info(x).meta.needs_grad),))
 
 
 def reshaped(graph: fx.Graph, x: fx.Node, shape: tuple[int, ...]) -> fx.Node:

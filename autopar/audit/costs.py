@@ -7,6 +7,7 @@ side; nothing of the planner's own is read.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -35,7 +36,7 @@ from autopar.cost_models.step import Collectives
 from autopar.rules import lookup
 from autopar.runtime.vocabulary import VOCABULARY
 from autopar.schedules.actions import Action, Schedule
-from autopar.schedules.backwards import Backwards, mixed_backwards, telling
+from autopar.schedules.backwards import Backwards, mixed_backwards, situations, telling
 from autopar.schedules.flow import EXCHANGES, VOCABULARY_KINDS
 
 _EMPTY: Final = Phase()
@@ -87,7 +88,11 @@ class SeenCosts:
         return [self._phase(kind, stage, microbatch) for kind in (("B",) if whole else ("I", "W"))]
 
     def _seen_of(self, stage: int) -> set[int]:
-        return telling(self.schedule, self.schedule.placement[stage])
+        return self._telling[self.schedule.placement[stage]]
+
+    @cached_property
+    def _telling(self) -> list[set[int]]:
+        return [telling(self.schedule, rank) for rank in range(self.schedule.ranks)]
 
     def _last(self) -> int:
         return self.schedule.microbatches - 1
@@ -209,40 +214,57 @@ class SeenCosts:
     def accumulation_seconds(self, stage: int, *, whole: bool = False, put_off: bool = False) -> float:
         """Of adding up gradients, per microbatch: what is made in backwards of a kind, of those; all that is sent."""
         places = (PUT_OFF,) if put_off else (MADE, PUT_OFF)
-        found = self.seen[self.schedule.placement[stage]].gradients
-        mine = [where for where in found if where.stage == stage]
+        rank = self.schedule.placement[stage]
+        mine = [where for where in self.seen[rank].gradients if where.stage == stage]
         made = [where for where in mine if (where.kind == "B") == whole] if self.is_mixed(stage) else mine
         count = self._count(stage, whole=whole)
-        added = self._moved_seconds(found, made, places) * self.schedule.microbatches / count if count else 0.0
-        return added + self._moved_seconds(found, mine, _SENT)
+        added = self._moved_seconds(rank, made, places) * self.schedule.microbatches / count if count else 0.0
+        return added + self._moved_seconds(rank, mine, _SENT)
 
     def _table_seconds(self, rank: int, kind: str) -> float:
         """The same of a split vocabulary's, in a pass. What is done with sums once a step counts with ``T``."""
         kinds = (kind, "REDUCE_V", "STEP") if kind == "T" else (kind,)
-        found = self.seen[rank].gradients
-        mine = (where for where in found if where.stage == VOCABULARY and where.kind in kinds)
-        return self._moved_seconds(found, mine, (MADE, *_SENT))
+        mine = (w for w in self.seen[rank].gradients if w.stage == VOCABULARY and w.kind in kinds)
+        return self._moved_seconds(rank, mine, (MADE, *_SENT))
 
-    def _moved_seconds(
-        self, found: Mapping[Where, Mapping[Moved, int]], mine: Iterable[Where], places: Collection[str]
-    ) -> float:
+    def _moved_seconds(self, rank: int, mine: Iterable[Where], places: Collection[str]) -> float:
         """Per microbatch."""
+        found = self.seen[rank].gradients
         moves = ((where, moved, elements) for where in mine for moved, elements in found[where].items())
-        seconds = [self._times(w, m) * self._move_seconds(m, elements) for w, m, elements in moves if m.place in places]
+        seconds = [
+            self._times(rank, w, m) * self._move_seconds(m, elements) for w, m, elements in moves if m.place in places
+        ]
         return math.fsum(seconds) / self.schedule.microbatches
 
-    def _times(self, where: Where, moved: Moved) -> float:
+    def _times(self, rank: int, where: Where, moved: Moved) -> float:
         """How often a step has what was seen of some microbatches: others are like the last one that was seen of their
         kind. But a sum is cast, and sent, once; what is sent in each backward is added once less."""
-        seen = self._seen_of(max(0, where.stage))
+        seen = self._telling[rank]
         if moved.place == ENDED:
             return (self.schedule.microbatches - 1) / max(1, len(seen) - 1) if moved.is_added else 1
+        if where.stage in self._sending:
+            return self._like(where, seen)
         if where.microbatch < 0 or (moved.is_cast and moved.place != SENT):
             return 1
         split, stage = self.schedule.split, where.stage
         is_split = (where.microbatch, stage) in split
         kind = {m for m in range(self.schedule.microbatches) if ((m, stage) in split) == is_split}
         return 1 + len(kind - seen) if where.microbatch == max(kind & seen) else 1
+
+    @cached_property
+    def _sending(self) -> set[int]:
+        """Stages that send gradients after each backward, of which some are two passes."""
+        return {stage for _, stage in self.schedule.split} if self._scatters else set()
+
+    def _like(self, where: Where, seen: Collection[int]) -> float:
+        """How many passes of a step, for each one that was seen, find as many gradients waiting to be sent."""
+        row = self.schedule.lists[self.schedule.placement[where.stage]]
+        every = Counter(situation for _, situation in situations(row, where.stage))
+        found = dict(situations([action for action in row if action.microbatch in seen], where.stage))
+        ends = {action.microbatch: action for action in found if action.kind != "I"}
+        ran = Action(where.kind, where.microbatch, where.stage)
+        situation = found[ran if ran in found else ends[where.microbatch]]
+        return every[situation] / list(found.values()).count(situation)
 
     def _move_seconds(self, moved: Moved, elements: int) -> float:
         price = step.add_seconds if moved.is_added else step.copy_seconds

@@ -29,7 +29,7 @@ from autopar.planner.packing import alone
 from autopar.planner.rank_memory import is_own_master
 from autopar.planner.turned import is_turned
 from autopar.planner.zero import MoveCosts
-from autopar.schedules.backwards import Backwards
+from autopar.schedules.backwards import Backwards, Terms
 
 
 class Summed(NamedTuple):
@@ -79,20 +79,32 @@ class Summed(NamedTuple):
         *,
         packed: bool = False,
         again: bool = False,
+        terms: Terms | None = None,
     ) -> float:
         """The same, as gradients are sent; ``part`` is the rank's of them, with padding (None: there is none).
-        ``packed``: with others, or with padding; ``again``: ``part`` is summed over further ranks."""
+        ``packed``: with others, or with padding; ``again``: ``part`` is summed over further ranks. ``terms``: of how
+        many microbatches each time, where that is after every backward (None: of one)."""
         if self.is_in_place:
             return 0.0
         part = elements / self.shards if part is None else part
-        held = self.master if microbatches > 1 and not self.is_scattered else self.dtype
-        width = held.itemsize, self.travels.itemsize
-        laid_out = step.copy_seconds(elements, *width, device) if packed or held != self.travels else 0.0
+        one, several = (
+            step.copy_seconds(elements, held.itemsize, self.travels.itemsize, device)
+            if packed or held != self.travels
+            else 0.0
+            for held in (self.dtype, self.master)
+        )
         arrived = (3 if again else 1) * self._cast(part, self.travels, self.master, device)  # and there and back
         if self.is_scattered:
             added = (microbatches - 1) * step.add_seconds(part, self.travels.itemsize, self.master.itemsize, device)
-            return microbatches * laid_out + arrived + added
-        return laid_out + arrived
+            known = terms or Terms.each(microbatches)
+            return (known.sent - known.several) * one + known.several * several + arrived + added
+        return (several if microbatches > 1 else one) + arrived
+
+    def waiting(self, elements: float, terms: Terms, device: Device, *, whole: bool) -> float:
+        """The same of those that wait for others of their message, as one is added to them: in passes of a kind."""
+        added = step.add_seconds(elements, self.dtype.itemsize, self.master.itemsize, device)
+        cast = self._cast(elements, self.dtype, self.master, device)
+        return terms.added[whole] * added + terms.second[whole] * cast
 
     @property
     def is_in_place(self) -> bool:
@@ -141,21 +153,30 @@ class GradientCosts:
         own = {name: summed for name, (summed, _) in kept.items() if name not in moves.borrowed(calls)}
         unpacked, lent = alone(moves.sums(calls)), moves.lent(calls)
         made: Counter[tuple[Summed, bool, bool]] = Counter()
-        turned: Counter[Summed] = Counter()
-        sent: Counter[tuple[Summed, bool, bool]] = Counter()
-        stored: Counter[tuple[Summed, bool, bool]] = Counter()
+        turned: Counter[tuple[Summed, bool]] = Counter()
+        sent: Counter[tuple[Summed, bool, bool, bool]] = Counter()
+        stored: Counter[tuple[Summed, bool, bool, bool]] = Counter()
         for name, (summed, node) in kept.items():
             made[summed, node in self._put_off, name in lent] += info(node).meta.numel
             if name not in lent and node in self._turned:
-                turned[summed] += info(node).meta.numel
+                turned[summed, node in self._put_off] += info(node).meta.numel
             if name in own:
                 again = summed.travels != summed.master and moves.is_summed_again(name, node)
-                key = summed, name not in unpacked, again
+                key = summed, name not in unpacked, again, node in self._put_off
                 sent[key] += info(node).meta.numel
                 stored[key] += moves.whole_elements(name, node) // summed.shards
+        each = Terms.each(count)
         leaves = math.fsum(
-            summed.sent(elements, count, device, stored[summed, packed, again], packed=packed, again=again)
-            for (summed, packed, again), elements in sent.items()
+            key[0].sent(
+                elements,
+                count,
+                device,
+                stored[key],
+                packed=key[1],
+                again=key[2],
+                terms=each if key[3] else backwards.terms,
+            )
+            for key, elements in sent.items()
         )
         now, later, whole = (
             self._added(made, backwards, whole=whole, late=late)
@@ -195,6 +216,9 @@ class GradientCosts:
         count, device, found = backwards.whole if whole else backwards.split, self.moves.machine.device, list[float]()
         for (summed, is_late, follows), elements in made.items():
             if count and late in (None, is_late):
+                if summed.is_scattered and not is_late and not follows:
+                    found.append(summed.waiting(elements, backwards.terms, device, whole=whole))
+                    continue
                 order = backwards.late if is_late else backwards.made
                 found.append(
                     summed.added(
@@ -209,14 +233,18 @@ class GradientCosts:
                 )
         return math.fsum(found) / count if count else 0.0
 
-    def _copied(self, turned: Mapping[Summed, int], backwards: Backwards, *, whole: bool) -> float:
-        """The same of first gradients that lie otherwise than their weights: of a sum, or of each backward if that is
-        sent at once."""
+    def _copied(self, turned: Mapping[tuple[Summed, bool], int], backwards: Backwards, *, whole: bool) -> float:
+        """The same of first gradients that lie otherwise than their weights: of a sum, or of each that is sent after a
+        backward."""
         count = backwards.whole if whole else backwards.split
         found = [
             step.copy_seconds(elements, summed.dtype.itemsize, summed.dtype.itemsize, self.moves.machine.device)
-            * (count if summed.is_scattered else backwards.made.first == whole)
-            for summed, elements in turned.items()
+            * (
+                count - (0 if is_late else backwards.terms.added[whole])
+                if summed.is_scattered
+                else backwards.made.first == whole
+            )
+            for (summed, is_late), elements in turned.items()
         ]
         return math.fsum(found) / count if count else 0.0
 

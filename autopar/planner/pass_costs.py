@@ -24,7 +24,7 @@ from autopar.planner.table_gradients import with_gradients
 from autopar.planner.vocabulary_costs import VocabularyCost
 from autopar.planner.zero import MoveCosts
 from autopar.schedules import Costs, Schedule
-from autopar.schedules.backwards import Backwards, mixed_backwards
+from autopar.schedules.backwards import Backwards, mixed_backwards, sent_terms
 from autopar.schedules.offloads import LEAST_BYTES
 
 
@@ -44,14 +44,21 @@ class Work:
     split: bool
 
     def backwards(self, draft: Schedule) -> list[Backwards]:
-        """By stage of a draft, which may have other numbers of microbatches where all of its backwards are alike."""
+        """By stage of a draft, which may have other numbers of microbatches where all of its backwards are alike: then
+        as if each ended before the next one."""
         mixed, count = mixed_backwards(draft), 1 if draft.is_asynchronous else self.microbatches
-        alike = Backwards.alike(count, split=self.split)
-        if not mixed:
-            return [alike] * draft.stages
-        whole = Backwards.alike(count, split=False)
-        split = {stage for _, stage in draft.split}
-        return [mixed.get(stage, alike if stage in split else whole) for stage in range(draft.stages)]
+        found = [Backwards.alike(count, split=self.split)] * draft.stages
+        if mixed:
+            whole, late = (Backwards.alike(count, split=split) for split in (False, True))
+            split = {stage for _, stage in draft.split}
+            found = [mixed.get(stage, late if stage in split else whole) for stage in range(draft.stages)]
+        if self._in_turn(draft):
+            return found
+        return [each._replace(terms=sent_terms(draft, stage)) for stage, each in enumerate(found)]
+
+    def _in_turn(self, draft: Schedule) -> bool:
+        """Whether it makes no difference to gradients in which order the passes of a draft come, or it doesn't say."""
+        return self.options.zero < 2 or not draft.split or draft.microbatches != self.microbatches
 
 
 class Casts(NamedTuple):

@@ -360,6 +360,9 @@ def _made(parts: _Parts, draft: Schedule, found: Fit, schedule_for: _ScheduleFor
         costs = replace(costs, activation_bytes=stays, offload_bytes=())
     posts = weight_moves(parts.model, parts.options, parts.machine.lines.values())
     schedule = parts.shared.timelines.lowered(schedule_for(costs, list(free)), priced.costs, posts)
+    if posts.scatters and schedule.split:  # by the order of its passes, gradients wait for each other to be sent
+        priced = _priced(parts, stages, schedule, found.chosen)
+        schedule = parts.shared.timelines.lowered(_passes(schedule), priced.costs, posts)
     return _Made(found, stages, schedule, priced, transients, free)
 
 
