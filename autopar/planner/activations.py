@@ -125,7 +125,7 @@ class BlockChoices:
             seconds=point.seconds,
             transient_bytes=point.transient_bytes,
             late_seconds=point.late_seconds,
-            hidden_bytes=sum(self._found.ops[node].hidden_bytes for node in outside),
+            hidden_bytes=sum(each.hidden_bytes for each in self._found.ops.values()),
             calls=point.calls,
             late_calls=point.late_calls,
         )

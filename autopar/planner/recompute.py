@@ -64,11 +64,12 @@ _LARGEST = 400  # ops of a block; of a larger one only the whole is recomputed, 
 @dataclass(frozen=True)
 class Problem:
     """A block as the docstring's sets: by op, ``seconds`` of its forward, memories it ``keeps``, ``extra_bytes`` made
-    inside, its ``uses``; ``keeps_any`` and ``keeps_made``: whether it keeps anything at all (weights included), and
-    anything but operands, or runs before it does; ``communicates``: whether other ranks take part. ``made_by`` is the
-    op that makes a memory (-1: an input of the block). ``live``: whether its backward ever runs ((): all do).
-    ``puts_off``: whether, where backwards are split, it is a product that keeps its factors once it has run ((): none).
-    ``called``: whether the text has it, as it has no transition of a weight ((): all are there).
+    inside (and ``hidden_bytes`` in objects, which are kept even of what runs again; (): none), its ``uses``;
+    ``keeps_any`` and ``keeps_made``: whether it keeps anything at all (weights included), and anything but operands, or
+    runs before it does; ``communicates``: whether other ranks take part. ``made_by`` is the op that makes a memory (-1:
+    an input of the block). ``live``: whether its backward ever runs ((): all do). ``puts_off``: whether, where
+    backwards are split, it is a product that keeps its factors once it has run ((): none). ``called``: whether the text
+    has it, as it has no transition of a weight ((): all are there).
     """
 
     seconds: tuple[float, ...]
@@ -83,6 +84,7 @@ class Problem:
     live: tuple[bool, ...] = ()
     puts_off: tuple[bool, ...] = ()
     called: tuple[bool, ...] = ()
+    hidden_bytes: tuple[int, ...] = ()
 
     def asks(self, op: int) -> bool:
         """Whether a backward needs what the op keeps."""
@@ -129,6 +131,7 @@ def evaluate(problem: Problem, regions: Regions) -> Point:
     kept = {m for i in outside for m in problem.keeps[i]}
     kept |= {m for i, (first, _) in inside.items() for m, p in problem.uses[i] if p < first}
     saved = sum(problem.bytes_[m] for m in kept) + sum(problem.extra_bytes[i] for i in outside)
+    saved += sum(problem.hidden_bytes)
     whole, split = ([_rerun(problem, region, split=late) for region in regions] for late in (False, True))
     seconds, late = (math.fsum(map(problem.rerun_seconds, ops)) for ops in (whole, split))
     calls, late_calls = (sum(map(problem.rerun_calls, ops)) for ops in (whole, split))
@@ -153,7 +156,8 @@ def _transient(problem: Problem, region: Region) -> int:
     """Tensors that a region makes again, all at once: those that its ops keep."""
     ops = range(region[0], region[1] + 1)
     made = {m for i in ops for m in problem.keeps[i] if problem.made_by[m] >= region[0]}
-    return sum(problem.bytes_[m] for m in made) + sum(problem.extra_bytes[i] for i in ops)
+    hidden = sum(problem.hidden_bytes[ops.start : ops.stop])
+    return sum(problem.bytes_[m] for m in made) + sum(problem.extra_bytes[i] for i in ops) + hidden
 
 
 def frontier(problem: Problem, points: int = POINTS, *, silent: bool = False) -> list[Point]:
@@ -364,11 +368,11 @@ def problem_of(
     problem = Problem(
         seconds=tuple(math.fsum(seconds.get(n, 0.0) for n in group) for group in ops),
         keeps=tuple(frozenset(number[v] for s in some for v in s.values) for some in kept),
-        extra_bytes=tuple(sum(s.extra_bytes for s in some) for some in kept),
+        extra_bytes=tuple(sum(sum(s.inside) for s in some) for some in kept),
         uses=tuple(frozenset(uses(group)) for group in ops),
         keeps_any=tuple(any(s.is_something for s in some) for some in kept),
         keeps_made=tuple(
-            any(s.extra_bytes or set(s.values) & set(group) for s in some) or _keeps_late(group[0])
+            any(s.inside or set(s.values) & set(group) for s in some) or _keeps_late(group[0])
             for some, group in zip(kept, ops, strict=True)
         ),
         communicates=tuple(any(map(_communicates, group)) for group in ops),
@@ -377,6 +381,7 @@ def problem_of(
         live=tuple(any(node in reached for node in group) for group in ops),
         puts_off=tuple(weight_product(group[0]) is not None for group in ops),
         called=tuple(is_call(group[0]) for group in ops),
+        hidden_bytes=tuple(sum(s.hidden_bytes for s in some) for some in kept),
     )
     return problem, owners
 

@@ -49,8 +49,8 @@ _HELD_ANYWAY = ("parameter", "buffer")
 class Saved:
     """What one op keeps: nodes whose memory it needs (operands, itself; each the owner of its storage), and bytes of
     tensors that were made ``inside`` of it and are nobody's value: logsumexp, masks, indices; those of objects are
-    ``hidden_bytes``, which can't be moved. ``is_something``: whether its backward needs any tensor, if only a
-    parameter."""
+    ``hidden_bytes``, which can't be moved, nor dropped. ``is_something``: whether its backward needs any other tensor,
+    if only a parameter."""
 
     values: tuple[fx.Node, ...] = ()
     inside: tuple[int, ...] = ()
@@ -149,12 +149,14 @@ class _Run:
         meta, given = info(node).meta, [self.values[o] for o in operands(node)]
         if isinstance(node.kwargs.get("src"), Type):
             return self._transition(node, given[0], meta)
+        made = self._dense(meta)
+        if not _trains(node):
+            return made
         state = FORMS.get(str(target))
-        op, made = Op.of(node), self._dense(meta)
-        stated = state(op) if state is not None else None
+        stated = state(Op.of(node)) if state is not None else None
         if stated is None:
             kept += [value.memory for value in given if isinstance(value, Laid)]
-        elif _trains(node):
+        else:
             kept += [given[k].memory for k in stated.operands] + ([made.memory] if stated.result else [])
             if stated.extra_bytes:
                 kept.append(memory := self._memory(stated.extra_bytes))
@@ -203,7 +205,7 @@ class _Run:
                 inside[memory] = self.bytes_[memory]
             elif info(owner := self.makers[memory]).role not in _HELD_ANYWAY:
                 values[owner] = None
-        return Saved(tuple(values), tuple(inside.values()), bool(kept), hidden)
+        return Saved(tuple(values), tuple(inside.values()), not self.hidden.issuperset(kept), hidden)
 
 
 def _trains(node: fx.Node) -> bool:
