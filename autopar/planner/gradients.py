@@ -234,18 +234,17 @@ class GradientCosts:
         return math.fsum(found) / count if count else 0.0
 
     def _copied(self, turned: Mapping[tuple[Summed, bool], int], backwards: Backwards, *, whole: bool) -> float:
-        """The same of first gradients that lie otherwise than their weights: of a sum, or of each that is sent after a
-        backward."""
-        count = backwards.whole if whole else backwards.split
-        found = [
-            step.copy_seconds(elements, summed.dtype.itemsize, summed.dtype.itemsize, self.moves.machine.device)
-            * (
-                count - (0 if is_late else backwards.terms.added[whole])
-                if summed.is_scattered
-                else backwards.made.first == whole
-            )
-            for (summed, is_late), elements in turned.items()
-        ]
+        """The same of gradients that lie otherwise than their weights, by autograd: of each that is the first where it
+        goes. One of another dtype than its master goes on from there, and so does what a backward sends."""
+        count, device, found = backwards.whole if whole else backwards.split, self.moves.machine.device, list[float]()
+        for (summed, is_late), elements in turned.items():
+            times = int(backwards.made.first == whole)
+            if summed.is_scattered:
+                times = count - (0 if is_late else backwards.terms.added[whole])
+            if summed.dtype != summed.master:
+                times = count
+            width = summed.dtype.itemsize
+            found.append(times * step.copy_seconds(elements, width, width, device))
         return math.fsum(found) / count if count else 0.0
 
     @cached_property
