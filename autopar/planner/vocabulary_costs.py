@@ -92,11 +92,12 @@ class _Journeys:
     """Bytes of what the last stage gives to the head, of the gradient of that (0: nothing before it is trained), of
     what the first gets from the embedding (0: it is in that stage), and of the gradient that it gives back (0: there is
     none), as they cross the pipeline; seconds of the changes of type around these and of what they need of the batch,
-    forward and backward."""
+    forward and backward, and of those between each token's entropy and the loss."""
 
     hidden_bytes: int
     summed_bytes: int
     entering: Both
+    ending: Both
     embedded_bytes: int = 0
     returned_bytes: int = 0
     leaving: Both = (0.0, 0.0)
@@ -125,7 +126,8 @@ def _journeys(model: Model, calls: VocabularyCalls, machine: Machine, costs: Seq
         sent_by(closure([found.x, found.targets]), machine).values(),
         [(tables_seconds(model, taken, costs), 0.0)],
     )
-    given = hidden.meta.bytes, hidden.meta.bytes if hidden.meta.needs_grad else 0, entering
+    ending = _ending(model, calls, machine)
+    given = hidden.meta.bytes, hidden.meta.bytes if hidden.meta.needs_grad else 0, entering, ending
     if calls.embedding is None:
         return _Journeys(*given)
     (embedded,) = (wire for wire in crossing if wire.first == 0)
@@ -137,6 +139,16 @@ def _journeys(model: Model, calls: VocabularyCalls, machine: Machine, costs: Seq
     )
     returned_bytes = embedded.meta.bytes if embedded.meta.needs_grad else 0
     return _Journeys(*given, embedded.meta.bytes, returned_bytes, leaving)
+
+
+def _ending(model: Model, calls: VocabularyCalls, machine: Machine) -> Both:
+    """Between each token's entropy and the loss."""
+    if calls.tail is None:
+        return 0.0, 0.0
+    call = model.calls[calls.tail]
+    taken = [edge(model, machine.mesh, calls.tail, position) for position in range(len(call.operands))]
+    sent = changes_sent(model, [*table_edges(model, machine, taken), *taken], set(), machine)
+    return _added(sent.values(), sent_by(model.block_of(call).ops, machine).values())
 
 
 def _added(*parts: Iterable[Both]) -> Both:
@@ -180,6 +192,7 @@ def _head_seconds(head: Head, algorithm: str, machine: Machine, chunks: int, jou
         "STATS": collective.seconds("all_gather", _STATISTICS * width * tokens * holders, holders, plane),
         "SUM_X": returns + (collective.seconds("reduce", summed, ranks, link) if summed else 0.0),
     }
+    seconds["SUM_X" if algorithm == "vocab-2" else "T"] += sum(journeys.ending)
     if algorithm == "naive":
         seconds["MAX"] = collective.seconds("all_reduce", width * tokens, holders, plane)
     return seconds

@@ -205,7 +205,9 @@ class HeadPasses:
     @property
     def _gradient_bytes(self) -> float:
         table = info(self.head.weight).meta
-        made = (2 + 2 * self._smooths) * self._wide_bytes + self._copy_bytes + self._path_bytes + self._bias_bytes
+        made = (2 + 2 * self._smooths) * self._wide_bytes + self._bias_bytes
+        if table.needs_grad or self._bias_bytes or self._returns_late:  # somebody takes the gradient of the logits
+            made += self._copy_bytes + self._path_bytes
         cast = [n for n in conversions(self.head.weight) if _is_op(n)] if table.needs_grad else []
         casts = self._of_parts(lambda tokens: math.fsum(self._work(n, tokens).back_bytes for n in cast))
         if self.chunks == 1:
