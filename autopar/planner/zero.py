@@ -492,7 +492,7 @@ class MoveCosts:
                 gathered=self.whole_elements(name, node, parts) * meta.dtype.itemsize,
                 line=over.line,
                 shards=self.shards(over.line),
-                spanning=users.get(name, 1) > 1,
+                spanning=parts == 1 and users.get(name, 1) > 1,
                 tied=name in self._stages_of,
             )
             yield weight, node
