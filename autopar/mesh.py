@@ -22,7 +22,10 @@ DATA: Final = ("dp", "ep", "cp")
 MOST_RANKS: Final = 2**24
 """Of a mesh; no cluster has as many devices, and what goes through all ranks or divisors would not end."""
 
-_GIVEN: Final = ("pp", "dp", "cp", "tp", "ep", "etp", "paired")
+EXPERTS: Final = ("ep", "etp", "ecp")
+"""What of a mesh that a user pins is about experts."""
+
+_GIVEN: Final = ("pp", "dp", "cp", "tp", *EXPERTS, "paired")
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,9 @@ class Mesh:
         """The mesh a user pinned: ``dp`` is all of it, ``ep`` its part (or more) that experts are split over.
 
         ``etp`` (as in torchtitan) says how many ranks of tp may split one expert: all, or 1, so that ``ep`` borrows
-        tp; without it, tp is borrowed where the rest doesn't do. Raises ArgumentError where the mesh names another
-        axis, misses ``gpus``, or ``ep`` can't be borrowed.
+        tp; without it, tp is borrowed where the rest doesn't do. So does ``ecp`` of the ranks of cp that have an
+        expert: all, or 1. Raises ArgumentError where the mesh names another axis, misses ``gpus``, or ``ep`` can't be
+        borrowed.
         """
         sizes = dict(sizes or {"dp": gpus})
         unknown = sorted(set(sizes) - set(_GIVEN))
@@ -66,15 +70,21 @@ class Mesh:
         plain = cls(pp=pp, dp=dp, cp=cp, tp=tp, paired=bool(sizes.get("paired", 0)))
         if plain.world != gpus:
             raise ArgumentError(f"mesh {plain} is {plain.world} ranks, but gpus={gpus}; make the product equal")
-        return plain._with_experts(ep, sizes.get("etp"))
+        return plain._with_experts(ep, {"tp": sizes.get("etp"), "cp": sizes.get("ecp")})
 
-    def _with_experts(self, ep: int, etp: int | None = None) -> Mesh:
-        """Borrow ``ep`` ranks: from dp alone if that divides, else with all of cp, of tp, or of both."""
-        if etp not in (None, 1, self.tp):
-            raise ArgumentError(f"mesh axis 'etp' has size {etp}; it may be 1 or that of tp, {self.tp}")
+    def _with_experts(self, ep: int, whole: Mapping[str, int | None]) -> Mesh:
+        """Borrow ``ep`` ranks: from dp alone if that divides, else with all of cp, of tp, or of both; ``whole`` says
+        over how many ranks of these each expert has to be (None: either)."""
+        for axis, size in whole.items():
+            if size not in (None, 1, self.size(axis)):
+                name = f"e{axis}"
+                raise ArgumentError(
+                    f"mesh axis {name!r} has size {size}; it may be 1 or that of {axis}, {self.size(axis)}"
+                )
         inners = []
         for borrowed in ((), ("cp",), ("tp",), ("cp", "tp")):
-            if ep > 1 and self.tp > 1 and etp not in (None, 1 if "tp" in borrowed else self.tp):
+            wanted = {axis: 1 if axis in borrowed else self.size(axis) for axis in whole if self.size(axis) > 1}
+            if ep > 1 and any(whole[axis] not in (None, size) for axis, size in wanted.items()):
                 continue
             inner = math.prod(self.size(axis) for axis in borrowed)
             inners.append(inner)
@@ -191,7 +201,10 @@ class Mesh:
         sizes = {"pp": self.pp, "dp": self.replicas, "cp": self.cp, "tp": self.tp, "ep": self.experts}
         sizes |= {"etp": 1 if "tp" in self.borrowed else self.tp, "paired": int(self.paired)}
         left_out = {"cp": 1, "ep": 1, "paired": 0} | ({"etp": sizes["etp"]} if 1 in (self.experts, self.tp) else {})
-        return {axis: size for axis, size in sizes.items() if left_out.get(axis) != size}
+        kept = {axis: size for axis, size in sizes.items() if left_out.get(axis) != size}
+        if Mesh.of(kept, self.world) != self:
+            kept["ecp"] = 1 if "cp" in self.borrowed else self.cp
+        return kept
 
     @classmethod
     def from_json(cls, sizes: Mapping[str, int]) -> Mesh:

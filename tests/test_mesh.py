@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from autopar.errors import ArgumentError
-from autopar.mesh import AXES, Mesh
+from autopar.mesh import AXES, EXPERTS, Mesh
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,8 @@ from autopar.mesh import AXES, Mesh
         ({"dp": 4, "tp": 2, "ep": 4, "etp": 2}, {"ep": 4, "tp": 2}, ("ep",)),
         ({"dp": 4, "tp": 2, "ep": 4, "etp": 1}, {"dp": 2, "ep": 2, "tp": 2}, ("ep", "tp")),
         ({"dp": 2, "cp": 2, "tp": 2, "ep": 4, "etp": 1}, {"ep": 2, "dp": 1, "cp": 2, "tp": 2}, ("ep", "tp")),
+        ({"dp": 2, "cp": 2, "tp": 2, "ep": 4, "ecp": 1}, {"ep": 2, "dp": 1, "cp": 2, "tp": 2}, ("ep", "cp")),
+        ({"dp": 4, "cp": 2, "tp": 2, "ep": 4, "ecp": 1, "etp": 1}, {"dp": 4, "cp": 2, "tp": 2}, ("cp", "tp")),
         ({"dp": 2, "tp": 2, "ep": 4}, {"ep": 2, "tp": 2}, ("ep", "tp")),
         ({"dp": 2, "cp": 2, "tp": 2, "ep": 8}, {"ep": 2, "cp": 2, "tp": 2}, ("ep", "cp", "tp")),
         ({"pp": 2, "dp": 2, "tp": 3}, {"pp": 2, "dp": 2, "tp": 3}, ()),
@@ -29,7 +31,7 @@ from autopar.mesh import AXES, Mesh
     ids=str,
 )
 def test_experts_borrow_ranks(sizes: dict[str, int], elementary: dict[str, int], axes: tuple[str, ...]) -> None:
-    world = math.prod(size for axis, size in sizes.items() if axis not in ("ep", "etp"))
+    world = math.prod(size for axis, size in sizes.items() if axis not in EXPERTS)
     mesh = Mesh.of(sizes, world)
     assert {axis: mesh.size(axis) for axis in AXES} == dict.fromkeys(AXES, 1) | elementary
     assert (mesh.world, mesh.expert_axes, mesh.experts) == (world, axes, sizes.get("ep", 1))
@@ -48,6 +50,8 @@ def test_what_experts_cannot_borrow() -> None:
         Mesh.of({"dp": 4, "ep": 0}, 4)
     with pytest.raises(ArgumentError, match="'etp' has size 2; it may be 1 or that of tp, 4"):
         Mesh.of({"dp": 2, "tp": 4, "ep": 2, "etp": 2}, 8)
+    with pytest.raises(ArgumentError, match="'ecp' has size 2; it may be 1 or that of cp, 4"):
+        Mesh.of({"dp": 2, "cp": 4, "ep": 2, "ecp": 2}, 8)
 
 
 @pytest.mark.parametrize("sizes", [{"dp": 10**30}, {"dp": 2**20, "tp": 2**20}, {"pp": 10**30, "ep": 7}])
@@ -90,6 +94,15 @@ def test_whose_tokens_make_a_gradient() -> None:
     assert mesh.zero_shards(8, ("dp", "cp")) == 4
     with pytest.raises(ArgumentError, match="zero_ranks=3"):
         mesh.zero_shards(3)
+
+
+def test_every_mesh_can_be_written_down() -> None:
+    """Also those of which a user who pins no more than degrees gets another."""
+    for sizes in product((1, 2), (1, 2, 4), (1, 2), (1, 2, 4), (1, 2)):
+        axes = [axis for axis in ("cp", "tp") if Mesh(*sizes).size(axis) > 1]
+        for borrowed in [(), *((axis,) for axis in axes), tuple(axes)]:
+            mesh = Mesh(*sizes, borrowed=borrowed)
+            assert Mesh.from_json(mesh.to_json()) == mesh
 
 
 def test_text() -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from autopar.errors import ArgumentError, AutoparError, BudgetError
+from autopar.mesh import EXPERTS
 from autopar.plan import bytes_text, seconds_text
 from autopar.search.costing import Found, Outcome
 from autopar.search.fronts import differs
@@ -178,7 +179,7 @@ def _with_copies(pins: Pins) -> Mapping[str, int]:
     if not pins.mesh_is_whole:
         return pins.mesh
     return {axis: pins.mesh.get(axis, 1) for axis in ("pp", "cp", "tp")} | {
-        axis: pins.mesh[axis] for axis in ("ep", "etp") if axis in pins.mesh
+        axis: pins.mesh[axis] for axis in EXPERTS if axis in pins.mesh
     }
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from autopar.errors import ArgumentError
-from autopar.mesh import AXES, Mesh
+from autopar.mesh import AXES, EXPERTS, Mesh
 from autopar.options import Options
 from autopar.planner.modes import mode_of
 from autopar.planner.pipeline import SYNTHESIZED
@@ -68,7 +68,7 @@ class Pins:
 
     def _sizes(self) -> dict[str, int]:
         """The degrees that were given. Raises ArgumentError for axes and sizes that there aren't."""
-        Mesh.of({axis: size for axis, size in self.mesh.items() if axis not in ("ep", "etp")}, self._product())
+        Mesh.of({axis: size for axis, size in self.mesh.items() if axis not in EXPERTS}, self._product())
         return {axis: self.mesh[axis] for axis in _SIZES if axis in self.mesh}
 
     def _product(self) -> int:

@@ -25,7 +25,7 @@ from torch import fx
 from autopar.cluster import Cluster
 from autopar.errors import ArgumentError
 from autopar.graph import Block, Model, info, op_name, operands
-from autopar.mesh import Mesh
+from autopar.mesh import EXPERTS, Mesh
 from autopar.options import activations_on_host, parameters_on_host
 from autopar.planner.modes import MODES
 from autopar.planner.spreading import Spread, sequence_lengths
@@ -260,7 +260,7 @@ def _fits(sizes: Sizes, pins: Pins, gpus: int) -> bool:
 def _expert_degrees(sizes: Sizes, pins: Pins, ranks: int) -> Iterator[dict[str, int]]:
     """``ep``, and whether one expert is split over tp, where that makes a difference."""
     if "ep" in pins.mesh:
-        yield {name: pins.mesh[name] for name in ("ep", "etp") if name in pins.mesh}
+        yield {name: pins.mesh[name] for name in EXPERTS if name in pins.mesh}
         return
     yield {}
     for ep in _divisors(ranks)[1:] if sizes.experts else ():
