@@ -5,8 +5,9 @@
 Every class that transformers lists for a task (:data:`coverage_models.TASKS`) is made with random weights in float64.
 It has to run forward and backward on one device: what doesn't is left out. Then it is captured; trained for a step on
 four simulated ranks with each of :data:`MESHES` pinned, and compared with one device (``job.verify``: loss, gradients,
-parameters; within :data:`TOLERANCE`); and planned for four GPUs with nothing pinned. Each class runs in a process of
-its own. Classes whose graph is that of one before count without being run again. Seconds are of CPU time.
+parameters; within :data:`TOLERANCE`); and planned for four GPUs with nothing pinned. Each class, and each of these
+within it, runs in a process of its own, which is killed when its time is over: none can end or hold up the others.
+Classes whose graph is that of one before count without being run again. Seconds are of CPU time.
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ import hashlib
 import json
 import os
 import random
-import signal
+import resource
 import sys
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -31,7 +31,7 @@ import typer
 from coverage_models import TASKS, Task, tiny
 from float64 import Float64
 from plain import PLAIN
-from processes import in_fork
+from processes import DiedError, in_fork
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -59,10 +59,6 @@ FAST: Final = replace(_CPU, intra_node=_LINK, inter_node=_LINK)
 """Communication is nearly free here, so that small models are really split."""
 
 app = typer.Typer(pretty_exceptions_enable=False)
-
-
-class LateError(BaseException):
-    """Out of time. No Exception, so that nothing takes it for its own."""
 
 
 @dataclass
@@ -120,17 +116,17 @@ def _keep(out: Path | None, outcome: Outcome) -> None:
 
 def _tried(task: str, name: str, limit: int, before: Iterable[Outcome]) -> Outcome:
     graphs = {o.digest: o.name for o in before if o.digest and o.verdict != LEFT_OUT}
-    try:
-        return in_fork(partial(attempt, task, name, limit, graphs))
-    except EOFError:
-        return Outcome(task, name, {"all": (CRASHED, "the process died")})
+    try:  # what comes after capture has limits of its own
+        return in_fork(partial(attempt, task, name, limit, graphs), limit * (len(MESHES) + 2))
+    except (DiedError, TimeoutError) as error:
+        return Outcome(task, name, {"capture": (LATE if isinstance(error, TimeoutError) else CRASHED, str(error))})
 
 
 def attempt(task: str, name: str, limit: int, graphs: Mapping[str, str]) -> Outcome:
-    """Everything with one class, in this process. ``graphs``: digests of those before, and whose they are."""
+    """Everything with one class, in this process and copies of it. ``graphs``: digests of those before, and whose they
+    are."""
     _quiet()
-    signal.signal(signal.SIGALRM, _raise_late)
-    outcome, started = Outcome(task, name), time.process_time()
+    outcome, started = Outcome(task, name), _cpu_seconds()
     with Float64():
         try:
             model, batch = tiny(TASKS[task], name)
@@ -139,25 +135,27 @@ def attempt(task: str, name: str, limit: int, graphs: Mapping[str, str]) -> Outc
             outcome.runs["one device"] = (LEFT_OUT, _text(error))
             return outcome
         captured: list[Captured] = []
-        outcome.runs["capture"] = _run(limit, lambda: captured.append(autopar.capture(model, sample=batch)))
+        outcome.runs["capture"] = _run(lambda: captured.append(autopar.capture(model, sample=batch)))
         if captured:
             outcome.digest = _digest(captured[0])
             if outcome.digest in graphs:
                 outcome.runs = {"capture": (EQUAL, f"{AGAIN}: {graphs[outcome.digest]}")}
             else:
                 outcome.runs |= _meshes(TASKS[task], captured[0], batch, limit)
-    outcome.seconds = round(time.process_time() - started, 1)
+    outcome.seconds = round(_cpu_seconds() - started, 1)
     return outcome
+
+
+def _cpu_seconds() -> float:
+    """Of this process and of those that it has waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def _quiet() -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
-
-
-def _raise_late(*_: object) -> None:
-    raise LateError
 
 
 def _runs_on_one_device(model: nn.Module, batch: Mapping[str, Any]) -> None:
@@ -172,20 +170,25 @@ def _runs_on_one_device(model: nn.Module, batch: Mapping[str, Any]) -> None:
             raise ValueError("the loss is another each time, so that ranks can't be compared with one device")
 
 
-def _run(limit: int, function: Callable[[], Any]) -> tuple[str, str]:
+def _limited(limit: int, function: Callable[[], Any]) -> tuple[str, str]:
+    """The same in a process of its own, for so many seconds."""
+    try:
+        return in_fork(partial(_run, function), limit)
+    except TimeoutError as error:
+        return LATE, str(error)
+    except DiedError as error:
+        return CRASHED, str(error)
+
+
+def _run(function: Callable[[], Any]) -> tuple[str, str]:
     """Outcome and why."""
-    signal.alarm(limit)
     try:
         found = function()
-        return found if isinstance(found, tuple) else (EQUAL, "")
-    except LateError:
-        return LATE, f"more than {limit} s"
     except AutoparError as error:
         return REFUSED, _text(error)
     except Exception as error:
         return CRASHED, _text(error)
-    finally:
-        signal.alarm(0)
+    return found if isinstance(found, tuple) else (EQUAL, "")
 
 
 def _text(error: Exception) -> str:
@@ -211,8 +214,8 @@ def _meshes(task: Task, captured: Captured, batch: Any, limit: int) -> dict[str,
         if ("cp" in mesh and not task.has_positions) or ("ep" in mesh and not has_experts):
             continue
         text = " x ".join(f"{axis} {size}" for axis, size in mesh.items())
-        found[text] = _run(limit, partial(_verified, captured, mesh, batch, task))
-    found["nothing pinned"] = _run(limit, lambda: autopar.compile(captured, 4, cluster=FAST) and None)
+        found[text] = _limited(limit, partial(_verified, captured, mesh, batch, task))
+    found["nothing pinned"] = _limited(limit, lambda: autopar.compile(captured, 4, cluster=FAST) and None)
     return found
 
 

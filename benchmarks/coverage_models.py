@@ -51,6 +51,9 @@ SIZES: Final[Mapping[str, Any]] = {
     "image_size": 32,
 }
 
+TOKENS: Final = ("pad_token_id", "bos_token_id", "eos_token_id")
+"""What is given where a configuration leaves it open: heads look for the last token that is no padding."""
+
 _OF_STAGES: Final = (
     "hidden_size",
     "embedding_size",
@@ -148,8 +151,11 @@ def _translated(config: Any) -> dict[str, Tensor]:
 
 
 def _classified(config: Any) -> dict[str, Tensor]:
+    """Each row has one token that ends it."""
     mask = _padding()
-    return {"input_ids": _ids() * mask, "labels": torch.arange(ROWS) % CLASSES, "attention_mask": mask}
+    ids = _ids() * mask
+    ids[torch.arange(ROWS), mask.sum(1) - 1] = SIZES["eos_token_id"]
+    return {"input_ids": ids, "labels": torch.arange(ROWS) % CLASSES, "attention_mask": mask}
 
 
 def _images(config: Any) -> dict[str, Tensor]:
@@ -201,7 +207,9 @@ def tiny(task: Task, kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
 
 def _shrunk(config: Any) -> dict[str, Any]:
     """What makes a small configuration of this one's class."""
-    given = {n: v for n, v in SIZES.items() if type(getattr(config, n, None)) in (int, bool, float)}
+    kinds_of = {name: type(_given(config, name)) for name in SIZES}
+    given = {n: kinds_of[n](v) for n, v in SIZES.items() if kinds_of[n] in (int, bool, float)}
+    given |= {n: SIZES[n] for n in TOKENS if kinds_of[n] is type(None) and hasattr(config, n)}
     rates = {n: v for n, v in vars(config).items() if "drop" in n}
     given |= {n: 0.0 for n, v in rates.items() if isinstance(v, float)}
     given |= {n: [0.0] * len(v) for n, v in rates.items() if isinstance(v, list | tuple)}
@@ -224,6 +232,14 @@ def _shrunk(config: Any) -> dict[str, Any]:
         given |= {"depths": [1] * len(depths)} if depths and isinstance(depths[0], int) else {}
         given["image_size"] = 64 if isinstance(getattr(config, "image_size", 64), int) else [64, 64]
     return given
+
+
+def _given(config: Any, name: str) -> Any:
+    """None where a configuration has no such thing, or none for all layers."""
+    try:
+        return getattr(config, name, None)
+    except Exception:  # of transformers' own kinds
+        return None
 
 
 def _some_of_each(kinds: list[str]) -> list[str]:

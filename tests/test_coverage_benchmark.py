@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -26,9 +29,7 @@ def coverage(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     finally:
         sys.path.pop(0)
     monkeypatch.setattr(made, "_quiet", lambda: None)
-    before = signal.getsignal(signal.SIGALRM)
     yield made
-    signal.signal(signal.SIGALRM, before)
     sys.modules.pop("coverage")
 
 
@@ -53,16 +54,32 @@ class Branches(nn.Module):
 
 
 def test_outcomes_are_told_apart(coverage: ModuleType) -> None:
-    def sleeps() -> None:
-        while True:
-            pass
-
-    signal.signal(signal.SIGALRM, coverage._raise_late)
-    refused = coverage._run(100, lambda: autopar.capture(Branches(), sample=torch.ones(4, 4)))
+    refused = coverage._run(lambda: autopar.capture(Branches(), sample=torch.ones(4, 4)))
     assert (refused[0], "test_coverage_benchmark.py" in refused[1]) == ("refused", True)
-    assert coverage._run(100, lambda: 1 / 0) == ("crashed", "ZeroDivisionError: division by zero")
-    assert coverage._run(1, sleeps) == ("late", "more than 1 s")
-    assert coverage._run(100, lambda: None) == ("equal", "")
+    assert coverage._run(lambda: 1 / 0) == ("crashed", "ZeroDivisionError: division by zero")
+    assert coverage._run(lambda: None) == ("equal", "")
     outcome = coverage.Outcome("causal", "gpt2", {"capture": ("equal", ""), "dp 2 x tp 2": refused})
     assert outcome.verdict == "refused"
     assert coverage.Outcome("causal", "gpt2", {"one device": ("left out", "")}).verdict == "left out"
+
+
+def hangs() -> None:
+    """In a way that no exception ends."""
+    while True:
+        with contextlib.suppress(BaseException):
+            time.sleep(60)
+
+
+def test_a_model_that_hangs_or_dies_is_an_outcome(coverage: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert coverage._limited(1, hangs) == ("late", "more than 1 s")
+    assert coverage._limited(100, lambda: os.kill(os.getpid(), signal.SIGKILL)) == (
+        "crashed",
+        "the process died: SIGKILL",
+    )
+    assert coverage._limited(100, lambda: os._exit(3)) == ("crashed", "the process died: exit code 3")
+    assert coverage._limited(100, lambda: ("equal", "whole")) == ("equal", "whole")
+    monkeypatch.setattr(coverage, "attempt", lambda *_: os._exit(7))
+    assert coverage._tried("causal", "gpt2", 1, []).runs == {"capture": ("crashed", "the process died: exit code 7")}
+    monkeypatch.setattr(coverage, "attempt", lambda *_: hangs())
+    monkeypatch.setattr(coverage, "MESHES", ())
+    assert coverage._tried("causal", "gpt2", 1, []).runs == {"capture": ("late", "more than 2 s")}
