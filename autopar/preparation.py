@@ -29,6 +29,7 @@ from autopar.passes.functionalize import functionalize
 from autopar.passes.mixed_precision import LOWER, has_autocast, mixed_precision
 from autopar.passes.normalize_losses import normalize_losses
 from autopar.passes.place_casts import place_casts
+from autopar.passes.row_lookups import row_lookups
 from autopar.passes.shifted_losses import has_shifted_losses, shifted_losses
 from autopar.passes.untrained import untrained
 from autopar.passes.working_copies import working_copies
@@ -93,7 +94,7 @@ class Captured:
         with settled():
             flat = capture(self.model, self.sample, loss=self.loss, batch_dim=rows, seq_dim=positions, autocast=dtype)
             flat = check_indices(check_products(functionalize(flat)), flatten(self.sample)[0])
-            return composites(normalize_losses(expert_loops(check_loops(flat))))
+            return composites(normalize_losses(row_lookups(expert_loops(check_loops(flat)))))
 
     @cached_property
     def shifts(self) -> bool:

@@ -8,9 +8,8 @@ Guarantees: equal values and gradients. In order, on every block:
 2. ``view`` is ``reshape``, with its shape spelled out; chains of reshapes are one;
 3. a matrix product on flattened rows is one on the unflattened tensor (``[b*s, k]`` -> ``[b, s, k]``);
 4. the bias of a product is an addition of its own, so that a pending sum can be reduced before it;
-5. an index that counts all rows is none: ``x[arange(b)[:, None], i]`` is ``x[:, i]``, where rows can be split;
-6. ``x[mask] = value`` with one value for all places is ``where(mask, value, x)``;
-7. recurrent layers take and give time first, so that samples are dim 1 of their states and their results alike.
+5. ``x[mask] = value`` with one value for all places is ``where(mask, value, x)``;
+6. recurrent layers take and give time first, so that samples are dim 1 of their states and their results alike.
 """
 
 from __future__ import annotations
@@ -226,28 +225,6 @@ def _split_convolution(graph: fx.Graph, node: fx.Node) -> None:
     _forward(graph, node, made)
 
 
-def _drop_row_indices(block: Block) -> None:
-    for node in block.ops:
-        if op_name(node) != "aten.index.Tensor":
-            continue
-        source: Any = node.args[0]
-        rows, *others = cast(list[Any], node.args[1])
-        if others and None not in others and _counts_rows(rows, info(source).meta.shape[0], others):
-            node.args = (source, [None, *(_without_rows(block.graph, node, index, rows) for index in others)])
-
-
-def _counts_rows(index: fx.Node | None, rows: int, others: list[fx.Node]) -> bool:
-    """Whether ``index`` is 0 … rows - 1 along the first dim of all indices, in which the others have no extent."""
-    if index is None or info(index).meta.shape != (rows, *[1] * (len(info(index).meta.shape) - 1)):
-        return False
-    rank, shapes = len(info(index).meta.shape), [info(other).meta.shape for other in others]
-    if any(len(shape) > rank or (len(shape) == rank and shape[0] != 1) for shape in shapes):
-        return False
-    while op_name(index) in _ONLY_SHAPES:
-        index = index.all_input_nodes[0]
-    return op_name(index) == "aten.arange.default" and bool(index.args[0] == rows)
-
-
 def _spell_masked_writes(block: Block) -> None:
     for node in block.ops:
         if op_name(node) != "aten.index_put.default" or (len(node.args) > 3 and node.args[3]):
@@ -266,20 +243,6 @@ def _spell_masked_writes(block: Block) -> None:
                 mask = derive(lifted, node, outputs=(type(marked)(shape, marked.dtype),))
             made = derive(block.graph.call_function(aten.where.self, (mask, value, x)), node)
         _forward(block.graph, node, made)
-
-
-_ONLY_SHAPES = {"aten.reshape.default", "aten.unsqueeze.default"}
-
-
-def _without_rows(graph: fx.Graph, before: fx.Node, index: fx.Node, rows: fx.Node) -> fx.Node:
-    """``index`` with all the dims of all indices but the first, in which its extent is 1."""
-    meta, rank = info(index).meta, len(info(rows).meta.shape) - 1
-    shape = ((1,) * rank + meta.shape)[-rank:] if rank else ()
-    if shape == meta.shape:
-        return index
-    with graph.inserting_before(before):
-        made = graph.call_function(aten.reshape.default, (index, list(shape)))
-        return derive(made, before, outputs=(type(meta)(shape, meta.dtype),))
 
 
 _RECURRENT = {f"aten.{kind}.input" for kind in ("gru", "lstm", "rnn_tanh", "rnn_relu")}
@@ -323,7 +286,6 @@ _REWRITES: tuple[Callable[[Block], None], ...] = (
     _unflatten_rows,
     _merge_reshapes,
     _split_bias,
-    _drop_row_indices,
     _spell_masked_writes,
     _put_time_first,
 )

@@ -144,7 +144,7 @@ def _cat_backward(op: Op, shard: Type) -> tuple[Type, ...] | None:
         return (shard,) * len(op.operands)
     chunk, rest = divmod(op.result.shape[d], shard.outer)
     extents = [meta.shape[d] for meta in op.operands]
-    if rest or any(extent % chunk for extent in extents):
+    if rest or any(not extent or extent % chunk for extent in extents):
         return None
     return tuple(S(d, extent // chunk) for extent in extents)
 

@@ -67,6 +67,12 @@ def plain(layer: Any, x: Tensor) -> Tensor:
     return layer(x)
 
 
+def last_step(_: Any, x: Tensor) -> Tensor:
+    """The step of each row that is largest, and one that the batch's number of rows doesn't say."""
+    rows, last = torch.arange(len(x)), x[..., 0].argmax(-1)
+    return x[rows, last] + x[rows[:, None], torch.stack([last - STEPS, last], 1)].sum(1)
+
+
 IMAGE = (4, 4, 4)
 LAYERS: dict[str, Callable[[], Model]] = {
     "gru": lambda: Model((STEPS, 4), first, nn.GRU(4, 6, batch_first=True)),
@@ -93,6 +99,7 @@ LAYERS: dict[str, Callable[[], Model]] = {
     ),
     "spectrum": lambda: Model((STEPS,), lambda _, x: torch.fft.irfft(torch.fft.rfft(x) * 2)[..., :4]),
     "inverse": lambda: Model((3, 3), lambda _, x: torch.linalg.inv(x + 4 * torch.eye(3, dtype=x.dtype))),
+    "last_step": lambda: Model((STEPS, 4), last_step),
     "glu": lambda: Model((8,), lambda _, x: F.glu(x)),
 }
 

@@ -249,6 +249,7 @@ def cuts() -> Iterator[Example]:
     yield Example(aten.cat.default, ([g(4, 8), g(4, 16), g(4, 8)], 1))
     yield Example(aten.cat.default, ([g(4, 8), g(2, 8)],))
     yield Example(aten.cat.default, ([g(4, 3), g(4, 5)], 1))
+    yield Example(aten.cat.default, ([g(4, 8), g(0, 8)],))
     yield Example(aten.stack.default, ([g(4, 8), g(4, 8)], 1))
     yield Example(aten.stack.default, ([g(4, 8), g(4, 8)], -1))
     yield Example(aten.slice_scatter.default, (g(4, 8), g(4, 4), 1, 2, 6))
