@@ -23,7 +23,7 @@ from autopar.batch import Structure, batch_size, check_call, flatten, readable_n
 from autopar.documents import check_documents, check_positions, gives_positions
 from autopar.errors import BatchError, CaptureError
 from autopar.expert_capture import expert_operations
-from autopar.function_capture import TracedValues, traceable_calls
+from autopar.function_capture import Freezes, TracedValues, traceable_calls
 from autopar.graph import (
     Autocast,
     Info,
@@ -260,7 +260,7 @@ def _export(
         with contextlib.ExitStack() as scoped:
             for override in (_training_path(documents), _no_cache(wrapper), expert_operations(wrapper)):
                 scoped.enter_context(override)
-            for mode in (traceable_calls(), rows, EveryExpert(), TracedValues()):
+            for mode in (traceable_calls(), rows, EveryExpert(), TracedValues(), Freezes()):
                 scoped.enter_context(mode)
             for log in _LOGS:
                 scoped.callback(log.setLevel, log.level)

@@ -7,7 +7,9 @@ regard to x. Autograd itself transposes b: z is the derivative of ``b(g)·x`` wi
 
 What ``torch.vmap`` maps is captured as the operations on all at once that it comes down to.
 ``module.to(dtype)`` that changes nothing returns the module, without writing to its parameters. A loss that asks of
-values whether they are valid doesn't ask, and ``x.data`` is ``x.detach()``.
+values whether they are valid doesn't ask, and ``x.data`` is ``x.detach()``. What ``torch.utils.checkpoint`` computes in a
+function of its own (``use_reentrant=True``) is captured as what it computes. A parameter that is frozen while some of
+the code runs is detached there.
 """
 
 from __future__ import annotations
@@ -23,12 +25,16 @@ from torch.autograd import Function
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.ctc_loss import ctc_loss
 from autopar.errors import CaptureError
 from autopar.source_lines import calling_line
 
 _DATA: Final[Any] = Tensor.data.__get__  # type: ignore[attr-defined]
+_FREEZES: Final = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+_READS: Final[Any] = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 _MAPPING: Final = ("torch._functorch.predispatch", "torch._functorch.vmap")
 
@@ -45,7 +51,9 @@ def traceable_calls() -> Iterator[None]:
 
     def applied(kind: type[Function], *args: Any) -> Any:
         takes_gradient = [isinstance(a, Tensor) and a.requires_grad for a in args]
-        is_torchs = kind.__module__.partition(".")[0] == "torch"  # operations of its own, and checkpoints
+        if kind is CheckpointFunction:
+            return _checkpointed(*args)
+        is_torchs = kind.__module__.partition(".")[0] == "torch"  # operations of its own
         if is_torchs or not any(takes_gradient) or not torch.is_grad_enabled():
             return apply.__get__(None, kind)(*args)
         return _applied(kind, args, takes_gradient)
@@ -76,6 +84,13 @@ def traceable_calls() -> Iterator[None]:
         Function.apply = apply  # type: ignore[method-assign]
 
 
+def _checkpointed(function: Callable[..., Any], preserves_random: bool, *args: Any) -> Any:
+    """What a reentrant checkpoint computes: where none of its tensors takes a gradient, no parameter gets one either."""
+    takes_gradient = any(isinstance(a, Tensor) and a.requires_grad for a in args)
+    with contextlib.nullcontext() if takes_gradient else torch.no_grad():
+        return function(*args)
+
+
 class _Unrecorded(TorchFunctionMode):
     """Within it, an export doesn't record where ``vmap`` begins and ends."""
 
@@ -94,6 +109,45 @@ class TracedValues(TorchFunctionMode):
         if func == _DATA:
             return args[0].detach()
         return _LOSSES.get(func, func)(*args, **(kwargs or {}))
+
+
+class Freezes(TorchFunctionMode):
+    """Within it, a parameter that the model's code freezes (``p.requires_grad_(False)``) is detached until the code
+    trains it again. Raises CaptureError where it trains a frozen one, and at the end where one is still frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._frozen: dict[Tensor, str] = {}
+        """By parameter, the line."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _FREEZES and isinstance(args[0], nn.Parameter):
+            return self._set(args[0], *args[1:], **kwargs)
+        if self._frozen and func is _READS:
+            return args[0] not in self._frozen and args[0].requires_grad
+        if self._frozen:
+            args, kwargs = tree_map_only(nn.Parameter, lambda p: p.detach() if p in self._frozen else p, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _set(self, parameter: nn.Parameter, requires_grad: bool = True) -> nn.Parameter:
+        if not requires_grad and parameter.requires_grad:
+            self._frozen.setdefault(parameter, calling_line())
+        elif requires_grad and self._frozen.pop(parameter, None) is None and not parameter.requires_grad:
+            raise CaptureError(
+                f"the model's code lets a frozen parameter be trained (requires_grad)\n  at {calling_line()}\n"
+                "Do it before the model is compiled."
+            )
+        return parameter
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if kind is None and self._frozen:
+            raise CaptureError(
+                f"the model's code freezes a parameter and leaves it so (requires_grad)\n  at "
+                f"{next(iter(self._frozen.values()))}\nDo it before the model is compiled, or let it be trained again "
+                "before the forward pass ends."
+            )
 
 
 def _gaussian_nll(

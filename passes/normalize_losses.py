@@ -3,7 +3,8 @@
 Guarantees: equal value and gradient; every mean-reduced loss is ``sum / count`` where ``count`` depends on the
 batch and buffers alone. A sum can be split over microbatches and ranks whatever the number of ignored tokens in each
 part; the mean of parts can't. Example: ``cross_entropy(x, t)`` becomes
-``cross_entropy(x, t, reduction=sum) / (t != -100).sum()``.
+``cross_entropy(x, t, reduction=sum) / (t != -100).sum()``. Where two numbers are added, the one that all parts have
+(a penalty on weights) comes last, as rules of sums take it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,19 @@ def normalize_losses(flat: Flat) -> Flat:
         flat.graph.erase_node(node)
         order += made
     flat.nodes = order
+    _put_penalties_last(flat)
     return flat
+
+
+def _put_penalties_last(flat: Flat) -> None:
+    of_batch = {node for node in flat.graph.nodes if node.op == "placeholder" and info(node).role == "input"}
+    for node in flat.nodes:
+        if any(operand in of_batch for operand in node.all_input_nodes):
+            of_batch.add(node)
+        if op_name(node) == "aten.add.Tensor" and info(node).meta.shape == () and not node.kwargs:
+            a, b = node.args
+            if isinstance(a, fx.Node) and a not in of_batch and b in of_batch:
+                node.args = (b, a)
 
 
 def _class_loss(graph: fx.Graph, node: fx.Node) -> list[fx.Node] | None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.utils.checkpoint import checkpoint
 
 from autopar.capture import capture
 from autopar.errors import CaptureError
@@ -135,6 +136,64 @@ def test_what_is_mapped_is_captured(mesh: dict[str, int]) -> None:
     result = compile_pinned(Maps().double(), 2, sample=x, mesh=mesh, cluster=FAST).verify(x, steps=2)
     assert result.tolerance == 1e-9
     assert result.ok, str(result)
+
+
+class Checkpointed(Layers):
+    """One layer is computed again by a function of its own; of the other's one takes no gradient, nor does its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = checkpoint(self.inward, checkpoint(self.outward, x, use_reentrant=True) + x, use_reentrant=True)
+        return checkpoint(self.outward, self.inward(x) + h, use_reentrant=True).square().mean()
+
+
+class Freezes(Layers):
+    """A critic is trained on what is made, and what is made by the critic, which is frozen meanwhile."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.inward(x)
+        loss = self.outward(made.detach()).square().mean()
+        self.outward.requires_grad_(False)
+        self.outward.bias.requires_grad = False
+        assert not self.outward.bias.requires_grad
+        loss = loss - self.outward(made).exp().mean()
+        for parameter in self.outward.parameters():
+            parameter.requires_grad = True
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize("kind", [Checkpointed, Freezes])
+def test_what_takes_no_gradient_for_a_while_is_captured(kind: type[Layers], mesh: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 6, 8, dtype=torch.float64)
+    result = compile_pinned(kind().double(), 2, sample=x, mesh=mesh, cluster=FAST, microbatches=2).verify(x, steps=2)
+    assert result.tolerance == 1e-9
+    assert result.ok, str(result)
+
+
+class FreezesForGood(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        self.outward.requires_grad_(False)
+        return self.outward(self.inward(x)).square().mean()
+
+
+class Thaws(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inward.weight.requires_grad = True
+        return self.outward(self.inward(x)).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"), [(FreezesForGood, "freezes a parameter and leaves it so"), (Thaws, "lets a frozen parameter")]
+)
+def test_what_is_trained_must_not_change(kind: type[Layers], problem: str) -> None:
+    with pytest.raises(CaptureError, match=rf"{problem}(.|\n)*test_function_capture\.py:\d+"):
+        capture(kind(), torch.randn(4, 6, 8))
 
 
 class Model(nn.Module):

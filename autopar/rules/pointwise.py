@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from autopar.graph import Meta
-from autopar.rules.base import Op, Rule
+from autopar.graph import Choice, Meta
+from autopar.rules.base import Local, Op, Rule
 from autopar.rules.lines import dim, line, names, whole
-from autopar.rules.spec import Passes, Spec, Unread, each, nothing, through, together
+from autopar.rules.spec import Localizer, Passes, Spec, Unread, each, nothing, through, together, unchanged
+from autopar.spmd import P, R
 
 _LINE = "..., ..., ... -> ..."
 
@@ -135,13 +136,31 @@ def _pointwise(
     linear: Passes = nothing,
     kernels: Callable[[Op, int, Sequence[int]], int] = _no_more,
     holds: Callable[[Op], int] = _none,
+    forms: Callable[[Op], Iterable[Choice]] = lambda op: (),
+    local: Localizer = unchanged,
 ) -> Spec:
-    return Pointwise(_LINE, linear=linear, kernels=kernels, holds=holds)
+    return Pointwise(_LINE, linear=linear, kernels=kernels, holds=holds, forms=forms, local=local)
 
 
 def _sum(op: Op) -> Iterable[tuple[int, ...]]:
     """A sum of tensors passes pending sums; a number would be added on every rank."""
     return together(op) if len(op.operands) == 2 else ()
+
+
+def _shared_terms(op: Op) -> Iterable[Choice]:
+    """To a pending sum that is one number, as a loss is, each rank may add its share of what all have: ``2 - x``, or a
+    penalty on the weights. Elsewhere that would only move where a sum is reduced."""
+    if op.result.shape == () and op.result.dtype.is_floating_point:
+        yield Choice((P, R)[: len(op.operands)], P)
+
+
+def _local_sum(op: Op, choice: Choice, size: int, axis: str) -> Local:
+    """``x + y`` with one part in ``size`` of a number y, or of a tensor that isn't pending."""
+    if choice.result != P or choice.operands == (P, P):
+        return Local.same()
+    if len(op.operands) == 2:
+        return Local({}, {"alpha": op.kwargs.get("alpha", 1) / size})
+    return Local.replacing(op, 1, "other", op.arg(1, "other") / size)
 
 
 def _cast(op: Op) -> Iterable[tuple[int, ...]]:
@@ -229,11 +248,12 @@ INSIDE = {
 RULES: dict[str, Rule] = {
     **{f"aten.{name}.default": _pointwise(holds=_several(INSIDE.get(name, 0))) for name in UNARY},
     **{f"aten.{name}": _pointwise() for name in BINARY},
-    "aten.add.Scalar": _pointwise(kernels=_of_sum),
-    "aten.sub.Scalar": _pointwise(kernels=_of_sum),
+    "aten.add.Scalar": _pointwise(kernels=_of_sum, forms=_shared_terms, local=_local_sum),
+    "aten.sub.Scalar": _pointwise(kernels=_of_sum, forms=_shared_terms, local=_local_sum),
+    "aten.rsub.Scalar": _pointwise(forms=_shared_terms, local=_local_sum),
     "aten.pow.Tensor_Scalar": _pointwise(kernels=_of_power, holds=_several(2)),
-    "aten.add.Tensor": _pointwise(_sum, _of_sum),
-    "aten.sub.Tensor": _pointwise(_sum, _of_sum, _negated(1, 0)),
+    "aten.add.Tensor": _pointwise(_sum, _of_sum, _none, _shared_terms, _local_sum),
+    "aten.sub.Tensor": _pointwise(_sum, _of_sum, _negated(1, 0), _shared_terms, _local_sum),
     "aten.rsub.Tensor": _pointwise(holds=_negated(0, 1)),
     "aten.mul.Tensor": _pointwise(each, _of_product, _whole),
     "aten.mul.Scalar": _pointwise(each),
