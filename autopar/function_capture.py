@@ -7,8 +7,8 @@ regard to x. Autograd itself transposes b: z is the derivative of ``b(g)·x`` wi
 
 What ``torch.vmap`` maps is captured as the operations on all at once that it comes down to.
 ``module.to(dtype)`` that changes nothing returns the module, without writing to its parameters. A loss that asks of
-values whether they are valid doesn't ask, and ``x.data`` is ``x.detach()``. What ``torch.utils.checkpoint`` computes in a
-function of its own (``use_reentrant=True``) is captured as what it computes. A parameter that is frozen while some of
+values whether they are valid doesn't ask, and ``x.data`` is ``x.detach()``. What ``torch.utils.checkpoint`` computes in
+a function of its own (``use_reentrant=True``) is captured as what it computes. A parameter that is frozen while some of
 the code runs is detached there.
 """
 
@@ -85,7 +85,7 @@ def traceable_calls() -> Iterator[None]:
 
 
 def _checkpointed(function: Callable[..., Any], preserves_random: bool, *args: Any) -> Any:
-    """What a reentrant checkpoint computes: where none of its tensors takes a gradient, no parameter gets one either."""
+    """What a reentrant checkpoint computes: where no tensor of its own takes a gradient, no parameter gets one."""
     takes_gradient = any(isinstance(a, Tensor) and a.requires_grad for a in args)
     with contextlib.nullcontext() if takes_gradient else torch.no_grad():
         return function(*args)
@@ -141,7 +141,7 @@ class Freezes(TorchFunctionMode):
         return parameter
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        super().__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         if kind is None and self._frozen:
             raise CaptureError(
                 f"the model's code freezes a parameter and leaves it so (requires_grad)\n  at "

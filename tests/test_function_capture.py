@@ -139,7 +139,7 @@ def test_what_is_mapped_is_captured(mesh: dict[str, int]) -> None:
 
 
 class Checkpointed(Layers):
-    """One layer is computed again by a function of its own; of the other's one takes no gradient, nor does its weight."""
+    """One layer is computed again by a function of its own; where its input takes no gradient, nor do its weights."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = checkpoint(self.inward, checkpoint(self.outward, x, use_reentrant=True) + x, use_reentrant=True)

@@ -68,7 +68,7 @@ class HeadPasses:
         products = self._of_parts(lambda tokens: math.fsum(self._forward(n, tokens) for n in self._product_ops))
         made, again = once + products, products if self.chunks > 1 else 0.0
         into_table, into_input = self._pulled("weight"), self._pulled("x")
-        early = self.algorithm == "vocab-2"
+        early = self.returns and self.algorithm == "vocab-2"
         count = 2 if early and self._smooths else 1
         found = {
             "S": made + self._swept(self._scores_bytes) + (count * into_input if early else 0.0),
@@ -170,7 +170,7 @@ class HeadPasses:
     @property
     def _scores_bytes(self) -> float:
         apart = self.algorithm == "naive" and self.chunks == 1
-        early = self._early_bytes if self.algorithm == "vocab-2" else 0
+        early = self._early_bytes if self.returns and self.algorithm == "vocab-2" else 0
         return self._own_bytes + (0 if apart else self._exponential_bytes) + early
 
     @property
@@ -205,7 +205,7 @@ class HeadPasses:
     @property
     def _gradient_bytes(self) -> float:
         table = info(self.head.weight).meta
-        made = (2 + 2 * self._smooths) * self._wide_bytes + self._bias_bytes
+        made: float = (2 + 2 * self._smooths) * self._wide_bytes + self._bias_bytes
         if table.needs_grad or self._bias_bytes or self._returns_late:  # somebody takes the gradient of the logits
             made += self._copy_bytes + self._path_bytes
         cast = [n for n in conversions(self.head.weight) if _is_op(n)] if table.needs_grad else []

@@ -69,13 +69,14 @@ class VocabularyPasses:
         self._module: Any = module
         self._scaler = scaler
         self._program, self._axes, self._algorithm = program, axes, schedule.head
+        self._is_early = schedule.head == "vocab-2" and program.hidden.needs_grad
         self._first, self._last = schedule.placement[0], schedule.placement[-1]
         self._last_stage = schedule.stages - 1
         self._index, tp = axes["pp"].index, axes["tp"]
         start = (self._index * tp.size + tp.index) * program.rows
         self._head: ShardedHead | ChunkedHead = ShardedHead(module, program, start)
         if program.chunks > 1:
-            self._head = ChunkedHead(module, program, start, early=schedule.head == "vocab-2")
+            self._head = ChunkedHead(module, program, start, early=self._is_early)
         self._line, self._plane = _groups(axes)
         self._aside = _stream(axes.device)
         self._state = _State()
@@ -141,7 +142,7 @@ class VocabularyPasses:
         if self._algorithm == "naive":
             return
         state.statistics[microbatch] = self._head.statistics(state.logits[microbatch])
-        if self._algorithm == "vocab-2":
+        if self._is_early:
             self._head.input_gradient_terms(state.logits[microbatch])
 
     def _exchange_top(self, step: Step, action: Action) -> None:
@@ -196,7 +197,7 @@ class VocabularyPasses:
         logits.scale = slope.to(gathered.dtype) * logits.counts
         if self._index == self._last:
             step.loss += loss.detach()
-        if self._algorithm == "vocab-2":
+        if self._is_early:
             self._state.gradients[action.microbatch] = self._head.corrected(logits)
 
     def _inputs(self, step: Step, action: Action) -> tuple[Tensor, ...]:
