@@ -25,7 +25,6 @@ from torch.autograd import Function
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.ctc_loss import ctc_loss
@@ -85,7 +84,7 @@ def traceable_calls() -> Iterator[None]:
 
 
 def _checkpointed(function: Callable[..., Any], preserves_random: bool, *args: Any) -> Any:
-    """What a reentrant checkpoint computes: where no tensor of its own takes a gradient, no parameter gets one."""
+    """What a reentrant checkpoint computes: where none of its tensors takes a gradient, no parameter gets one."""
     takes_gradient = any(isinstance(a, Tensor) and a.requires_grad for a in args)
     with contextlib.nullcontext() if takes_gradient else torch.no_grad():
         return function(*args)
@@ -127,8 +126,15 @@ class Freezes(TorchFunctionMode):
         if self._frozen and func is _READS:
             return args[0] not in self._frozen and args[0].requires_grad
         if self._frozen:
-            args, kwargs = tree_map_only(nn.Parameter, lambda p: p.detach() if p in self._frozen else p, (args, kwargs))
+            args, kwargs = self._held(args), self._held(kwargs)
         return func(*args, **kwargs)
+
+    def _held(self, item: Any) -> Any:
+        if type(item) in (tuple, list):
+            return type(item)(map(self._held, item))
+        if type(item) is dict:
+            return {key: self._held(value) for key, value in item.items()}
+        return item.detach() if isinstance(item, nn.Parameter) and item in self._frozen else item
 
     def _set(self, parameter: nn.Parameter, requires_grad: bool = True) -> nn.Parameter:
         if not requires_grad and parameter.requires_grad:
