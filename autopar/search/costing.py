@@ -17,7 +17,7 @@ from autopar.mesh import Mesh
 from autopar.options import Options, activations_on_host, masters_on_host, weights_streamed
 from autopar.passes.recompute import own_modules
 from autopar.planner.block_costs import BlockCost, Machine
-from autopar.planner.build import rank_plan
+from autopar.planner.build import moved_seconds, rank_plan
 from autopar.planner.fitting import Layout
 from autopar.planner.modes import MODES
 from autopar.planner.offload import require_host
@@ -30,7 +30,7 @@ from autopar.search.gradients import Sums
 from autopar.search.interleaving import Interleaving
 from autopar.search.keeping import Keeping
 from autopar.search.layers import layer_block
-from autopar.search.profiles import Key, Profile, Unit, Weights
+from autopar.search.profiles import Key, Profile, Profiler, Unit, Weights
 from autopar.search.space import BEATEN, Family, Point, Region, moves_each_time
 
 _WHOLE = 0.02  # of the weights: as many at least that tp doesn't split
@@ -406,6 +406,21 @@ def splits_further(point: Point, profile: Profile) -> bool:
     microbatch: its passes are no faster, but ranks have fewer weights."""
     key = profile.key
     return moves_each_time(point) and not (key.stages or key.streamed) and profile.whole_share > _WHOLE
+
+
+def laid_on(point: Point, profile: Profile, profiler: Profiler) -> Profile:
+    """What ``point`` of a region with this ``profile`` is laid out on, or what bounds that: another one where weights
+    are split further, if that is placed."""
+    if not splits_further(point, profile):
+        return profile
+    found = profiler.placed(profile.key._replace(streamed=True), point.region.mesh)
+    if found is None:
+        return profile
+    if point.head or point.head_chunks > 1:  # it is laid out on one of its own
+        request = found.placed.request
+        here = moved_seconds(replace(request, mesh=point.region.mesh))
+        return found if here >= moved_seconds(request) else profile  # passes take more where weights that move do
+    return found
 
 
 def splits_head(family: Family) -> bool:

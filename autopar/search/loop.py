@@ -22,13 +22,14 @@ from autopar.errors import AutoparError, BudgetError
 from autopar.mesh import Mesh
 from autopar.options import activations_on_host
 from autopar.search.bounds import scaled
-from autopar.search.costing import Costing, Found, Outcome, rank, splits_further
+from autopar.search.costing import Costing, Found, Outcome, laid_on, rank, splits_further
 from autopar.search.dive import dive
 from autopar.search.hulls import Array
 from autopar.search.outlook import Outlook, Way
 from autopar.search.pins import Pins
 from autopar.search.profiles import Key, Profile, Profiler
-from autopar.search.scaling import Scaling, alone, thin
+from autopar.search.references import References
+from autopar.search.scaling import Scaling
 from autopar.search.space import (
     Family,
     Point,
@@ -52,11 +53,11 @@ WORK = 2e5
 with its bound. Counted, not measured: searches are deterministic."""
 
 _OPS, _FAMILY, _REGION = 25, 90, 110  # units of work of placing one op, of bounds of a family's points, of a region's
+_RAISED = 1 / 8  # of a region's bound by all that is placed, where all are found at once
 _PROOF = 0.1  # of the work, for bounds at least
 _AT_ONCE = 3 / 4  # of the work of a point that fits without a choice of what to recompute, which isn't made then
 _CALLS, _BLOCKS = 32, 150  # calls of a model, and ops of its blocks: with fewer, laying out takes less
 _OTHERS = 60  # families whose points are bounded for runners-up alone
-_SHARED = 4  # regions that a profile made for its bound alone has to serve
 
 
 class _Item(NamedTuple):
@@ -95,10 +96,10 @@ class Search:
     _numbers: int = field(default=0, init=False)
     _passed: list[_Item] = field(default_factory=list, init=False)  # what was left out
     _before: int = field(default=0, init=False)  # profiles that others made
-    _unplaced: Counter[tuple[str, int]] = field(default_factory=Counter, init=False)
-    _rows: Counter[int] = field(default_factory=Counter, init=False)
+    _references: References | None = field(default=None, init=False)
     _counted: dict[object, int] = field(default_factory=dict, init=False)
     _scaling: Scaling | None = field(default=None, init=False)
+    _raised: int = field(default=0, init=False)  # bounds of regions, by so many profiles
     _learned: int = field(default=0, init=False)  # from so many profiles
     _outlook: Outlook | None = field(default=None, init=False)  # None: there are no layers
 
@@ -153,10 +154,7 @@ class Search:
         self._outlook = Outlook.of(self.costing, self.costing.root)
         found = sorted(regions(self.sizes, self.pins), key=simplicity)
         keys = Counter(region.key for region in found)
-        for key, count in keys.items():
-            self._rows[key.rows] += count
-            for axis in key.axes():
-                self._unplaced[axis, getattr(key, axis)] += count
+        self._references = References.of(self.profiler, self.sizes.batch, keys)
         self._scaling = Scaling(keys, self.costing.root)
         return found
 
@@ -170,6 +168,7 @@ class Search:
         for bound, region in zip(self._all_at_first(found), found, strict=True):
             self._push(float(bound), region)
         while self._waiting and self._goes_on():
+            self._raise_regions()
             item = heapq.heappop(self._waiting)
             if self._is_beaten(item.bound):
                 self._passed.append(item)
@@ -177,8 +176,22 @@ class Search:
                 self._open(item.bound, item.what)
             else:
                 self._try(item.bound, item.what)
+        self._raise_regions()
         proven = min(self.bound_seconds, self.best_seconds)
         return Found(self.ranked(), proven, self.points, self.placed, self.laid_out, dict(self.refusals))
+
+    def _raise_regions(self) -> None:
+        """Of all regions that wait, by what was placed since: all at once."""
+        if self._raised == len(self.profiler.known):
+            return
+        self._raised = len(self.profiler.known)
+        found = [(place, item.what) for place, item in enumerate(self._waiting) if isinstance(item.what, Region)]
+        self._work += _RAISED * len(found)
+        bounds = self._all_at_first([region for _, region in found])
+        for (place, _), bound in zip(found, bounds.tolist(), strict=True):
+            item = self._waiting[place]
+            self._waiting[place] = item._replace(bound=max(item.bound, bound))
+        heapq.heapify(self._waiting)
 
     @property
     def bound_seconds(self) -> float:
@@ -279,6 +292,7 @@ class Search:
     def _open_family(self, bound: float, family: Family, profile: Profile) -> None:
         """Let its points wait, and where memory is what makes them slow, what saves it in other ways."""
         points = list(self.stored(family))
+        self._place_streamed(bound, points, profile)
         passes, kept = (self.bounds(points, profile, memory=memory) for memory in (False, True))
         saved = []
         for point, fastest, least in zip(points, passes, kept, strict=True):
@@ -287,8 +301,26 @@ class Search:
                 saved.append(point)
         self._save(bound, saved, profile)
 
+    def _place_streamed(self, bound: float, points: Sequence[Point], profile: Profile) -> None:
+        """What those of ``points`` are laid out on that split weights further than ``profile``, if any of them may be
+        the best by what is known without it."""
+        further = [point for point in points if splits_further(point, laid_on(point, profile, self.profiler))]
+        if further and not self._is_beaten(max(bound, min(self.bounds(further, profile, memory=False)))):
+            self._work += _OPS * self.ops
+            self.tell("place")
+            region = points[0].region
+            self.profiler.of(profile.key._replace(streamed=True), region.mesh, region.microbatches)
+
     def bounds(self, points: Sequence[Point], profile: Profile, *, memory: bool = True) -> list[float]:
         """What each of ``points`` of one family is not below, found for all at once; inf where they can't fit."""
+        found = dict.fromkeys(points, 0.0)
+        every = {point: laid_on(point, profile, self.profiler) for point in points}
+        for key in dict.fromkeys(each.key for each in every.values()):
+            some = [point for point in points if every[point].key == key]
+            found |= zip(some, self._bounds(some, every[some[0]], memory=memory), strict=True)
+        return [found[point] for point in points]
+
+    def _bounds(self, points: Sequence[Point], profile: Profile, *, memory: bool) -> list[float]:
         self._work += _FAMILY
         if self._outlook is None or not points:
             found = [self.costing.bound(point, profile) for point in points]
@@ -369,8 +401,7 @@ class Search:
     def place_reference(self, region: Region, *, likely: bool = False) -> bool:
         """Make one of the profiles that bound ``region`` and others, or of those that say what these are ``likely`` to
         take, if there is one to make."""
-        references = (self._alone, self._thin) if likely else (self._plain, self._alone)
-        reference = next(filter(None, (of(region) for of in references)), None)
+        reference = self.references.wanted(region, likely=likely)
         if reference is not None:
             self._work += _OPS * self.ops
             self.tell("place")
@@ -449,45 +480,19 @@ class Search:
         return found
 
     @property
+    def references(self) -> References:
+        """Of all regions."""
+        assert self._references is not None
+        return self._references
+
+    @property
     def scaling(self) -> Scaling:
         """With all that is known."""
         assert self._scaling is not None
         if self._learned != len(self.profiler.known):
             self._learned = len(self.profiler.known)
-            self._scaling.learn(self._references())
+            self._scaling.learn(self.references.known())
         return self._scaling
-
-    def _references(self) -> list[Profile]:
-        """Profiles that bound others: placed as is best, with the head as it is."""
-        known = self.profiler.known.items()
-        return [p for k, p in known if not (k.stages or k.head or k.chunks > 1 or k.borrowed or k.streamed)]
-
-    def _plain(self, region: Region) -> tuple[Key, Mesh, int] | None:
-        """This region's rows without any axis, if that bounds others, too."""
-        plain = Key(region.rows, 1, 1, 1, several=region.rows < self.sizes.batch, copies=False)
-        if self._is_known(plain) or self._rows[region.rows] < _SHARED:
-            return None
-        return plain, Mesh(), self.sizes.batch // region.rows
-
-    def _alone(self, region: Region) -> tuple[Key, Mesh, int] | None:
-        """The whole batch with one of its axes alone."""
-        for axis in region.key.axes():
-            key, size = alone(axis, region.key, self.sizes.batch), getattr(region.key, axis)
-            is_shared = self._unplaced[axis, size] >= _SHARED and self.sizes.batch % key.rows == 0
-            if is_shared and not self._is_known(key):
-                return key, Mesh(**{axis: size}), 1
-        return None
-
-    def _thin(self, region: Region) -> tuple[Key, Mesh, int] | None:
-        """A few rows on the region's tp alone."""
-        tp, batch = region.key.tp, self.sizes.batch
-        if tp == 1 or self._unplaced["tp", tp] < _SHARED:
-            return None
-        key = thin(region.key, batch)
-        return None if self._is_known(key) else (key, Mesh(tp=tp), batch // key.rows)
-
-    def _is_known(self, key: Key) -> bool:
-        return key in self.profiler.known or key in self.profiler.refused
 
     # --- points
 
@@ -522,12 +527,13 @@ class Search:
         plain, *_ = savers(point.region, self.costing.cluster, self.pins)
         if point._replace(offload=plain[0], head_chunks=plain[1]) in self._roomy:
             return  # to save memory is no use where there is enough
-        known = self.profile(point.region)
-        assert known is not None
+        profile = self.profile(point.region)
+        assert profile is not None
+        known = laid_on(point, profile, self.profiler)
         passes = max(bound, self.costing.bound(point, known))
         kept = passes if self._is_beaten(passes) else self.costing.memory_bound(point, known)
         if kept > passes:
-            self._save(bound, [point], known)
+            self._save(bound, [point], profile)
         if max(passes, kept) > bound:
             self._push(max(passes, kept), point)
             return
@@ -535,12 +541,12 @@ class Search:
             outcome = self.lay_out(point)
         except AutoparError as error:
             if isinstance(error, BudgetError):
-                self._save(bound, [point], known)
+                self._save(bound, [point], profile)
                 if error.needed_bytes <= self.costing.whole_budget_bytes + max(known.activations.working_bytes):
                     self._pass(bound, point)  # what its largest op needs was an estimate: that proves nothing
             return
         if outcome.is_tight:
-            self._save(bound, [point], known)
+            self._save(bound, [point], profile)
 
     def lay_out(self, point: Point) -> Outcome:
         """What a point takes, known once it was laid out. Raises AutoparError where it can't run or doesn't fit."""

@@ -121,7 +121,7 @@ class Scaling:
         found = np.where(share > 0, share * (seconds - launches) + launches, 0.0)
         kept = self._split if axes else self._plain
         np.maximum(kept, found, out=kept)
-        if len(axes) == 1:
+        if len(axes) == 1 and not profile.key.borrowed:
             here = self._sizes[axes[0]] == getattr(profile.key, axes[0])
             if profile.key == alone(axes[0], profile.key, self._root.key.rows):
                 self._sent += np.where(here[:, None], share * self._least_messages(profile, axes[0]), 0.0)
@@ -137,8 +137,14 @@ class Scaling:
             smaller &= self._sizes[axis] % getattr(known, axis) == 0
         if known.ep > 1:
             smaller &= self._sizes["ep"] == known.ep
-        for axis in known.axes():
-            smaller &= ~self._borrows[axis]  # each rank may compute for experts of its own there
+        for axis in ("cp", "tp"):
+            if axis in known.borrowed:
+                smaller &= self._borrows[axis]
+            elif known.borrowed or getattr(known, axis) > 1:
+                smaller &= ~self._borrows[axis]  # each rank may compute for experts of its own there
+        if known.borrowed:  # what is sent depends on where ranks are
+            for axis in _AXES:
+                smaller &= self._sizes[axis] == getattr(known, axis)
         inner = self._sizes["cp"] * self._sizes["tp"] / known.inner
         found: Array = np.where(smaller, self._rows / known.rows / inner, 0.0)
         return found

@@ -11,14 +11,15 @@ from autopar import Cluster
 from autopar.mesh import Mesh
 from autopar.passes.hoist import unhoisted
 from autopar.planner.block_costs import Computed, Machine, block_cost
-from autopar.planner.build import Request, _moved_seconds
+from autopar.planner.build import Request, moved_seconds
 from autopar.planner.pipeline import Wanted
 from autopar.search import profiles
+from autopar.search.costing import laid_on, splits_further
 from autopar.search.profiles import Key, Profile
 from autopar.search.space import Region, moves_each_time
 from autopar.search.wholesale import Stored, folded
 from tests.fast_cluster import BUSY, FAST
-from tests.search.spaces import search_of
+from tests.search.spaces import every_point, search_of
 
 WAY = Stored(0.0, 0.0, 0.0)
 
@@ -103,7 +104,7 @@ def test_pipeline_ranks_share_no_weights() -> None:
     wanted, cluster = Wanted("1f1b", "redistributed"), replace(BUSY, devices_per_node=4)
 
     def seconds(mesh: Mesh) -> float:
-        return _moved_seconds(Request(mesh, 2, cluster, wanted))
+        return moved_seconds(Request(mesh, 2, cluster, wanted))
 
     assert seconds(Mesh(tp=2)) == seconds(Mesh(pp=2, tp=2)) == 0.0
     assert seconds(Mesh(pp=2, dp=2, tp=2)) == seconds(Mesh(dp=2, tp=2)) == seconds(Mesh(cp=2, tp=2)) > 0.0
@@ -142,6 +143,42 @@ def test_what_is_laid_out_on_another_placement_is_bounded_as_if_all_were_split()
     assert moved < much
     assert search.costing.bound(point, plain) == search.costing._pass_seconds(point, plain), "not what it doesn't move"
     assert search.costing.memory_bound(point, plain) == 0.0
+
+
+def test_once_that_placement_is_there_it_is_what_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not those that are laid out on the plain one."""
+    monkeypatch.setattr(profiles, "unhoisted", lambda model: frozenset())  # else passes are no faster with whole ones
+    search = search_of("gpt2", 8, 4, BUSY, mesh={"dp": 2, "tp": 2}, recompute="none", microbatch=2)
+    search.glance()
+    region = Region(Mesh(dp=2, tp=2), 2, 2)
+    plain = search.place(region)
+    assert plain is not None
+    points = [point for point in every_point(search) if point.region == region]
+    further = {point for point in points if splits_further(point, plain)}
+    assert {point.zero for point in further} == {0, 1, 2, 3}, "what lives on the host moves with each microbatch, too"
+    search.profiler.known.pop(plain.key._replace(streamed=True), None)
+    before = dict(zip(points, search.bounds(points, plain), strict=True))
+    search._place_streamed(0.0, points, plain)
+    after = dict(zip(points, search.bounds(points, plain), strict=True))
+    assert {point for point in points if after[point] != before[point]} == further
+    for point in points:
+        assert before[point] <= after[point] <= search.lay_out(point).step_seconds * (1 + 1e-9)
+
+
+def test_where_weights_move_for_less_another_head_may_leave_more_of_them_whole() -> None:
+    search = search_of("gpt2", 8, 8, BUSY, mesh={"tp": 2}, microbatch=1)
+    search.glance()
+    near, far = Region(Mesh(pp=4, tp=2), 1, 8), Region(Mesh(dp=4, tp=2), 1, 2)
+    plain = search.place(far)
+    assert plain is not None
+    made = search.profiler.of(plain.key._replace(streamed=True), far.mesh, far.microbatches)
+    assert made is not None
+    point = next(point for point in search.points_of(far) if splits_further(point, plain))
+    whole = point._replace(region=near, zero=3)
+    assert laid_on(point, plain, search.profiler) is made
+    assert laid_on(whole, plain, search.profiler) is made, "which it is laid out on"
+    assert laid_on(point._replace(head_chunks=8), plain, search.profiler) is made
+    assert laid_on(whole._replace(head_chunks=8), plain, search.profiler) is plain
 
 
 def test_interleaved_regions_are_bounded_by_their_best_number_of_stages() -> None:

@@ -14,7 +14,7 @@ from autopar.search.bounds import scaled
 from autopar.search.loop import Search
 from autopar.search.profiles import Key, Profile
 from autopar.search.scaling import Scaling, alone, thin
-from autopar.search.space import regions
+from autopar.search.space import Region, regions
 from tests.fast_cluster import FAST, NODES
 from tests.search.spaces import experts_on, search_of
 
@@ -31,7 +31,7 @@ def one_by_one(search: Search, key: Key) -> float:
     whole = [(axis, profile) for axis, profile in known.items() if profile is not None]
     sent = math.fsum(sent_seconds(p, axis, 1) * (scaled(p.key, key) or 0.0) for axis, p in whole)
     found = 0.0
-    for other in search._references():
+    for other in search.references.known():
         does_more = (other.key.several and not key.several) or (other.key.copies and not key.copies)
         if (share := scaled(other.key, key)) and not does_more:
             beside = 0.0 if other.key.axes() else sent
@@ -57,11 +57,44 @@ def test_no_placement_is_below() -> None:
             assert search.scaling.seconds(key) <= profile.seconds * (1 + 1e-9)
 
 
+def test_no_placement_with_experts_over_other_axes_is_below() -> None:
+    """Those that have as many rows or fewer on the same axes are bounded by it; no others are."""
+    search = experts_on(NODES, 8)
+    search.glance()
+    found = {region.key: region for region in regions(search.sizes, search.pins)}
+    keys = [key for key in found if key.borrowed == ("tp",) and key.tp == 2 and key.copies]
+    most = max((key for key in keys if key.cp == 1), key=lambda key: key.rows)
+    profile = search.profiler.of(most, found[most].mesh, found[most].microbatches)
+    assert profile is not None
+    scaling = Scaling(found, search.root)
+    scaling.learn([search.root])
+    before = {key: scaling.seconds(key) for key in found}
+    scaling.learn([profile])
+    bounded = {key for key, share in zip(found, scaling._shares(most), strict=True) if share}
+    same = {key for key in keys if (key.ep, key.cp, key.tp) == (most.ep, most.cp, most.tp)}
+    assert len(same) > 1
+    assert bounded == same
+    assert any(scaling.seconds(key) > before[key] for key in bounded)
+    for key in bounded:
+        other = search.profiler.of(key, found[key].mesh, found[key].microbatches)
+        assert other is not None
+        assert scaling.seconds(key) <= other.seconds * (1 + 1e-9)
+
+
+def test_what_waits_is_raised_by_all_that_is_placed() -> None:
+    search = search_of("llama", 8, 8, FAST, recompute="none")
+    search.most_work = 1.0
+    search.run()
+    waiting = [item for item in search._waiting if isinstance(item.what, Region)]
+    assert waiting
+    assert all(item.bound >= search.at_first(item.what) * (1 - 1e-9) for item in waiting)
+
+
 def test_keys_that_were_not_announced_are_answered_the_same() -> None:
     search = search_of("gpt2", 8, 8, FAST)
     search.glance()
     other = Scaling([], search.root)
-    other.learn(search._references())
+    other.learn(search.references.known())
     for region in regions(search.sizes, search.pins):
         assert other.seconds(region.key) == search.scaling.seconds(region.key)
         assert (other.layers(region.key) == search.scaling.layers(region.key)).all()
