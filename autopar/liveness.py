@@ -71,6 +71,7 @@ def _refused_write(node: fx.Node, owner: Info) -> CaptureError:
     return CaptureError(
         f"{op_name(node)} at {line} changes {kind} {owner.name!r} in place, or a view of it, which outlives the step; "
         "change a copy (x = x.clone()), or write it out of place (x = x + y instead of x += y)"
+        + ("; a layer of torch's that does so, as spectral_norm, doesn't in eval()" if owner.role == "buffer" else "")
     )
 
 

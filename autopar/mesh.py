@@ -176,8 +176,8 @@ class Mesh:
         return tuple(axis for axis in DATA if self.size(axis) > 1 and axis not in split)
 
     def data_lines(self) -> tuple[tuple[str, ...], ...]:
-        """What :meth:`data_axes` can be: of most parameters, and of experts, which may be on cp instead of ep, too."""
-        splits = [(), self.expert_axes, *((("cp",), ("ep", "cp")) if self.experts > 1 else ())]
+        """What :meth:`data_axes` can be: of most parameters, and of experts, which may be on cp or ep alone, too."""
+        splits = [(), self.expert_axes, *((("cp",), ("ep", "cp"), ("ep",)) if self.experts > 1 else ())]
         return tuple(dict.fromkeys(map(self.data_axes, splits)))
 
     def zero_shards(self, zero_ranks: int, axes: Sequence[str] = ()) -> int:

@@ -20,7 +20,7 @@ from autopar.cost_models import collective
 from autopar.graph import Block, info, op_name, set_info
 from autopar.mesh import Mesh
 from autopar.rules.base import Op
-from autopar.rules.experts import EXCHANGE, ROUTE, node_rows_of, routing_meta
+from autopar.rules.experts import ACROSS, EXCHANGE, ROUTE, WITHIN, Hop, node_rows_of, routing_meta
 
 
 def expert_roads(block: Block, nodes: int) -> None:
@@ -75,3 +75,12 @@ def across_seconds(bytes_: int, nodes: int, cluster: Cluster) -> float:
 def within_seconds(bytes_: int, ranks: int, cluster: Cluster) -> float:
     """Of so many bytes of a rank to the ``ranks`` of its node."""
     return collective.seconds("all_to_all", bytes_, ranks, cluster.intra_node)
+
+
+def hop_seconds(hop: Hop, nodes: int, axes: Sequence[str], cluster: Cluster, mesh: Mesh) -> tuple[float, float]:
+    """Of a hop by way of ``nodes``, one way: across them, and within them with what is copied."""
+    ranks = math.prod(mesh.size(axis) for axis in axes) // nodes
+    across = (across_seconds(bytes_, nodes, cluster) for kind, bytes_ in hop.messages if kind == ACROSS)
+    within = (within_seconds(bytes_, ranks, cluster) for kind, bytes_ in hop.messages if kind == WITHIN)
+    copies = hop.copied_bytes / cluster.device.achievable_memory_bytes_per_second
+    return math.fsum(across), math.fsum(within) + copies

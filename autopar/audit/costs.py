@@ -242,7 +242,7 @@ class SeenCosts:
         seen = self._telling[rank]
         if moved.place == ENDED:
             return (self.schedule.microbatches - 1) / max(1, len(seen) - 1) if moved.is_added else 1
-        if where.stage in self._sending:
+        if moved.in_pass and where.stage in self._sending:
             return self._like(where, seen)
         if where.microbatch < 0 or (moved.is_cast and moved.place != SENT):
             return 1

@@ -137,12 +137,14 @@ class Ran:
 
 class Moved(NamedTuple):
     """What happened to elements of gradients beside products: whether one was added to the sum of those before, or
-    copied; where (:data:`PLACES`); bytes of an element before, and of one of the sum or the copy."""
+    copied; where (:data:`PLACES`); bytes of an element before, and of one of the sum or the copy; whether it is of what
+    each backward sends."""
 
     is_added: bool
     place: str
     before: int
     after: int
+    in_pass: bool = False
 
     @property
     def is_cast(self) -> bool:
@@ -201,7 +203,7 @@ class Log:
         self.gradients: defaultdict[Where, Counter[Moved]] = defaultdict(Counter)
         self._casting = False
         self._packing = ""  # the kernel that packs, or unpacks
-        self._summing: list[tuple[int, str]] = []  # stages whose gradients are added up, the innermost last
+        self._summing: list[tuple[int, str, bool]] = []  # stages whose gradients are added up, the innermost last
         self._phase = self.phases[""]
         self.matrices = Matrices()
         """Of a split vocabulary, as its first pass on a head says."""
@@ -355,9 +357,10 @@ class Log:
         if self._casting and name in _COPIES and made and given[-1].dtype != made[0].dtype:
             self._phase.casts[given[-1].element_size(), made[0].element_size()] += made[0].numel()
 
-    def summing(self, stage: int, place: str, count: int = 0) -> None:
-        """From here on, until :meth:`summed`, gradients of ``stage`` are added up in ``place``: so many new ones."""
-        self._summing.append((stage, place))
+    def summing(self, stage: int, place: str, count: int = 0, *, in_pass: bool = False) -> None:
+        """From here on, until :meth:`summed`, gradients of ``stage`` are added up in ``place``: so many new ones, of
+        those that are sent ``in_pass`` or not."""
+        self._summing.append((stage, place, in_pass))
         self._phase.sums += count
 
     def summed(self) -> None:
@@ -368,9 +371,9 @@ class Log:
         """A kernel ran: of gradients that are added up, it counts."""
         if not self._summing or not made or name not in (*_ADDS, *_COPIES):
             return
-        stage, place = self._summing[-1]
+        stage, place, in_pass = self._summing[-1]
         before, after = given[-1], made[0]
-        moved = Moved(name in _ADDS, place, before.element_size(), after.element_size())
+        moved = Moved(name in _ADDS, place, before.element_size(), after.element_size(), in_pass)
         self.gradients[self._where(stage)][moved] += after.numel()
 
     def _where(self, stage: int) -> Where:

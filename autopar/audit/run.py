@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -177,16 +178,21 @@ def _within(phase: str, method: Callable[..., Any], log: Log) -> Callable[..., A
 
 def _watch_sums(reducer: Reducer, stage: int, log: Log) -> None:
     """Autograd adds to a gradient, then the reducer takes it, and sends it when it is complete."""
+    sent = {parameter for bucket in reducer.buckets if bucket.per_pass for parameter in bucket.parameters}
     for parameter in reducer.parameters.values():
         node = get_gradient_edge(parameter).node
         log.keep(node)
-        node.register_prehook(lambda made: log.summing(stage, MADE, len([x for x in made if x is not None])))
+        node.register_prehook(partial(_begins, log, stage, parameter in sent))
         node.register_hook(lambda *_: log.summed())
-    _watch_method(reducer, "accumulate", stage, PUT_OFF, log)
+    _watch_method(reducer, "accumulate", stage, PUT_OFF, log, sent)
     for bucket in reducer.buckets:
         _watch_method(bucket, "start", stage, SENT if bucket.per_pass else ENDED, log)
         for name in ("settle", "reduce"):
             _watch_method(bucket, name, stage, ENDED, log)
+
+
+def _begins(log: Log, stage: int, in_pass: bool, made: Sequence[Tensor | None]) -> None:
+    log.summing(stage, MADE, len([x for x in made if x is not None]), in_pass=in_pass)
 
 
 def _sequences(executor: Executor) -> Iterator[tuple[int, list[Unit]]]:
@@ -219,11 +225,14 @@ def _watch_copies(unit: Unit, log: Log, *, on_host: bool, phase: str) -> None:
     unit.start, unit.wait = starting, waiting  # type: ignore[method-assign]
 
 
-def _watch_method(item: object, name: str, stage: int, place: str, log: Log) -> None:
+def _watch_method(
+    item: object, name: str, stage: int, place: str, log: Log, sent: Collection[Tensor] = frozenset()
+) -> None:
+    """``sent``: of these first arguments, gradients are sent after each backward."""
     method = getattr(item, name)
 
     def called(*args: Any, **kwargs: Any) -> None:
-        log.summing(stage, place, int(place == PUT_OFF))
+        log.summing(stage, place, int(place == PUT_OFF), in_pass=place == SENT or bool(args and args[0] in sent))
         try:
             method(*args, **kwargs)
         finally:

@@ -15,7 +15,7 @@ from autopar.cluster import Cluster, Device, Link
 from autopar.cost_models import collective
 from autopar.graph import AxisRef, Block, Choice, Meta, RuntimeOp, info, is_getitem, op_name, operands
 from autopar.mesh import AXES, Mesh
-from autopar.passes.expert_roads import across_seconds, exchange_axes, flat_seconds, hops_of, within_seconds
+from autopar.passes.expert_roads import exchange_axes, flat_seconds, hop_seconds, hops_of
 from autopar.passes.overlap_dispatch import meanwhile
 from autopar.passes.products import PRODUCTS, is_transposition
 from autopar.passes.routers import routes
@@ -317,7 +317,7 @@ def _add_journey(cost: _OpCost, node: fx.Node, machine: Machine, cluster: Cluste
     if nodes > 1:
         for way, hop in enumerate(hops_by_way(node, nodes, is_even=machine.is_even)):
             if way == 0 or cost.compute[1]:
-                across, within = _hop_seconds(hop, nodes, axes, machine, cluster)
+                across, within = hop_seconds(hop, nodes, axes, cluster, machine.mesh)
                 cost.send((wire, ACROSS), way, across)
                 cost.send((wire, WITHIN), way, within)
         return
@@ -336,15 +336,6 @@ def hops_by_way(node: fx.Node, nodes: int, *, is_even: bool = False) -> tuple[Ho
     if routing is node:
         return (Hop(told_bytes(route, nodes), 0),)
     return hops(fullest(node, Op.of(node)), node_rows_of(route, 1.0 if is_even else info(node).imbalance, nodes))
-
-
-def _hop_seconds(hop: Hop, nodes: int, axes: Sequence[str], machine: Machine, cluster: Cluster) -> Both:
-    """Across nodes, and within them with what is copied."""
-    ranks = math.prod(machine.mesh.size(axis) for axis in axes) // nodes
-    across = (across_seconds(bytes_, nodes, cluster) for kind, bytes_ in hop.messages if kind == ACROSS)
-    within = (within_seconds(bytes_, ranks, cluster) for kind, bytes_ in hop.messages if kind == WITHIN)
-    copies = hop.copied_bytes / cluster.device.achievable_memory_bytes_per_second
-    return math.fsum(across), math.fsum(within) + copies
 
 
 def _add_form(cost: _OpCost, op: Op, axis: str, taken: Choice, machine: Machine) -> None:

@@ -303,7 +303,7 @@ def _problem(request: Request, axis: str) -> AxisProblem:
     mesh, size = request.mesh, request.mesh.size(axis)
     link = request.cluster.link(size, mesh.stride(axis), mesh.world)
     paired = axis == "cp" and mesh.paired
-    moved = _moved_seconds(request) if axis == "tp" and request.is_streamed else 0.0
+    moved = moved_seconds(request) if axis == "tp" and request.is_streamed else 0.0
     given = size, request.cluster.device, link, request.microbatches, paired
     prices = request.prices(*given, journeys=_journeys(request, axis), moved_seconds=moved)
     kind = {"cp": "sequence", "tp": "model"}.get(axis, "batch")
@@ -318,7 +318,7 @@ def _journeys(request: Request, axis: str) -> Journeys | None:
     return Journeys(request.cluster, mesh, axis, dispatch == NODE) if spans else None
 
 
-def _moved_seconds(request: Request) -> float:
+def moved_seconds(request: Request) -> float:
     """Of an element of a parameter that ranks which split tokens share: gathered for both passes of each microbatch,
     its gradient scattered, and passes slowed by that."""
     mesh, cluster, tp = request.mesh, request.cluster, request.mesh.tp

@@ -7,7 +7,6 @@ journey, over all axes that tokens were found to travel on before.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -16,9 +15,9 @@ from torch import fx
 from autopar.cluster import Cluster
 from autopar.graph import AxisRef, Choice, Meta, info, op_name, operands
 from autopar.mesh import AXES, Mesh
-from autopar.passes.expert_roads import across_seconds, exchange_axes, flat_seconds, nodes_of, within_seconds
+from autopar.passes.expert_roads import exchange_axes, flat_seconds, hop_seconds, nodes_of
 from autopar.rules.base import Op
-from autopar.rules.experts import ACROSS, COMBINE, DISPATCH, EXCHANGE, FILTER, Hop, hops, node_rows_of
+from autopar.rules.experts import COMBINE, DISPATCH, EXCHANGE, FILTER, hops, node_rows_of
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Journeys:
         found: Sequence[float] = (at_once, at_once)
         if way > 1:
             both = hops(local, node_rows_of(self._route(routing, choice), nodes=way))
-            by_nodes = [self._hop_seconds(hop, way, axes) for hop in both]
+            by_nodes = [sum(hop_seconds(hop, way, axes, self.cluster, self.mesh)) for hop in both]
             found = by_nodes if self.is_pinned else min(found, by_nodes, key=sum)
         return found[0], found[1] if op.result.needs_grad else 0.0
 
@@ -78,13 +77,3 @@ class Journeys:
         given = [part(m, k.dim) if k.is_shard else m for m, k in zip(op.operands, choice.operands, strict=True)]
         made = [part(m, choice.result.dim) if choice.result.is_shard else m for m in op.outputs]
         return replace(op, operands=tuple(given), outputs=tuple(made))
-
-    def _hop_seconds(self, hop: Hop, nodes: int, axes: Sequence[str]) -> float:
-        ranks = math.prod(self.mesh.size(axis) for axis in axes) // nodes
-        sent = (
-            across_seconds(bytes_, nodes, self.cluster)
-            if kind == ACROSS
-            else within_seconds(bytes_, ranks, self.cluster)
-            for kind, bytes_ in hop.messages
-        )
-        return math.fsum(sent) + hop.copied_bytes / self.cluster.device.achievable_memory_bytes_per_second

@@ -36,6 +36,10 @@ def refusal(model: Model, choices: Mapping[Key, Sequence[Choice]], prices: Price
     what = "; ".join(dict.fromkeys(names[:_SHOWN])) or "the loss"
     more = f" (and {len(names) - _SHOWN} more)" if len(names) > _SHOWN else ""
     advice = "Use microbatches=1, or add a rule for the op (CONTRIBUTING: a new op rule)."
+    if found and all(has_rule(op_name(node)) for node, _ in found):
+        advice = (
+            "It computes with several rows of the batch at once, or with what needs all of them. Use microbatches=1."
+        )
     if found and all(is_statistic for _, is_statistic in found):
         advice = (
             "It computes with a sum over the batch, of which a microbatch has a part, or moves a buffer. Use "

@@ -20,8 +20,9 @@ from autopar.schedules.weight_moves import MESSAGES, MessageSizes, Travels, join
 
 class Weight(NamedTuple):
     """What a stage computes with: bytes of the copy ``as_used``, and ``gathered`` with the padding of its rows.
-    ``unit`` uses it first; it is ``spanning`` where several do, and ``tied`` where several stages do. ``line`` says
-    which ranks gather it, so many ``shards``: one object for all weights that have it in common."""
+    ``unit`` uses it first; it is ``spanning`` where others do, too, or are given a view of it, and ``tied`` where
+    several stages do. ``line`` says which ranks gather it, so many ``shards``: one object for all weights that have it
+    in common."""
 
     name: str
     unit: int

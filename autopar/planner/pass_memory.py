@@ -35,8 +35,8 @@ from autopar.schedules.gradient_messages import IN_FLIGHT, Gradient, together
 @dataclass(frozen=True)
 class StagePasses:
     """``beside``: by call, the most that one of its passes holds. All the time that a pass of the stage runs, there are
-    ``spanning`` bytes of weights that several of its calls use; between passes there are the ``lasting`` messages of a
-    backward; a pass begins with ``first`` bytes of weights."""
+    ``spanning`` bytes of weights that several of its calls use, or one hands on views of; between passes there are the
+    ``lasting`` messages of a backward; a pass begins with ``first`` bytes of weights."""
 
     beside: tuple[int, ...]
     spanning: int = 0
@@ -83,7 +83,7 @@ class PassMemory:
         streams = self.storage.streams
         if not self.storage.options.zero >= 2 and not streams and len(set(names)) == len(names):
             return StagePasses(tuple(working.bytes_ for working in workings))
-        weights = StageWeights.of(self.model, calls, self.storage)
+        weights = StageWeights.of(self.model, calls, self.storage, self._handed_on)
         layers = [i in self._readers.own for i in calls]
         nothing = [0] * len(calls), [0] * len(calls), 0
         forward, backward, first = _gathered(weights, layers) if streams else nothing
@@ -94,7 +94,7 @@ class PassMemory:
                 max(working.forward + there + flights.lasting, working.forward + again, most + again, 0)
                 for working, there, again, most in passes
             ),
-            spanning=sum(weight.copied for weight in weights.shared.values()) if streams else 0,
+            spanning=sum(weight.copied for weight in weights.spanning.values()) if streams else 0,
             lasting=flights.lasting,
             first=first,
         )
@@ -110,6 +110,10 @@ class PassMemory:
     @cached_property
     def _readers(self) -> _Readers:
         return _Readers(self.model)
+
+    @cached_property
+    def _handed_on(self) -> frozenset[str]:
+        return self.model.handed_on() if self.storage.streams else frozenset()
 
 
 _LOOKED_BACK: Final = 4  # calls, of which the first of a stage have sent the last messages of a backward

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -189,18 +189,22 @@ class Weight:
 @dataclass(frozen=True)
 class StageWeights:
     """Of each call of a stage, its weights by their places in its block (``rows``, None for those that aren't
-    trained), with their ``names``, and those that several of its calls read (``shared``)."""
+    trained), with their ``names``, those that several of its calls read (``shared``), and with these what a call hands
+    on views of (``spanning``)."""
 
     rows: Sequence[Sequence[Weight | None]]
     names: Sequence[Sequence[str]]
     shared: Mapping[str, Weight]
+    spanning: Mapping[str, Weight]
 
     @classmethod
-    def of(cls, model: Model, calls: Sequence[int], storage: Storage) -> StageWeights:
+    def of(cls, model: Model, calls: Sequence[int], storage: Storage, handed_on: Collection[str] = ()) -> StageWeights:
+        """``handed_on``: those of the model of which a call hands on views."""
         users = Counter(name for index in calls for name in dict.fromkeys(model.calls[index].parameters))
         known: dict[Hashable, Weight | None] = {}  # by what it depends on: a model's layers are alike
         rows: list[list[Weight | None]] = []
         shared: dict[str, Weight] = {}
+        spanning: dict[str, Weight] = {}
         for call in (model.calls[index] for index in calls):
             row: list[Weight | None] = []
             for name, node in zip(call.parameters, model.block_of(call).parameters, strict=True):
@@ -211,14 +215,16 @@ class StageWeights:
                 row.append(weight := known[key])
                 if weight is not None and users[name] > 1:
                     shared[name] = weight
+                if weight is not None and (users[name] > 1 or name in handed_on):
+                    spanning[name] = weight
             rows.append(row)
-        return cls(rows, [model.calls[index].parameters for index in calls], shared)
+        return cls(rows, [model.calls[index].parameters for index in calls], shared, spanning)
 
     @property
     def own_rows(self) -> list[list[Weight | None]]:
-        """:attr:`rows` without those that are :attr:`shared`."""
+        """:attr:`rows` without those that are :attr:`spanning`."""
         pairs = ([*zip(row, names, strict=True)] for row, names in zip(self.rows, self.names, strict=True))
-        return [[weight if name not in self.shared else None for weight, name in row] for row in pairs]
+        return [[weight if name not in self.spanning else None for weight, name in row] for row in pairs]
 
 
 def _weight(known: ParameterInfo, data: Info, storage: Storage) -> Weight | None:

@@ -492,7 +492,7 @@ class MoveCosts:
                 gathered=self.whole_elements(name, node, parts) * meta.dtype.itemsize,
                 line=over.line,
                 shards=self.shards(over.line),
-                spanning=parts == 1 and users.get(name, 1) > 1,
+                spanning=parts == 1 and (users.get(name, 1) > 1 or name in self._handed_on),
                 tied=name in self._stages_of,
             )
             yield weight, node
@@ -504,6 +504,10 @@ class MoveCosts:
     @cached_property
     def _own(self) -> frozenset[int]:
         return own_modules(self.model)
+
+    @cached_property
+    def _handed_on(self) -> frozenset[str]:
+        return self.model.handed_on() if self.streams else frozenset()
 
     def whole_elements(self, name: str, node: fx.Node, parts: int = 1) -> int:
         """Of a parameter, with the padding that makes the rows of those who share them equally many: what they gather,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import prod
 
 from autopar.graph import Choice
 from autopar.rules.base import Local, Op, Rule
 from autopar.rules.lines import names
-from autopar.rules.spec import Letters, Line, Spec, each, product_flops
+from autopar.rules.spec import Letters, Line, Spec, each, extents, product_flops
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,8 @@ def _is_shared(letter: str, operand: int, letters: Letters) -> bool:
     return bool(letter) and letter in letters.result and any(letter in dims for dims in others)
 
 
-def _contraction(line: Line) -> Spec:
-    return Product(line, linear=each, sums=True, flop_count=product_flops)
+def _contraction(line: Line, flop_count: Callable[[Op, Letters], int] = product_flops) -> Spec:
+    return Product(line, linear=each, sums=True, flop_count=flop_count)
 
 
 def _matmul(op: Op) -> str:
@@ -88,6 +90,17 @@ def _implied(operands: list[list[str]]) -> list[str]:
     tokens = [token for one in operands for token in one]
     dots = ["..."] if "..." in tokens else []
     return dots + sorted(t for t in set(tokens) - {"..."} if tokens.count(t) == 1)
+
+
+def _einsum_flops(op: Op, letters: Letters) -> int:
+    """A product only where a letter of several operands is summed that has more than one value; else factors are
+    multiplied element by element. What one operand alone has is summed before."""
+    sizes = extents(op, letters)
+    held = Counter(letter for dims in letters.operands for letter in set(dims))
+    summed = [letter for letter in held if letter not in letters.result]
+    if not any(held[letter] > 1 and sizes[letter] > 1 for letter in summed if letter):
+        return 0
+    return 2 * prod(extent for letter, extent in sizes.items() if held[letter] > 1 or letter not in summed)
 
 
 def _groups(op: Op) -> int:
@@ -170,7 +183,7 @@ RULES: dict[str, Rule] = {
     "aten.dot.default": _contraction("k, k -> "),
     "aten.outer.default": _contraction("m, n -> m n"),
     "aten.matmul.default": _contraction(_matmul),
-    "aten.einsum.default": _contraction(_einsum),
+    "aten.einsum.default": _contraction(_einsum, _einsum_flops),
     "aten.linear.default": Spec(_linear, linear=_unless_biased, sums=True, flop_count=product_flops, terms=_BIAS),
     "aten.addmm.default": _added(""),
     "aten.baddbmm.default": _added("b"),

@@ -102,6 +102,10 @@ def test_getitem_passes_the_type_through() -> None:
         (lambda: Example(aten.linear.default, (g(2, 4, 8), g(12, 8))), 2 * 2 * 4 * 8 * 12),
         (lambda: Example(aten.bmm.default, (g(2, 4, 8), g(2, 8, 4))), 2 * 2 * 4 * 8 * 4),
         (lambda: Example(aten.conv1d.default, (g(2, 4, 5), g(6, 4, 3))), 2 * (2 * 6 * 3) * 4 * 3),
+        (lambda: Example(aten.einsum.default, ("ned,ne->nd", [g(4, 3, 8), g(4, 3)])), 2 * 4 * 3 * 8),
+        (lambda: Example(aten.einsum.default, ("ned,ne->nd", [g(4, 1, 8), g(4, 1)])), 0),  # one term, multiplied
+        (lambda: Example(aten.einsum.default, ("i,j->ij", [g(4), g(3)])), 0),
+        (lambda: Example(aten.einsum.default, ("ab,bc->c", [g(4, 8), g(8, 3)])), 2 * 8 * 3),  # rows are summed before
         (lambda: Example(aten.relu.default, (g(4),)), 0),
         (lambda: Example(aten.embedding.default, (g(8, 4), i(4))), 0),
     ],

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from autopar import simulate
 from autopar.errors import ArgumentError, DeadRankError
 from autopar.mesh import AXES, Mesh
 from autopar.runtime import Axes
+from autopar.runtime.collectives import reduce_sum_
 from tests.runtime.ranks import on_ranks
 
 MESH = Mesh(pp=2, dp=2, tp=2)
@@ -42,6 +44,30 @@ def test_one_rank_needs_no_process_group() -> None:
 def test_the_world_is_one_axis() -> None:
     worlds = on_ranks(MESH, lambda axes: (axes.world.ranks, axes.world.index, axes.rank))
     assert worlds == [(tuple(range(8)), rank, rank) for rank in range(8)]
+
+
+EXPERTS = (Mesh(dp=2, ep=2, cp=2), Mesh(ep=2, cp=2, tp=2, borrowed=("cp",)), Mesh(dp=2, ep=2, tp=2, borrowed=("tp",)))
+
+
+@pytest.mark.parametrize("split", [(), ("ep",), ("cp",), ("ep", "cp"), ("tp",), ("ep", "tp")], ids=str)
+@pytest.mark.parametrize("mesh", EXPERTS, ids=str)
+def test_whoever_has_the_same_part_of_a_parameter_sums_its_gradient(mesh: Mesh, split: tuple[str, ...]) -> None:
+    """Wherever it is split of the axes that may hold experts: over ranks whose tokens differ and whose part doesn't,
+    all at once, or those that share rows first and then those that have the same."""
+
+    def program(axes: Axes) -> list[float]:
+        line, own = axes.line(split), torch.tensor([2.0**axes.rank])
+        several = own.clone()
+        for axis, total in ((line.whole, own), (line.shard, several), (line.replicate, several)):
+            reduce_sum_(total, axis)
+        assert line.shard.size == (2 if line.whole.size > 1 else 1)
+        return [float(own), float(several)]
+
+    same = [axis for axis in AXES if axis in (*split, "pp", "tp")]
+    places = [tuple(mesh.coordinate(rank, axis) for axis in same) for rank in range(mesh.world)]
+    sums = [float(sum(2.0**rank for rank, place in enumerate(places) if place == mine)) for mine in places]
+    ranks = simulate.run(lambda rank: program(Axes.build(mesh, rank, "cpu", zero_ranks=2)), mesh.world)
+    assert ranks.results == [[total, total] for total in sums]
 
 
 def test_a_scope_shares_everything_else() -> None:
