@@ -1,7 +1,8 @@
 """A sample or batch: what the one-device model is called with, as named tensor leaves.
 
-A tensor is one positional argument, a tuple or list are positional arguments, a mapping keyword arguments; tensors may
-lie deeper, in nested tuples, lists and mappings. A leaf's path joins keys and positions: ``input_ids``, ``1.mask``.
+A tensor is one positional argument, a tuple or list are positional arguments, a mapping keyword arguments; with a loss
+of the user's, what the model doesn't take is for that alone (labels). Tensors may lie deeper, in nested tuples, lists
+and mappings. A leaf's path joins keys and positions: ``input_ids``, ``1.mask``.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ def batch_size(tensors: Mapping[str, torch.Tensor], batch_dim: int) -> int:
     raise BatchError(f"no tensor of the batch has a dim {batch_dim} to split over microbatches and dp")
 
 
+_POSITIONAL: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _SHOWN: Final = 8
 """Names of arguments in an error."""
 
@@ -109,18 +111,51 @@ def check_call(
     model: nn.Module, structure: Structure, tensors: Mapping[str, Any], loss: Callable[[Any, Any], Any] | None
 ) -> None:
     """Raise BatchError where ``model`` can't be called with the sample, ArgumentError where ``loss`` can't with two."""
-    args, kwargs = structure.call_arguments(tensors)
+    args, kwargs = call_arguments(model, structure, tensors, loss)
     called, taken = f"{type(model).__name__}.forward", _arguments(model.forward)
     if taken is not None and (why := _misfit(taken, *args, **kwargs)):
         names = list(taken.parameters)
         shown = ", ".join(names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+        without = "" if loss is not None else "; with loss=lambda output, batch: ... it may have labels for that alone"
         raise BatchError(
             f"the sample doesn't suit {called}({shown}): {why}; a tuple is given as positional arguments, a mapping as "
-            "keyword arguments"
+            f"keyword arguments{without}"
         )
     taken = _arguments(loss) if loss is not None else None
     if taken is not None and (why := _misfit(taken, None, None)):
         raise ArgumentError(f"loss={loss!r} is called with the model's output and the batch: {why}")
+
+
+def call_arguments(
+    model: nn.Module, structure: Structure, tensors: Mapping[str, Any], loss: Callable[[Any, Any], Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``(args, kwargs)`` of the model's call: what ``forward`` doesn't take is for ``loss`` alone, if there is one."""
+    args, kwargs = structure.call_arguments(tensors)
+    taken = _arguments(model.forward)
+    if loss is None or taken is None:
+        return args, kwargs
+    kinds = [parameter.kind for parameter in taken.parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL not in kinds:
+        args = args[: sum(kind in _POSITIONAL for kind in kinds)]
+    if inspect.Parameter.VAR_KEYWORD not in kinds:
+        kwargs = {name: value for name, value in kwargs.items() if name in taken.parameters}
+    return args, kwargs
+
+
+def check_read(
+    model: nn.Module,
+    structure: Structure,
+    tensors: Mapping[str, Any],
+    loss: Callable[[Any, Any], Any] | None,
+    read: Collection[str],
+) -> None:
+    """Raise BatchError where a tensor of the batch is no argument of ``forward``, and not ``read`` (paths) either."""
+    given = {id(x) for x in flatten(call_arguments(model, structure, tensors, loss))[0].values()}
+    for path in [path for path, x in tensors.items() if id(x) not in given and path not in read]:
+        raise BatchError(
+            f"{path!r} of the sample is read by nothing: {type(model).__name__}.forward doesn't take it, and "
+            "loss=... doesn't read it"
+        )
 
 
 def _arguments(function: Callable[..., Any]) -> inspect.Signature | None:

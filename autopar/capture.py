@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar.batch import Structure, batch_size, check_call, flatten, readable_name
+from autopar.batch import Structure, batch_size, call_arguments, check_call, check_read, flatten, readable_name
 from autopar.documents import check_documents, check_positions, gives_positions
 from autopar.errors import BatchError, CaptureError
 from autopar.expert_capture import expert_operations
-from autopar.function_capture import Freezes, TracedValues, traceable_calls
+from autopar.function_capture import Freezes, TracedValues, check_hooks, traceable_calls
 from autopar.graph import (
     Autocast,
     Info,
@@ -42,6 +42,8 @@ from autopar.liveness import Memory, live_of_loss, memory_of
 from autopar.loop_capture import EveryExpert
 from autopar.row_capture import ASKED, Somewhere, largest
 from autopar.source_lines import line_of_error, line_of_trace
+from autopar.state_capture import Kept, check_averages
+from autopar.value_capture import KnownValues
 
 Loss = Callable[[Any, Any], torch.Tensor]
 Regions = dict[fx.Node, tuple[Autocast, ...]]
@@ -76,6 +78,12 @@ class Flat:
     packs: bool = False
     others: list[Flat] = field(default_factory=list)
 
+    @property
+    def read(self) -> set[str]:
+        """Paths of the batch's tensors that anything reads."""
+        used = {info(node).name for node in self.graph.nodes if node.op == "placeholder" and node.users}
+        return {item.path for item in self.inputs if item.name in used}
+
     def copy(self) -> Flat:
         """Another with the same content: passes, which work in place, leave this one as it is."""
         graph, twins = copied(self.graph)
@@ -101,12 +109,15 @@ class _WithLoss(nn.Module):
         self._structure = structure
         self._paths = paths
         self._loss = loss
+        self.kept: Kept
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
         named = dict(zip(self._paths, tensors, strict=True))
-        args, kwargs = self._structure.call_arguments(named)
+        args, kwargs = call_arguments(self.model, self._structure, named, self._loss)
         buffers = dict(self.model.named_buffers())
+        self.kept.begin()
         output = self.model(*args, **kwargs)
+        self.kept.end()
         _write_back(self.model, buffers)
         return loss_of(output, self._structure.batch(named), self._loss)
 
@@ -167,7 +178,8 @@ def capture(
     """
     tensors, structure = flatten(sample)
     tensors = _on_model_device(model, tensors)
-    _check_averages(model)
+    check_averages(model)
+    check_hooks(model)
     check_call(model, structure, tensors, loss)
     documents = _Documents(tensors)
     wrapper = _WithLoss(model, structure, list(tensors), loss)
@@ -176,12 +188,19 @@ def capture(
     device = next(model.parameters()).device.type
 
     def captured(rows: Somewhere) -> Flat:
-        with _autocast(device, autocast):
-            exported = _export(wrapper, fresh, documents, rows)
-        return _flat(model, exported, tensors, (batch_dim, seq_dim), device)
+        known = KnownValues(model)
+        wrapper.kept = Kept(model, known)
+        try:
+            with _autocast(device, autocast):
+                exported = _export(wrapper, fresh, documents, rows, known)
+        finally:
+            wrapper.kept.forget()
+        return _flat(model, exported, tensors, (batch_dim, seq_dim), device, known)
 
     flat = captured(rows := Somewhere())
+    wrapper.kept.check(flat, lambda: captured(Somewhere()))
     documents.check(wrapper, structure)
+    check_read(model, structure, tensors, loss, flat.read)
     others = [captured(Somewhere(spare=1))] if rows.counted else []
     others += [captured(Somewhere(False))] if rows.asked else []
     return replace(flat, packs=documents.are_kept_apart, others=others)
@@ -210,16 +229,6 @@ def _on_model_device(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict
                 f"move one: sample.to({str(device)!r})"
             )
     return tensors
-
-
-def _check_averages(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        is_norm = isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm)
-        if is_norm and module.training and module.track_running_stats and module.momentum is None:
-            raise CaptureError(
-                f"{type(module).__name__} {name!r} has momentum=None: its averages count batches so far, which isn't "
-                "done here; give it a number (momentum=0.1)"
-            )
 
 
 class _Documents:
@@ -254,13 +263,17 @@ class _Documents:
 
 
 def _export(
-    wrapper: nn.Module, args: tuple[torch.Tensor, ...], documents: _Documents, rows: Somewhere
+    wrapper: nn.Module,
+    args: tuple[torch.Tensor, ...],
+    documents: _Documents,
+    rows: Somewhere,
+    known: KnownValues,
 ) -> torch.export.ExportedProgram:
     try:
         with contextlib.ExitStack() as scoped:
             for override in (_training_path(documents), _no_cache(wrapper), expert_operations(wrapper)):
                 scoped.enter_context(override)
-            for mode in (traceable_calls(), rows, EveryExpert(), TracedValues(), Freezes()):
+            for mode in (traceable_calls(), rows, EveryExpert(), TracedValues(), Freezes(), known):
                 scoped.enter_context(mode)
             for log in _LOGS:
                 scoped.callback(log.setLevel, log.level)
@@ -334,12 +347,14 @@ def _flat(
     tensors: dict[str, torch.Tensor],
     dims: tuple[int, int],
     device: str,
+    known: KnownValues,
 ) -> Flat:
     graph = exported.graph
     regions = _inline_regions(exported.graph_module, graph, device)
     memory = memory_of(graph)
     parameters, constants = _name_placeholders(model, exported)
     inputs = _name_inputs(exported, tensors, *dims)
+    known.check(graph, memory)
     output = next(n for n in reversed(graph.nodes) if n.op == "output")
     loss = output.args[0][0]
     nodes = live_of_loss(graph, loss, memory, constants)
@@ -371,11 +386,14 @@ def _describe_asked(graph: fx.Graph, classes: dict[str, str]) -> None:
 def _name_placeholders(
     model: nn.Module, exported: torch.export.ExportedProgram
 ) -> tuple[dict[str, ParameterInfo], dict[str, torch.Tensor]]:
-    """Mark parameter, buffer and constant placeholders; tied ones share their first name."""
+    """Mark parameter, buffer and constant placeholders; tied ones share their first name. A constant may be a parameter
+    that code knows by itself, as a hook's function or a list does."""
     signature = exported.graph_signature
     first, aliases = _tied_names(model)
+    own = {(parameter.untyped_storage(), parameter.shape): name for name, parameter in model.named_parameters()}
     found: dict[str, ParameterInfo] = {}
     constants: dict[str, torch.Tensor] = {}
+    placeholders: dict[str, fx.Node] = {}
     for node in exported.graph.nodes:
         if node.op != "placeholder":
             continue
@@ -383,15 +401,22 @@ def _name_placeholders(
         lifted = signature.inputs_to_lifted_tensor_constants.get(node.name)
         if target is None and lifted is None:
             continue
+        constant = exported.constants[lifted] if lifted is not None else None
+        known = own.get((constant.untyped_storage(), constant.shape)) if isinstance(constant, torch.Tensor) else None
+        if known is not None:
+            node.replace_all_uses_with(placeholders[known])
+            exported.graph.erase_node(node)
+            continue
         name = _strip(target) if target is not None else _constant_name(lifted)
         name = first.get(name, name)
         is_buffer = node.name not in signature.inputs_to_parameters
-        if lifted is not None:
-            constants[name] = exported.constants[lifted]
+        if constant is not None:
+            constants[name] = constant
         trainable = not is_buffer and model.get_parameter(name).requires_grad
         meta = _meta(node.meta["val"], trainable)
         set_info(node, Info((meta,), role="buffer" if is_buffer else "parameter", name=name))
         found[name] = ParameterInfo(name, meta, aliases.get(name, ()), trainable, is_buffer)
+        placeholders.setdefault(name, node)
     return found, constants
 
 

@@ -9,7 +9,8 @@ What ``torch.vmap`` maps is captured as the operations on all at once that it co
 ``module.to(dtype)`` that changes nothing returns the module, without writing to its parameters. A loss that asks of
 values whether they are valid doesn't ask, and ``x.data`` is ``x.detach()``. What ``torch.utils.checkpoint`` computes in
 a function of its own (``use_reentrant=True``) is captured as what it computes. A parameter that is frozen while some of
-the code runs is detached there.
+the code runs is detached there. Distributions don't look whether what they are given is valid. Hooks that are given
+gradients are refused: a graph of operations has none.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd import Function
+from torch.distributions import Distribution, Normal
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -35,14 +37,23 @@ _DATA: Final[Any] = Tensor.data.__get__  # type: ignore[attr-defined]
 _FREEZES: Final = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 _READS: Final[Any] = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
+_HOOKED: Final = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
+
+_NO_HOOKS: Final = "a hook of {} waits for gradients, which what is compiled doesn't call"
+_NO_HOOKS_BUT: Final = (
+    "Remove it if it only looks on (handle.remove()); what changes a gradient can be a torch.autograd.Function in the "
+    "forward pass whose backward does that."
+)
+
 _MAPPING: Final = ("torch._functorch.predispatch", "torch._functorch.vmap")
 
 
 @contextlib.contextmanager
 def traceable_calls() -> Iterator[None]:
-    """Within it, functions with backwards of their own, moves of modules that change nothing, and ``torch.vmap`` can be
-    traced."""
+    """Within it, functions with backwards of their own, moves of modules that change nothing, ``torch.vmap`` and
+    distributions can be traced."""
     move, apply, vmap = nn.Module.to, Function.__dict__["apply"], torch.vmap
+    checks = _validates()
     mapping: list[Any] = []  # what is mapped within something else is traced with that
 
     def moved(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -75,12 +86,23 @@ def traceable_calls() -> Iterator[None]:
     torch.vmap = torch.func.vmap = mapped  # type: ignore[assignment]
     nn.Module.to = moved  # type: ignore[method-assign, assignment]
     Function.apply = classmethod(applied)  # type: ignore[method-assign, assignment]
+    Distribution.set_default_validate_args(False)
     try:
         yield
     finally:
         torch.vmap = torch.func.vmap = vmap
         nn.Module.to = move  # type: ignore[method-assign]
         Function.apply = apply  # type: ignore[method-assign]
+        Distribution.set_default_validate_args(checks)
+
+
+def _validates() -> bool:
+    """Whether distributions look at what they are given; nothing of torch's that is public says so."""
+    try:
+        Normal(torch.zeros(()), torch.zeros(()))
+    except ValueError:
+        return True
+    return False
 
 
 def _checkpointed(function: Callable[..., Any], preserves_random: bool, *args: Any) -> Any:
@@ -107,7 +129,19 @@ class TracedValues(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _DATA:
             return args[0].detach()
+        if func in _HOOKED:
+            raise CaptureError(f"{_NO_HOOKS.format('a tensor')}\n  at {calling_line()}\n{_NO_HOOKS_BUT}")
         return _LOSSES.get(func, func)(*args, **(kwargs or {}))
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Raise CaptureError where hooks would be given gradients, and may make others of them."""
+    for path, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise CaptureError(f"{_NO_HOOKS.format(f'{type(module).__name__} {path!r}')}. {_NO_HOOKS_BUT}")
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise CaptureError(f"{_NO_HOOKS.format(f'parameter {name!r}')}. {_NO_HOOKS_BUT}")
 
 
 class Freezes(TorchFunctionMode):

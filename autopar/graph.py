@@ -302,6 +302,14 @@ class Block:
         node = next(n for n in reversed(self.graph.nodes) if n.op == "output")
         return list(node.args[0])
 
+    def handed_on(self) -> list[int]:
+        """Positions of the parameters that what the block returns shares memory with, as a view of one does."""
+        memory = {node: {position} for position, node in enumerate(self.parameters)}
+        for node in self.ops:
+            if is_view(node) or isinstance(node.target, RuntimeOp):  # changes of type may hand on what they are given
+                memory[node] = {position for operand in operands(node) for position in memory.get(operand, ())}
+        return sorted({position for output in self.outputs for position in memory.get(output, ())})
+
 
 @dataclass(frozen=True)
 class Call:
@@ -382,6 +390,11 @@ class Model:
                 key = (source, value.output, call.block, position)
                 found[key] = found.get(key, 0) + 1
         return found
+
+    def handed_on(self) -> frozenset[str]:
+        """Parameters of which a call hands on views to others."""
+        positions = {number: self.blocks[number].handed_on() for number in {call.block for call in self.calls}}
+        return frozenset(call.parameters[at] for call in self.calls for at in positions[call.block])
 
     def copy(self) -> Model:
         """Another model with the same content: passes on one leave the other as it is."""

@@ -22,6 +22,7 @@ from autopar.passes.captured_loops import check_loops
 from autopar.passes.check_indices import check_indices
 from autopar.passes.check_products import check_products
 from autopar.passes.composites import composites
+from autopar.passes.embedding_bags import embedding_bags
 from autopar.passes.expert_loops import expert_loops
 from autopar.passes.experts import experts
 from autopar.passes.fold import fold
@@ -93,7 +94,7 @@ class Captured:
         rows, positions = self.dims
         with settled():
             flat = capture(self.model, self.sample, loss=self.loss, batch_dim=rows, seq_dim=positions, autocast=dtype)
-            flat = check_indices(check_products(functionalize(flat)), flatten(self.sample)[0])
+            flat = check_indices(check_products(embedding_bags(functionalize(flat))), flatten(self.sample)[0])
             return composites(normalize_losses(row_lookups(expert_loops(check_loops(flat)))))
 
     @cached_property

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from autopar.batch import flatten
+from autopar.batch import call_arguments, flatten
 from autopar.capture import loss_of
 from autopar.divergence import Compiled, first_divergence
-from autopar.graph import Model, info
+from autopar.graph import Model, info, where
 from autopar.options import Options
 from autopar.passes.mixed_precision import LOWER
 from autopar.runtime.job import Job
@@ -37,6 +37,10 @@ _MOVED: Final = (
 _ESTIMATED = (
     "statistics='microbatch' is compared with gradients that one device accumulates over microbatches, each of which "
     "counts the same there: that is another loss where they have different numbers of tokens, or where it is no mean"
+)
+_DRAWS = (
+    "{} draws random numbers, others on ranks than on one device: whether anything else differs is seen where nothing "
+    "is drawn (dropout with a probability of 0, noise as a part of the batch)"
 )
 _NOT_ON_CPU = "computed on {}; verify it on the CPU, too: where it differs there, the first op that does is named"
 _ROUNDINGS: Final = 3.0
@@ -145,13 +149,19 @@ def verify_job(job: Compiled, batch: Any, steps: int, device: str = "cpu") -> Ve
     computed = max([loss_error, *gradients.values()])
     divergence = ""
     if not ok:
-        exact = len(microbatches) == 1
-        reason = _ESTIMATED
-        if exact:
+        reason = _drawing(job.lowered) or _ESTIMATED
+        if len(microbatches) == 1 and reason == _ESTIMATED:
             reason = first_divergence(job, batch, tolerance) if device == "cpu" else _NOT_ON_CPU.format(device)
         trained = max([computed, *(error for name, error in parameters.items() if name not in averages)])
         divergence = reason if computed > tolerance else _AMPLIFIED if trained > tolerance else _MOVED
     return Verification(ok, tolerance, loss_error, gradients, parameters, found.losses, divergence)
+
+
+def _drawing(model: Model) -> str:
+    """What there is to say of the first op that draws random numbers; "" if none does."""
+    blocks = (model.block_of(call) for call in model.calls)
+    drawing = (node for block in blocks for node in block.ops if info(node).random)
+    return next((_DRAWS.format(where(node)) for node in drawing), "")
 
 
 @dataclass(frozen=True)
@@ -175,7 +185,7 @@ class _Noise:
         for name, exact in unsure.items():
             if _ROUNDINGS * float(exact.abs().max()) < gradients[name] * tolerance:
                 gradients[name] = max(gradients[name], _ROUNDINGS * eps * largest / tolerance)
-        averages = wide.parameters.keys() - wide.gradients.keys() if unsure else ()
+        averages = (trained.parameters.keys() & wide.parameters.keys()) - wide.gradients.keys() if unsure else ()
         moved = {name: wide.parameters[name] for name in (*unsure, *averages)}
         return cls(gradients, _limits(trained.parameters, moved, tolerance))
 
@@ -288,7 +298,7 @@ def train_one_device(
         losses.append(0.0)
         for batch in microbatches:
             tensors, structure = flatten(batch)
-            args, kwargs = structure.call_arguments(tensors)
+            args, kwargs = call_arguments(model, structure, tensors, loss)
             with torch.autocast(next(iter(trainable.values())).device.type, lower, enabled=lower is not None):
                 value = loss_of(model(*args, **kwargs), batch, loss) / len(microbatches)
             (value * scale).backward()  # type: ignore[no-untyped-call]

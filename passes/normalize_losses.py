@@ -3,15 +3,15 @@
 Guarantees: equal value and gradient; every mean-reduced loss is ``sum / count`` where ``count`` depends on the
 batch and buffers alone. A sum can be split over microbatches and ranks whatever the number of ignored tokens in each
 part; the mean of parts can't. Example: ``cross_entropy(x, t)`` becomes
-``cross_entropy(x, t, reduction=sum) / (t != -100).sum()``. Where two numbers are added, the one that all parts have
-(a penalty on weights) comes last, as rules of sums take it.
+``cross_entropy(x, t, reduction=sum) / (t != -100).sum()``. Where two numbers are added, or one is taken from the other,
+the one that all parts have (a penalty on weights) comes last, as rules of sums take it: ``p - x`` is ``x * -1 + p``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -40,15 +40,36 @@ def normalize_losses(flat: Flat) -> Flat:
     return flat
 
 
+_SIGNS: dict[str, int] = {"aten.add.Tensor": 1, "aten.sub.Tensor": -1}
+
+
 def _put_penalties_last(flat: Flat) -> None:
+    order: list[fx.Node] = []
     of_batch = {node for node in flat.graph.nodes if node.op == "placeholder" and info(node).role == "input"}
     for node in flat.nodes:
         if any(operand in of_batch for operand in node.all_input_nodes):
             of_batch.add(node)
-        if op_name(node) == "aten.add.Tensor" and info(node).meta.shape == () and not node.kwargs:
+        if op_name(node) in _SIGNS and info(node).meta.shape == ():
             a, b = node.args
             if isinstance(a, fx.Node) and a not in of_batch and b in of_batch:
-                node.args = (b, a)
+                order += _turned(flat.graph, node, a, b)
+        order.append(node)
+    flat.nodes = order
+
+
+def _turned(graph: fx.Graph, node: fx.Node, a: fx.Node, b: Any) -> list[fx.Node]:
+    """``a ± b`` becomes ``± b + a``; what it takes for that."""
+    factor = _SIGNS[op_name(node)] * cast(float, node.kwargs.get("alpha", 1))
+    made: list[fx.Node] = []
+    if factor != 1:
+        meta = info(b).meta
+        if not meta.dtype.is_floating_point:
+            return made
+        with graph.inserting_before(node):
+            b = graph.call_function(aten.mul.Scalar, (b, factor))
+        made.append(derive(b, node, outputs=(meta,)))
+    node.target, node.args, node.kwargs = aten.add.Tensor, (b, a), {}
+    return made
 
 
 def _class_loss(graph: fx.Graph, node: fx.Node) -> list[fx.Node] | None:

@@ -53,10 +53,12 @@ def _counts_rows(index: fx.Node | None, rows: int, others: list[fx.Node]) -> boo
     """Whether ``index`` is 0 … rows - 1 along the first dim of all indices."""
     if index is None or info(index).meta.shape != (rows, *[1] * (len(info(index).meta.shape) - 1)):
         return False
-    if any(len(info(other).meta.shape) > len(info(index).meta.shape) for other in others):
-        return False
+    for other in others:
+        rank, shape = len(info(index).meta.shape), info(other).meta.shape
+        if len(shape) > rank or (len(shape) == rank and shape[0] not in (1, rows)):
+            return False
     index = _origin(index)
-    return op_name(index) == "aten.arange.default" and bool(index.args[0] == rows)
+    return (op_name(index), index.args) in (("aten.arange.default", (rows,)), ("aten.arange.start", (0, rows)))
 
 
 def _origin(index: fx.Node) -> fx.Node:

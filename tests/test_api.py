@@ -295,3 +295,19 @@ def test_damaged_plans(job: autopar.ParallelModel, tmp_path: Path) -> None:
         autopar.load(path)
     with pytest.raises(PlanError, match="can't read"):
         autopar.load(tmp_path / "absent.json")
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("named", [False, True])
+def test_labels_that_only_the_loss_reads(named: bool, mesh: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).double()
+    x, y = torch.randn(8, 8, dtype=torch.float64), torch.randint(4, (8,))
+    batch = {"input": x, "labels": y} if named else (x, y)
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(output, batch["labels"] if named else batch[1])
+
+    job = compile_pinned(model, 2, sample=batch, loss=loss, mesh=mesh, microbatches=2, optimizer=torch.optim.SGD)
+    result = job.verify(batch, steps=2)
+    assert result.ok, str(result)

@@ -379,6 +379,11 @@ def test_a_loss_that_is_none(loss: Any, error: type[AutoparError], words: str) -
         autopar.compile(Classifier(), 2, sample=(X,), loss=loss, cluster="cpu")
 
 
+def test_a_tensor_that_nothing_reads() -> None:
+    with pytest.raises(BatchError, match=r"'z' of the sample is read by nothing: Classifier\.forward doesn't take it"):
+        autopar.capture(Classifier(), sample={"x": X, "z": Y}, loss=lambda output, batch: output.mean())
+
+
 def test_a_number_that_is_read_from_a_tensor_names_its_line() -> None:
     with pytest.raises(CaptureError, match=r"SymFloat that is read from a tensor at test_bad_input.py:\d+ .*keep it a"):
         autopar.compile(Classifier(reads=True), 2, sample=(X, Y), cluster="cpu")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.distributions import Normal, kl_divergence
 from torch.utils.checkpoint import checkpoint
 
 from autopar.capture import capture
@@ -279,3 +281,83 @@ def test_a_loss_that_looks_at_values_is_captured(rows: bool, options: dict[str, 
     job = compile_pinned(Likelihood(rows, **options).double(), 2, sample=batch, cluster=FAST, microbatches=2)
     result = job.verify(batch)
     assert result.ok, str(result)
+
+
+class Hooked(nn.Module):
+    """A hook that knows its model keeps what a layer made, another changes what one is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.kept: dict[str, Tensor] = {}
+        self.enter.register_forward_hook(lambda _, __, made: self.kept.update(enter=made))
+        self.leave.register_forward_pre_hook(lambda _, given, scale=self.leave.bias: (given[0] * scale.sum(),))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(self.enter(x).relu()).square().mean() + self.kept["enter"].abs().mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*assigned during export")
+def test_hooks_of_a_copy_know_the_copy() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 8, dtype=torch.float64)
+    job = compile_pinned(Hooked().double(), 2, sample=x, mesh={"dp": 2}, cluster=FAST, optimizer=torch.optim.SGD)
+    result = job.verify(x, steps=2)
+    assert result.ok, str(result)
+
+
+class Distributed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = Normal(self.enter(x), self.enter(x).exp())
+        other = Normal(torch.zeros_like(x), torch.ones_like(x))
+        return kl_divergence(made, other).sum(-1).mean() - made.log_prob(x).mean()
+
+
+def test_distributions() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 8, dtype=torch.float64)
+    job = compile_pinned(Distributed().double(), 4, sample=x, mesh={"dp": 2, "tp": 2}, cluster=FAST, microbatches=2)
+    with pytest.raises(ValueError, match="parameter scale"):  # they look again
+        Normal(torch.zeros(()), -torch.ones(()))
+    assert job.verify(x, steps=2).ok
+
+
+def of_a_parameter(model: nn.Linear) -> None:
+    model.weight.register_hook(lambda g: g / 2)
+
+
+def after_it(model: nn.Linear) -> None:
+    model.weight.register_post_accumulate_grad_hook(lambda p: None)
+
+
+def of_a_module(model: nn.Linear) -> None:
+    model.register_full_backward_hook(lambda *_: None)
+
+
+def before_it(model: nn.Linear) -> None:
+    model.register_full_backward_pre_hook(lambda *_: None)
+
+
+def in_the_pass(model: nn.Linear) -> None:
+    model.register_forward_hook(lambda _, __, made: made.register_hook(lambda g: g / 2) and None)
+
+
+@pytest.mark.parametrize(
+    ("hook", "what"),
+    [
+        (of_a_parameter, "a hook of parameter 'weight' waits"),
+        (after_it, "a hook of parameter 'weight' waits"),
+        (of_a_module, "a hook of Linear '' waits"),
+        (before_it, "a hook of Linear '' waits"),
+        (in_the_pass, r"a hook of a tensor waits(.|\n)*made\.register_hook(.|\n)*autograd.Function"),
+    ],
+)
+def test_hooks_of_gradients_are_refused(hook: Callable[[nn.Linear], None], what: str) -> None:
+    model = nn.Linear(4, 4)
+    hook(model)
+    with pytest.raises(CaptureError, match=what):
+        capture(model, torch.randn(2, 4), loss=lambda output, _: output.mean())

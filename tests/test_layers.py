@@ -26,6 +26,8 @@ BELOW_API = PLANNING | {
     "function_capture",
     "loop_capture",
     "row_capture",
+    "state_capture",
+    "value_capture",
     "source_lines",
     "codegen",
     "recipe",
@@ -55,6 +57,8 @@ ARROWS: dict[str, set[str]] = {
     "loop_capture": {"errors"},
     "row_capture": {"errors"},
     "ctc_loss": {"errors", "source_lines"},
+    "state_capture": {"errors", "graph", "value_capture"},
+    "value_capture": {"errors", "graph", "liveness", "source_lines"},
     "function_capture": {"ctc_loss", "errors", "source_lines"},
     "capture": {
         "errors",
@@ -67,6 +71,8 @@ ARROWS: dict[str, set[str]] = {
         "loop_capture",
         "row_capture",
         "source_lines",
+        "state_capture",
+        "value_capture",
     },
     "rules": VALUES,
     "cost_models": VALUES,
@@ -78,6 +84,8 @@ ARROWS: dict[str, set[str]] = {
         "liveness",
         "loop_capture",
         "row_capture",
+        "state_capture",
+        "value_capture",
         "rules",
         "cost_models",
     },  # of capture, the graph that the first pass takes
@@ -114,6 +122,7 @@ PRIVATE_TORCH = {
     "autopar/simulate/torch_private.py": "torch.",
     "autopar/shapes.py": "torch.",  # what operations make of tensors without values
     "autopar/storages.py": "torch.",  # sees what operations make, fake tensors among it
+    "autopar/value_capture.py": "torch.",  # computes apart from the trace
     "autopar/recipe/trace.py": "torch.utils._python_dispatch.TorchDispatchMode",  # sees in-place ops on meta tensors
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -154,3 +155,28 @@ def test_what_is_more_than_rounding_is(old: str, new: str, monkeypatch: pytest.M
     assert texts != job.job.texts
     monkeypatch.setattr(job, "_job", replace(job.job, texts=texts))
     assert not job.verify(batch, steps=2).ok
+
+
+class Diffusion(nn.Module):
+    """It draws a step and noise for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(8, 8)
+        self.register_buffer("kept", torch.linspace(0.1, 0.9, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps, noise = torch.randint(0, 10, (len(x),)), torch.randn_like(x)
+        kept = self.kept[steps].unsqueeze(1)
+        return (self.enter(kept * x + (1 - kept) * noise) - noise).square().mean()
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_what_draws_random_numbers_is_named(microbatches: int) -> None:
+    x = torch.randn(8, 8)
+    job = compile_pinned(Diffusion(), 2, sample=x, mesh={"dp": 2}, cluster=FAST, microbatches=microbatches)
+    assert not job.plan.replicated_ops
+    assert f"randint.low(0, 10, [{8 // 2 // microbatches}]" in job.job.texts[0]
+    result = job.verify(x, steps=1)
+    assert not result.ok
+    assert re.match(r"aten.randint\S* at test_verification\.py:\d+ draws random numbers", result.divergence)

@@ -79,13 +79,14 @@ def _streams(job: Job) -> bool:
 
 
 def _spanning(job: Job, part: Part) -> tuple[str, ...]:
-    """The parameters that more than one call reads, or the stage's code reads of a layer's."""
+    """The parameters that more than one call reads, or is given a view of."""
     readers: dict[str, set[int]] = {}
     for index, position in stage_parameters(job, part):
         call = job.model.calls[index]
         if not job.model.parameters[call.parameters[position]].is_buffer:
             readers.setdefault(call.parameters[position], set()).add(index)
-    return tuple(name for name, calls in readers.items() if len(calls) > 1)
+    handed_on = job.model.handed_on()
+    return tuple(name for name, calls in readers.items() if len(calls) > 1 or name in handed_on)
 
 
 def _readers(job: Job, part: Part) -> dict[str, str]:

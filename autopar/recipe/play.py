@@ -6,6 +6,7 @@ import contextlib
 import copy
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -72,9 +73,39 @@ def replica(model: nn.Module, state: Mapping[str, torch.Tensor]) -> nn.Module:
 
 def copied(model: nn.Module, memo: Mapping[int, Any] | None = None) -> nn.Module:
     """A deep copy, with ``memo`` as :func:`copy.deepcopy` takes it. What modules keep that they computed, which torch
-    doesn't copy (``torch.nn.utils.weight_norm`` leaves the weight that its last forward made), is copied as a value."""
+    doesn't copy (``torch.nn.utils.weight_norm`` leaves the weight that its last forward made), is copied as a value,
+    and hooks that know parts of the model know those of the copy."""
     computed = [v for m in model.modules() for v in vars(m).values() if isinstance(v, torch.Tensor) and not v.is_leaf]
-    return copy.deepcopy(model, {**{id(value): value.detach().clone() for value in computed}, **(memo or {})})
+    known = {**{id(value): value.detach().clone() for value in computed}, **(memo or {})}
+    found = copy.deepcopy(model, known)
+    for module in found.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for number, hook in hooks.items():
+                hooks[number] = _rebound(hook, known)
+    return found
+
+
+def _rebound(function: Callable[..., Any], copies: Mapping[int, Any]) -> Callable[..., Any]:
+    """A function of Python that means what ``copies`` have of what it means, by their numbers."""
+    if not isinstance(function, FunctionType):
+        return function
+
+    def meant(value: Any) -> Any:
+        return copies.get(id(value), value)
+
+    cells = [_mapped(cell, meant) for cell in function.__closure__ or ()]
+    defaults = tuple(map(meant, function.__defaults__ or ()))
+    made = FunctionType(function.__code__, function.__globals__, function.__name__, defaults, tuple(cells))
+    made.__kwdefaults__ = {name: meant(value) for name, value in (function.__kwdefaults__ or {}).items()}
+    made.__dict__.update(function.__dict__)
+    return made
+
+
+def _mapped(cell: CellType, meant: Callable[[Any], Any]) -> CellType:
+    try:
+        return CellType(meant(cell.cell_contents))
+    except ValueError:  # nothing is in it yet
+        return CellType()
 
 
 def _given(state: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:

@@ -31,6 +31,7 @@ def _channels(op: Op) -> str:
 _DRAWN = Spec("... -> ...")
 _CHANNELS = Spec(_channels)
 _MADE = Spec(" -> ...", local=shape_arg(0, "size"))
+_BETWEEN = Spec(" -> ...", local=shape_arg(2, "size"))
 
 RULES: dict[str, Rule] = {
     "aten.dropout.default": _Dropout("... -> ..."),
@@ -48,8 +49,23 @@ RULES: dict[str, Rule] = {
     "aten.uniform.default": _DRAWN,
     "aten.normal_functional.default": _DRAWN,
     "aten.exponential.default": _DRAWN,
+    "aten.randint_like.low_dtype": _DRAWN,
+    "aten.geometric.default": _DRAWN,
+    "aten.log_normal.default": _DRAWN,
+    "aten.cauchy.default": _DRAWN,
+    "aten.random.default": _DRAWN,
+    "aten.random.from": _DRAWN,
+    "aten.random.to": _DRAWN,
+    "aten.poisson.default": _DRAWN,
+    "aten.normal.float_Tensor": _DRAWN,
+    "aten.normal.Tensor_Tensor": Spec("..., ... -> ..."),
+    "aten.binomial.default": Spec("..., ... -> ..."),
+    "aten.multinomial.default": Spec("... c! -> ... n!"),
     "aten.rand.default": _MADE,
     "aten.randn.default": _MADE,
+    "aten.randint.default": Spec(" -> ...", local=shape_arg(1, "size")),
+    "aten.randint.low": _BETWEEN,
+    "aten.normal.float_float": _BETWEEN,
 }
 
 RANDOM: Final[tuple[str, ...]] = (

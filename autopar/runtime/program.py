@@ -141,9 +141,9 @@ class Program:
     loss, whose sum over microbatches and over ``loss_axes`` is the model's loss. ``mesh`` is sizes per axis.
     ``returns_loss`` is False on the last stage of a model whose vocabulary is split over the pipeline: it too gives
     a tuple of what it ``sends``, to every rank's :class:`VocabularyProgram`. ``parameters`` are in the order of their
-    use; ``spanning`` names those that more than one of the stage's calls use; ``readers`` those that another layer than
-    the one they are named after reads first, with its path, or "" for the stage's own code. ``routers`` are of the
-    stage's layers; ``averages`` names the buffers that forwards move, equal on all ranks.
+    use; ``spanning`` names those that more than one of the stage's calls use, or are given views of; ``readers`` those
+    that another layer than the one they are named after reads first, with its path, or "" for the stage's own code.
+    ``routers`` are of the stage's layers; ``averages`` names the buffers that forwards move, equal on all ranks.
     """
 
     stage: int

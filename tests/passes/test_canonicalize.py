@@ -46,7 +46,12 @@ def lasts(x: Tensor) -> Tensor:
     """One position of each row, found by its value or counted from the end, also of what each position has several."""
     several = x[..., None] * torch.tensor([1.0, 2.0], dtype=x.dtype)
     largest = (x * torch.arange(LENGTH)).argmax(-1).int()
-    return x[torch.arange(ROWS), torch.tensor([-1, 2])][:, None] * several[torch.arange(ROWS), largest]
+    return x[torch.arange(ROWS), torch.tensor([-1, 2])][:, None] * several[torch.arange(0, ROWS), largest]
+
+
+def single(x: Tensor) -> Tensor:
+    """One row, whose number is repeated for each of the others."""
+    return x[:1][torch.arange(1), torch.tensor([1, 3])] * x[None, 0][torch.arange(1)[:, None], torch.tensor([[3], [1]])]
 
 
 def indices(model: Model) -> list[Any]:
@@ -61,6 +66,7 @@ def indices(model: Model) -> list[Any]:
         (pairs, []),
         (others, [[(ROWS,), (2,)]]),
         (lasts, []),
+        (single, [[(1,), (2,)], [(1, 1), (2, 1)]]),
     ],
 )
 def test_rows_that_are_counted(indexed: Callable[[Tensor], Tensor], found: list[Any]) -> None:

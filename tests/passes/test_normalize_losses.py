@@ -23,10 +23,14 @@ class Scorer(nn.Module):
 
     class_weights: Tensor
 
-    def __init__(self, loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, loss: Callable[[Tensor, Tensor, Tensor], Tensor], *, trains: bool = False) -> None:
         super().__init__()
         self.enter, self.out = nn.Linear(WIDTH, 16), nn.Linear(16, CLASSES)
-        self.register_buffer("class_weights", torch.rand(CLASSES) + 0.5)
+        weights = torch.rand(CLASSES) + 0.5
+        if trains:
+            self.class_weights = nn.Parameter(weights)
+        else:
+            self.register_buffer("class_weights", weights)
         self.loss = loss
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
@@ -61,16 +65,43 @@ POINTWISE: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "binary": lambda s, t, w: F.binary_cross_entropy(s.sigmoid(), t.sigmoid()),
     "binary_logits": lambda s, t, w: F.binary_cross_entropy_with_logits(s, t.sigmoid(), pos_weight=w),
 }
+PENALIZED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "added": lambda loss, p: loss + p,
+    "first": lambda loss, p: p + loss,
+    "taken_from": lambda loss, p: 2 - (p - loss),
+    "in_part": lambda loss, p: torch.add(p, loss, alpha=0.5) + 1,
+    "less_in_part": lambda loss, p: 3 - torch.sub(p, loss, alpha=0.5),
+    "taken": lambda loss, p: torch.sub(loss, p, alpha=0.1) - 1,
+}
+"""A number that all of the batch has once, with its loss."""
 PLANS = [({"dp": 1}, 4), ({"dp": 2}, 2), ({"cp": 2}, 1)]
 
 
-def check(loss: Callable[[Tensor, Tensor, Tensor], Tensor], target: Tensor, mesh: dict[str, int], count: int) -> None:
-    model, x = Scorer(loss).double(), torch.randn(BATCH, SEQUENCE, WIDTH, dtype=torch.float64)
+def check(
+    loss: Callable[[Tensor, Tensor, Tensor], Tensor],
+    target: Tensor,
+    mesh: dict[str, int],
+    count: int,
+    *,
+    trains: bool = False,
+) -> None:
+    model, x = Scorer(loss, trains=trains).double(), torch.randn(BATCH, SEQUENCE, WIDTH, dtype=torch.float64)
     batch = (x, target)
     ranks = math.prod(mesh.values())
     job = compile_pinned(model, ranks, sample=batch, mesh=mesh, microbatches=count, cluster=FAST)
     result = job.verify(batch, steps=1)
     assert result.ok, str(result)
+
+
+@pytest.mark.parametrize(("mesh", "count"), [*PLANS, ({"dp": 2, "tp": 2}, 2)])
+@pytest.mark.parametrize("name", PENALIZED)
+def test_penalties(name: str, mesh: dict[str, int], count: int) -> None:
+    """The penalty is of the class weights that the model trains here."""
+
+    def loss(scores: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+        return PENALIZED[name](F.mse_loss(scores * weights, target), weights.square().sum())
+
+    check(loss, torch.randn(BATCH, SEQUENCE, CLASSES, dtype=torch.float64), mesh, count, trains=True)
 
 
 @pytest.mark.parametrize(("mesh", "count"), PLANS)

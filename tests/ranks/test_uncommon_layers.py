@@ -412,3 +412,41 @@ def test_instance_norms_move_averages_as_one_device_does(mesh: dict[str, int], c
     result = compile_pinned(model, 2, statistics="microbatch" if count > 1 else "batch", **given).verify(x, steps=2)
     assert result.ok, str(result)
     assert {"layer.running_mean", "layer.running_var"} <= result.parameter_errors.keys()
+
+
+class Contrasts(nn.Module):
+    """Rows are compared with one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.enter(x) @ self.enter(y).t(), torch.arange(len(x)))
+
+
+def test_what_compares_rows_needs_the_whole_batch() -> None:
+    batch = (torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH))
+    what = r"aten\.matmul\S* at test_uncommon_layers\.py:\d+ needs the whole .* several rows .* Use microbatches=1\.$"
+    with pytest.raises(ShardingError, match=what):
+        compile_pinned(Contrasts(), 2, sample=batch, cluster=FAST, mesh={"dp": 2}, microbatches=2)
+
+
+class Spectral(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.enter(x).square().mean()
+
+
+def test_spectral_norms_are_taken_in_eval() -> None:
+    torch.manual_seed(0)
+    x, model = torch.randn(ROWS, WIDTH, dtype=torch.float64), Spectral().double()
+    given = {"sample": x, "cluster": FAST, "mesh": {"dp": 2}, "microbatches": 2, "optimizer": tame}
+    with pytest.raises(CaptureError, match=r"changes buffer .*_u' in place.*as spectral_norm, doesn't in eval\(\)"):
+        compile_pinned(model, 2, **given)
+    model.enter.parametrizations.weight[0].eval()
+    result = compile_pinned(model, 2, **given).verify(x, steps=2)
+    assert result.ok, str(result)

@@ -198,6 +198,35 @@ def test_weights_come_and_go_where_code_is_compiled(what: str) -> None:
     assert found == pytest.approx(plain, rel=1e-12)
 
 
+class Queries(nn.Module):
+    """Layers that work on views of a parameter, which is the code's between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.queries = nn.Linear(8, 16), nn.Parameter(torch.randn(4, 16))
+        self.layers = nn.ModuleList([nn.MultiheadAttention(16, 2, batch_first=True) for _ in range(3)])
+        self.leave = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = asked = self.queries.unsqueeze(0).expand(len(x), -1, -1)
+        x = self.enter(x)
+        for layer in self.layers:
+            h = h.tanh() + layer(asked, x, x, need_weights=False)[0]
+        return self.leave(h).square().mean()
+
+
+@pytest.mark.parametrize("options", [{"zero": 3}, {"offload": ("parameters",)}], ids=str)
+def test_views_of_weights_are_there_as_long_as_layers_use_them(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 4, 8, dtype=torch.float64)
+    given = {"sample": x, "mesh": {"dp": 2}, "cluster": FAST, "microbatches": 2, "optimizer": torch.optim.SGD}
+    job = compile_pinned(Queries().double(), 2, **given, **options)
+    assert job.verify(x, steps=2).ok
+    assert job.job.programs[0].program.spanning == ("queries",)
+    audited = job.audit()
+    assert audited.ok, str(audited)
+
+
 def test_zero_on_one_replica_changes_nothing() -> None:
     case = make("mlp", 4)
     job = compile_pinned(case.model, 1, sample=case.batch, zero=3, cluster=FAST)

@@ -154,6 +154,19 @@ def drawn() -> Iterator[Example]:
     yield Example(aten.randint_like.default, (g(4, 8), 5), compare=False)
     for op in (aten.rand, aten.randn):
         yield Example(op.default, ([4, 8],), compare=False)
+    yield Example(aten.randint_like.low_dtype, (g(4, 8), 2, 5), compare=False)
+    for op in (aten.geometric, aten.log_normal, aten.cauchy, aten.random):
+        yield Example(op.default, (const(4, 8), *([0.5] if op is aten.geometric else [])), compare=False)
+    yield Example(getattr(aten.random, "from"), (const(4, 8), 1, 5), compare=False)
+    yield Example(aten.random.to, (const(4, 8), 5), compare=False)
+    yield Example(aten.poisson.default, (f(4, 8).detach(),), compare=False)
+    yield Example(aten.normal.float_Tensor, (0.5, f(4, 8).detach()), compare=False)
+    yield Example(aten.normal.Tensor_Tensor, (const(4, 8), f(4, 8).detach()), compare=False)
+    yield Example(aten.binomial.default, (i(4, 8, high=9).double(), f(4, 8).detach()), compare=False)
+    yield Example(aten.multinomial.default, (f(4, 8).detach(), 2), compare=False)
+    yield Example(aten.randint.default, (9, [4, 8]), compare=False)
+    yield Example(aten.randint.low, (2, 9, [4, 8]), compare=False)
+    yield Example(aten.normal.float_float, (0.0, 1.0, [4, 8]), compare=False)
 
 
 def runtime_ops() -> Iterator[Example]:
