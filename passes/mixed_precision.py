@@ -26,6 +26,8 @@ from autopar.rules.autocast import Policy, policy
 aten = torch.ops.aten
 
 LOWER: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_LIKE_FIRST: Final = frozenset({"aten.normal.Tensor_Tensor"})
+"""Ops whose results have the dtype of their first operand, where torch's meta kernels name the promoted one."""
 """The lower precision by its name; there is none for "model"."""
 
 
@@ -133,7 +135,7 @@ class _Caster:
             data.outputs = tuple(replace(m, dtype=d) for m, d in zip(data.outputs, dtypes, strict=True))
 
     def _dtypes(self, node: fx.Node) -> tuple[torch.dtype, ...]:
-        if self._only_moves(node):
+        if self._only_moves(node) or op_name(node) in _LIKE_FIRST:
             return (info(operands(node)[0]).meta.dtype,)
         key = (node.target, _freeze((node.args, node.kwargs)))
         if key not in self.known:
