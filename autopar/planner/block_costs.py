@@ -19,6 +19,7 @@ from autopar.passes.expert_roads import exchange_axes, flat_seconds, hop_seconds
 from autopar.passes.overlap_dispatch import meanwhile
 from autopar.passes.products import PRODUCTS, is_transposition
 from autopar.passes.routers import routes
+from autopar.planner.local_ops import before_split
 from autopar.planner.op_costs import fullest, fullest_rows, pass_seconds
 from autopar.rules import lookup
 from autopar.rules.base import Op
@@ -150,7 +151,7 @@ def _stride(mesh: Mesh, axes: Sequence[str], apart: int) -> int:
     return 1
 
 
-class _OpCost:
+class OpCost:
     """Seconds of one op, ``[forward, backward]``: what it computes, and what it sends, exposed or hidden."""
 
     def __init__(self, forward: float, backward: float) -> None:
@@ -233,7 +234,7 @@ def calls_of(nodes: Iterable[fx.Node], stays: Container[fx.Node] = ()) -> tuple[
 def is_call(node: fx.Node) -> bool:
     """Whether the text calls the op: not what takes a result out of several, nor a transition of a parameter, which
     reductions of gradients are."""
-    return not (is_getitem(node) or (_is_transition(node) and is_parameter(operands(node)[0])))
+    return not (is_getitem(node) or (is_transition(node) and is_parameter(operands(node)[0])))
 
 
 def sent_by(nodes: Iterable[fx.Node], machine: Machine) -> dict[Wire, Both]:
@@ -278,21 +279,22 @@ def _is_weight(node: fx.Node, dims: int) -> bool:
     return info(node).role == "parameter" and info(node).meta.needs_grad and len(info(node).meta.shape) == dims
 
 
-def _is_transition(node: fx.Node) -> bool:
+def is_transition(node: fx.Node) -> bool:
+    """Whether it changes a type on an axis that is solved."""
     return isinstance(node.target, RuntimeOp) and "src" in node.kwargs
 
 
 def _computed(node: fx.Node, device: Device) -> Both:
-    if _is_transition(node):
+    if is_transition(node):
         return 0.0, 0.0
     op = fullest(node, Op.of(node))
     return pass_seconds(node, op, lookup(op.name), _whole(node), 1, device)
 
 
-def _op_cost(node: fx.Node, machine: Machine, computed: Both, stays: bool = False) -> _OpCost:
-    if _is_transition(node):
+def _op_cost(node: fx.Node, machine: Machine, computed: Both, stays: bool = False) -> OpCost:
+    if is_transition(node):
         return _transition_cost(node, machine, stays)
-    cost = _OpCost(*computed)
+    cost = OpCost(*computed)
     if not any(choice.form for choice in info(node).choices.values()):
         return cost  # it sends nothing
     if _travels(node) and machine.cluster is not None:
@@ -301,7 +303,7 @@ def _op_cost(node: fx.Node, machine: Machine, computed: Both, stays: bool = Fals
     op = fullest(node, Op.of(node))
     for axis, taken in info(node).choices.items():
         if axis in machine.sizes and taken.form:
-            _add_form(cost, op, axis, taken, machine)
+            add_form(cost, op, axis, taken, machine.sizes[axis], machine.links[axis])
     return cost
 
 
@@ -310,7 +312,7 @@ def _travels(node: fx.Node) -> bool:
     return any(choice.form == EXCHANGE for choice in info(node).choices.values())
 
 
-def _add_journey(cost: _OpCost, node: fx.Node, machine: Machine, cluster: Cluster) -> None:
+def _add_journey(cost: OpCost, node: fx.Node, machine: Machine, cluster: Cluster) -> None:
     routing = _routing(node)
     axes = exchange_axes(routing)
     nodes, wire = machine.nodes or hops_of(routing), "+".join(axes)
@@ -338,9 +340,9 @@ def hops_by_way(node: fx.Node, nodes: int, *, is_even: bool = False) -> tuple[Ho
     return hops(fullest(node, Op.of(node)), node_rows_of(route, 1.0 if is_even else info(node).imbalance, nodes))
 
 
-def _add_form(cost: _OpCost, op: Op, axis: str, taken: Choice, machine: Machine) -> None:
-    """What the op's form communicates on one axis, beside the op's own work where it overlaps."""
-    size, link, rule = machine.sizes[axis], machine.links[axis], lookup(op.name)
+def add_form(cost: OpCost, op: Op, axis: str, taken: Choice, size: int, link: Link) -> None:
+    """What the local op's form communicates on one axis, beside the op's own work where it overlaps."""
+    rule = lookup(op.name)
     before = before_split(op, taken, size)
     ways = (rule.communication(before, taken, size), rule.communication_back(before, taken, size))
     for way, messages in enumerate(ways):
@@ -357,17 +359,6 @@ def _routing(node: fx.Node) -> fx.Node:
     return next((operand for operand in operands(node) if info(operand).is_object), node)
 
 
-def before_split(op: Op, choice: Choice, size: int) -> Op:
-    """A local op as it was before one axis was solved."""
-
-    def whole(meta: Meta, kind: Type) -> Meta:
-        shape = tuple(n * size if kind.is_shard and kind.dim == d else n for d, n in enumerate(meta.shape))
-        return replace(meta, shape=shape)
-
-    given = tuple(whole(meta, kind) for meta, kind in zip(op.operands, choice.operands, strict=True))
-    return replace(op, operands=given, outputs=tuple(whole(meta, choice.result) for meta in op.outputs))
-
-
 def _whole(node: fx.Node) -> Choice:
     """The op as its local shapes say it: nothing left to split."""
     return Choice((R,) * len(operands(node)), R)
@@ -380,24 +371,27 @@ def is_parameter(node: fx.Node) -> bool:
     return info(node).role == "parameter"
 
 
-def _transition_cost(node: fx.Node, machine: Machine, stays: bool) -> _OpCost:
-    axis_ref = node.args[1]
-    src, dst = node.kwargs["src"], node.kwargs["dst"]
-    assert isinstance(axis_ref, AxisRef)
-    assert isinstance(src, Type)
-    assert isinstance(dst, Type)
-    step = transition(src, dst)
-    assert step is not None
-    operand = node.args[0]
-    assert isinstance(operand, fx.Node)
-    cost = _OpCost(0.0, 0.0)
-    if is_parameter(operand) and not stays:
+def _transition_cost(node: fx.Node, machine: Machine, stays: bool) -> OpCost:
+    cost, axis = OpCost(0.0, 0.0), changed_axis(node)
+    if is_parameter(operands(node)[0]) and not stays:
         return cost  # hoisted: once per step, in the reduction of gradients
-    axis = axis_ref.name
-    here, there = info(operand), info(node)
-    both = (fullest_rows(data, data.meta).bytes for data in (here, there))
-    full = step.sent_bytes(*both, machine.sizes[axis])
-    for way, kind in enumerate((step.forward, step.backward if there.meta.needs_grad else None)):
-        if kind:
-            cost.send((axis, kind), way, collective.seconds(kind, full, machine.sizes[axis], machine.links[axis]))
+    before, after = (fullest_rows(data, data.meta) for data in (info(operands(node)[0]), info(node)))
+    add_change(cost, node, before, after, machine.sizes[axis], machine.links[axis])
     return cost
+
+
+def changed_axis(node: fx.Node) -> str:
+    """The axis on which it changes a type."""
+    axis = node.args[1]
+    assert isinstance(axis, AxisRef)
+    return axis.name
+
+
+def add_change(cost: OpCost, node: fx.Node, before: Meta, after: Meta, size: int, link: Link) -> None:
+    """What a change of type sends, of local tensors like these."""
+    change = transition(node.kwargs["src"], node.kwargs["dst"])  # type: ignore[arg-type]
+    assert change is not None
+    full = change.sent_bytes(before.bytes, after.bytes, size)
+    for way, kind in enumerate((change.forward, change.backward if after.needs_grad else None)):
+        if kind:
+            cost.send((changed_axis(node), kind), way, collective.seconds(kind, full, size, link))

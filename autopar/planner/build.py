@@ -13,12 +13,11 @@ from functools import cached_property
 from autopar.cluster import Cluster
 from autopar.errors import ShardingError
 from autopar.graph import Model, info, op_name, verify, where
-from autopar.mesh import Mesh
+from autopar.mesh import AXES, Mesh
 from autopar.options import Options
 from autopar.passes.chunk_head import chunk_head
 from autopar.passes.compress_activations import compress_activations
 from autopar.passes.estimate_statistics import estimate_statistics
-from autopar.passes.expert_roads import nodes_of
 from autopar.passes.float8 import check_float8
 from autopar.passes.hoist import unhoisted
 from autopar.passes.insert_collectives import insert_collectives
@@ -33,7 +32,8 @@ from autopar.planner.block_costs import BlockCost, Computed, Machine, block_cost
 from autopar.planner.breakdown import Work, cost_plan, model_work
 from autopar.planner.budget import within_budget
 from autopar.planner.compression import KeptBytes, check_compression, describe
-from autopar.planner.dispatch_forms import FLAT, NODE, dispatch_forms
+from autopar.planner.dispatch_forms import dispatch_forms
+from autopar.planner.earlier_axes import EarlierAxes
 from autopar.planner.exchange_prices import Journeys
 from autopar.planner.expert_costs import Load, Reckoning, experts_plans, reckon
 from autopar.planner.fitting import Layout
@@ -98,8 +98,8 @@ class Placed:
     """A model that is local to every axis of ``request.mesh`` but ``pp``, with the order of sequences chosen there.
 
     Nothing in ``model`` depends on the sizes of pp and dp nor on how many microbatches there are, but through the rows
-    of one (and, where it ``is_streamed``, what moving weights over dp costs): it can be laid out for others, too
-    (:mod:`autopar.search`).
+    of one: it can be laid out for others, too (:mod:`autopar.search`). Which placement is the best may: sums over dp,
+    and weights that move over it (``is_streamed``), count as they do for ``request``.
     """
 
     model: Model
@@ -305,7 +305,8 @@ def _problem(request: Request, axis: str) -> AxisProblem:
     paired = axis == "cp" and mesh.paired
     moved = moved_seconds(request) if axis == "tp" and request.is_streamed else 0.0
     given = size, request.cluster.device, link, request.microbatches, paired
-    prices = request.prices(*given, journeys=_journeys(request, axis), moved_seconds=moved)
+    others = _earlier(request, axis), _journeys(request, axis)
+    prices = request.prices(*given, axis, *others, moved_seconds=moved)
     kind = {"cp": "sequence", "tp": "model"}.get(axis, "batch")
     budget = _state_budget(request) if axis == "tp" else None
     attention, holds_experts = options.attention, axis in mesh.expert_axes
@@ -313,9 +314,16 @@ def _problem(request: Request, axis: str) -> AxisProblem:
 
 
 def _journeys(request: Request, axis: str) -> Journeys | None:
-    mesh, dispatch = request.mesh, request.options.dispatch
-    spans = dispatch != FLAT and mesh.experts > 1 and nodes_of(mesh.expert_axes, request.cluster, mesh) > 1
-    return Journeys(request.cluster, mesh, axis, dispatch == NODE) if spans else None
+    mesh = request.mesh
+    return Journeys(request.cluster, mesh, axis, request.options.dispatch) if mesh.experts > 1 else None
+
+
+def _earlier(request: Request, axis: str) -> EarlierAxes:
+    """The axes of ranks that are solved before this one."""
+    mesh, cluster = request.mesh, request.cluster
+    sizes = {name: mesh.size(name) for name in AXES[1 : AXES.index(axis)]}  # pp is no axis of types
+    links = {n: (size, cluster.link(size, mesh.stride(n), mesh.world)) for n, size in sizes.items() if size > 1}
+    return EarlierAxes(links, request.microbatches)
 
 
 def moved_seconds(request: Request) -> float:

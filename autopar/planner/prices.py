@@ -10,11 +10,16 @@ from torch import fx
 
 from autopar.cluster import Device, Link
 from autopar.cost_models import collective, step
-from autopar.graph import AVERAGED, Choice, Meta
+from autopar.graph import AVERAGED, AxisRef, Choice, Meta
+from autopar.planner.block_costs import OpCost, add_form, is_transition
+from autopar.planner.earlier_axes import EarlierAxes
 from autopar.planner.exchange_prices import Journeys
-from autopar.planner.op_costs import expert_imbalance, moves_nothing, work_seconds
+from autopar.planner.local_ops import in_part, local_op
+from autopar.planner.op_costs import expert_imbalance, moves_nothing, pass_seconds, work_seconds
 from autopar.planner.placement import Change
+from autopar.rules import lookup
 from autopar.rules.base import Op, Rule
+from autopar.rules.experts import EXCHANGE, FILTER
 from autopar.spmd import P, R, Transition, Type, transition
 
 STATE_COPIES = 4
@@ -66,8 +71,11 @@ class RankPrices:
     link: Link
     microbatches: int
     paired: bool = False
+    axis: str = ""
+    earlier: EarlierAxes = field(default_factory=EarlierAxes)
+    """The axes that were solved before."""
     journeys: Journeys | None = None
-    """How tokens may travel to experts, where that is another way than to all ranks at once."""
+    """How tokens travel to experts, where there are any on several ranks."""
     moved_seconds: float = 0.0
     """What an element of a rank's parameters costs with each microbatch, beside its update."""
     known: dict[tuple[Any, ...], float] = field(default_factory=dict, compare=False, repr=False)
@@ -82,9 +90,14 @@ class RankPrices:
     def ops(self, node: fx.Node, op: Op, rule: Rule, choices: Sequence[Choice]) -> list[float]:
         """:meth:`op` of each choice. What a rank computes depends only on which operands and results are split, and in
         how many pieces it is done: that is found out once for choices that have it in common."""
+        if is_transition(node):
+            return [self._changed(node, op, choice) for choice in choices]
         known = op.found.setdefault((self.device, self.size), {})
-        free, found = moves_nothing(node, op, self.device), []
+        free, sends, found = moves_nothing(node, op, self.device), self.earlier.send_by_form(node), []
         for choice in choices:
+            if sends or choice.form not in ("", EXCHANGE, FILTER):
+                found.append(self._by_form(node, op, rule, choice))
+                continue
             unequal = 1.0 if self.paired else rule.imbalance(op, choice, self.size)
             split = tuple(kind.is_shard for kind in choice.operands)
             key = split, choice.result.is_shard, unequal, rule.pieces(op, choice, self.size)
@@ -93,6 +106,20 @@ class RankPrices:
             passes = (0.0, 0.0) if free else known[key]
             found.append(self._with_messages(node, op, rule, choice, passes) * expert_imbalance(node, choice))
         return found
+
+    def _changed(self, node: fx.Node, op: Op, choice: Choice) -> float:
+        part = in_part(op, choice, self.size)
+        return self.earlier.change_seconds(node, part) * expert_imbalance(node, choice)
+
+    def _by_form(self, node: fx.Node, op: Op, rule: Rule, choice: Choice) -> float:
+        """Of code of its own on this axis or on an earlier one: as what it becomes is priced."""
+        local = local_op(op, rule, choice, AxisRef(self.axis, self.size, self.paired))
+        whole = Choice((R,) * len(local.operands), R)
+        cost = OpCost(*pass_seconds(node, local, lookup(local.name), whole, 1, self.device))
+        self.earlier.add_forms(cost, node, local)
+        if choice.form:
+            add_form(cost, local, self.axis, choice, self.size, self.link)
+        return (cost.seconds(0) + cost.seconds(1)) * expert_imbalance(node, choice)
 
     def _with_messages(self, node: fx.Node, op: Op, rule: Rule, choice: Choice, passes: tuple[float, float]) -> float:
         there, back = rule.communication(op, choice, self.size), rule.communication_back(op, choice, self.size)

@@ -66,9 +66,10 @@ def test_a_placement_that_moves_rows_over_dp_serves_that_dp_alone() -> None:
 
 
 def profile_of(mesh: Mesh, *, streamed: bool) -> Profile:
-    """Of GPT-2 on a cluster whose collectives slow passes."""
+    """Of GPT-2 on a cluster whose collectives slow passes, in enough microbatches that sums over dp, which are one a
+    step, count little."""
     key = Key(2, 1, 1, mesh.tp, several=True, copies=mesh.dp > 1, streamed=streamed)
-    found = search_of("gpt2", 8, mesh.world, BUSY).profiler.of(key, mesh, 2)
+    found = search_of("gpt2", 16, mesh.world, BUSY).profiler.of(key, mesh, 4)
     assert found is not None
     return found
 
@@ -125,9 +126,9 @@ def test_points_are_laid_out_on_profiles_that_price_what_they_move() -> None:
 
 def test_what_is_laid_out_on_another_placement_is_bounded_as_if_all_were_split() -> None:
     """Not by weights that the fastest passes leave whole, which its own placement may split."""
-    search = search_of("gpt2", 8, 4, BUSY, mesh={"dp": 2, "tp": 2}, offload=(), head_chunks=1)
+    search = search_of("gpt2", 16, 4, BUSY, mesh={"dp": 2, "tp": 2}, offload=(), head_chunks=1)
     search.glance()
-    region = Region(Mesh(dp=2, tp=2), 2, 2)
+    region = Region(Mesh(dp=2, tp=2), 2, 4)
     plain, outlook = search.place(region), search._outlook
     assert plain is not None
     assert outlook is not None
@@ -136,7 +137,7 @@ def test_what_is_laid_out_on_another_placement_is_bounded_as_if_all_were_split()
     own = search.profiler.known[search.key_of(point)]
     way = point.zero, point.zero_ranks, point.offload
     bounded = outlook._of_point(point, plain)
-    really, whole = (outlook._of_profile(region.mesh, each, way, 2, split=False) for each in (own, plain))
+    really, whole = (outlook._of_profile(region.mesh, each, way, 4, split=False) for each in (own, plain))
     assert bounded.gathered <= really.gathered <= whole.gathered
     assert bounded.state <= really.state <= whole.state
     moved, much = (search.costing._moves(point, each)[0] for each in (own, plain))

@@ -1,0 +1,160 @@
+"""Axes are solved by prices that are those of the plan: what a solver minimizes is what blocks cost then."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import fx
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from autopar.api import prepare
+from autopar.cluster import Cluster
+from autopar.cost_models import collective
+from autopar.graph import AxisRef, Choice, Model, info, op_name
+from autopar.mesh import Mesh
+from autopar.options import Options
+from autopar.passes.hoist import unhoisted
+from autopar.passes.insert_collectives import insert_collectives
+from autopar.passes.localize import localize
+from autopar.planner.block_costs import Computed, Machine, block_cost
+from autopar.planner.build import Placed, Request, begin, place_inner, split_rows
+from autopar.planner.earlier_axes import EarlierAxes
+from autopar.planner.local_ops import before_split, local_op
+from autopar.planner.pipeline import Wanted
+from autopar.planner.prices import RankPrices
+from autopar.planner.sharding import AxisProblem, solve_axis
+from autopar.planner.spreading import Spread
+from autopar.rules import lookup
+from autopar.rules.base import Op
+from autopar.spmd import I, S
+
+_STEPS = 10**15  # microbatches, so that what a step does once costs nothing
+
+
+@dataclass(frozen=True)
+class OfPasses(RankPrices):
+    """Of what each microbatch does alone."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "microbatches", _STEPS)
+        object.__setattr__(self, "earlier", replace(self.earlier, microbatches=_STEPS))
+
+
+def llama() -> Model:
+    config = LlamaConfig(
+        vocab_size=32000,
+        hidden_size=2048,
+        intermediate_size=5504,
+        num_hidden_layers=2,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    ids = torch.zeros(8, 4096, dtype=torch.long)
+    return prepare(model, {"input_ids": ids, "labels": ids})[0]
+
+
+def mixtral() -> Model:
+    config = MixtralConfig(
+        vocab_size=32000,
+        hidden_size=1024,
+        intermediate_size=3584,
+        num_hidden_layers=2,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        num_local_experts=8,
+    )
+    with torch.device("meta"):
+        model = MixtralForCausalLM(config).to(torch.bfloat16)
+    ids = torch.zeros(8, 2048, dtype=torch.long)
+    return prepare(model, {"input_ids": ids, "labels": ids})[0]
+
+
+def placed(model: Model, sizes: dict[str, int], **options: str) -> Placed:
+    mesh = Mesh.of(sizes, math.prod(size for axis, size in sizes.items() if axis != "ep"))
+    wanted = Wanted("1f1b", "redistributed")
+    request = Request(mesh, 1, Cluster.load("h100"), wanted, Options(**options), prices=OfPasses)  # type: ignore[arg-type]
+    return place_inner(split_rows(begin(model, request, None), request), request)
+
+
+def pass_seconds(found: Placed) -> float:
+    """Of all calls, as the plan will have it."""
+    machine, stays = Machine.of(found.request.cluster, found.request.mesh), unhoisted(found.model)
+    costs = [block_cost(b, machine, Computed.of(b, machine.device, stays)) for b in found.model.blocks]
+    return math.fsum(costs[call.block].seconds for call in found.model.calls)
+
+
+@pytest.mark.parametrize(
+    ("make", "sizes", "attention", "apart"),
+    [
+        (llama, {"tp": 8}, "auto", 0.005),
+        (llama, {"cp": 8}, "auto", 0.005),
+        (llama, {"cp": 8}, "ring", 0.005),
+        (llama, {"cp": 4}, "all_gather", 0.005),
+        (llama, {"cp": 2, "tp": 4}, "auto", 0.005),
+        (llama, {"cp": 2, "tp": 4}, "ring", 0.01),
+        (llama, {"dp": 2, "tp": 4}, "auto", 0.005),
+        (llama, {"dp": 2, "cp": 2, "tp": 2}, "auto", 0.005),
+        (mixtral, {"cp": 2, "tp": 4}, "auto", 0.02),
+        (mixtral, {"dp": 2, "tp": 4}, "auto", 0.02),
+        (mixtral, {"dp": 4, "ep": 4, "tp": 2}, "auto", 0.02),
+        (mixtral, {"dp": 4, "cp": 2, "ep": 4}, "auto", 0.02),
+    ],
+)
+def test_what_the_last_axis_minimizes_is_what_passes_cost(
+    make: Callable[[], Model], sizes: dict[str, int], attention: str, apart: float
+) -> None:
+    """But for what only neighbours know: whether a reshape copies, and slices of what is whole."""
+    found = placed(make(), sizes, attention=attention)
+    assert found.solutions[-1].seconds == pytest.approx(pass_seconds(found), rel=apart)
+
+
+def test_an_op_without_its_graph_becomes_what_localize_makes_of_it() -> None:
+    """On cp, then on tp: arguments, and what operands and results are like."""
+    model, request = llama(), Request(Mesh(cp=2, tp=4), 1, Cluster.load("h100"), Wanted("1f1b", "redistributed"))
+    options = Options(attention="ring")
+    forms = set[str]()
+    for axis, size, kind in (("cp", 2, "sequence"), ("tp", 4, "model")):
+        link = request.cluster.link(size, request.mesh.stride(axis))
+        prices = RankPrices(size, request.cluster.device, link, 1, axis=axis)
+        attention = options.attention if axis == "cp" else "auto"
+        solve_axis(model, AxisProblem(axis, size, prices, kind, attention=attention))
+        insert_collectives(model, axis)
+        wanted: dict[fx.Node, Op] = {}
+        for node in (node for block in model.blocks for node in block.ops):
+            choice, op = info(node).choices[axis], Op.of(node)
+            wanted[node] = local_op(op, lookup(op.name), choice, AxisRef(axis, size))
+            forms.add(choice.form)
+        localize(model, axis, size)
+        for node, op in wanted.items():
+            made = Op.of(node)
+            assert op == made
+            assert before_split(op, info(node).choices[axis], size).result.numel >= op.result.numel
+    assert {"ring_attention", "cross_entropy_sharded"} <= forms
+
+
+def test_what_is_sent_on_an_earlier_axis_is_priced_as_far_as_this_one_splits_it() -> None:
+    """Sums of gradients over dp, which is done once a step."""
+    cluster = Cluster.load("h100")
+    link = cluster.link(8, 8)
+    model = llama()
+    solve_axis(model, AxisProblem("dp", 8, RankPrices(8, cluster.device, link, 1, axis="dp"), "batch"))
+    insert_collectives(model, "dp")
+    localize(model, "dp", 8)
+    spread = Spread.of(model)
+    layer = next(number for number, block in enumerate(model.blocks) if block.kind == "layer")
+    sums = [n for n in model.blocks[layer].ops if op_name(n) == "convert" and len(info(n).meta.shape) == 2]
+    assert sums
+    for node in sums:
+        op, bytes_ = spread.ops[layer, node].op, info(node).meta.bytes
+        prices = RankPrices(
+            4, cluster.device, cluster.link(4, 1), 16, axis="tp", earlier=EarlierAxes({"dp": (8, link)}, 16)
+        )
+        whole, split = prices.ops(node, op, lookup(op.name), [Choice((I,), I), Choice((S(0),), S(0))])
+        assert whole == pytest.approx(collective.marginal_seconds("all_reduce", bytes_, 8, link) / 16)
+        assert split == pytest.approx(whole / 4)
