@@ -69,7 +69,13 @@ class Request:
     expert_load: Load = field(default_factory=dict)
     state_bytes: int | None = None  # of one pipeline, for parameters with gradients and optimizer; None: by the budget
     is_streamed: bool = False  # over tp, parameters cost what they slow passes by when they move with each microbatch
+    counted: float | None = None  # microbatches that share what a step does once, in placing; None: those there are
     prices: type[RankPrices] = RankPrices  # of choices and changes of type on an axis of ranks
+
+    @property
+    def shared_by(self) -> float:
+        """The microbatches that what a step does once counts as a part of, where tensors are placed."""
+        return self.microbatches if self.counted is None else self.counted
 
 
 @dataclass
@@ -304,7 +310,7 @@ def _problem(request: Request, axis: str) -> AxisProblem:
     link = request.cluster.link(size, mesh.stride(axis), mesh.world)
     paired = axis == "cp" and mesh.paired
     moved = moved_seconds(request) if axis == "tp" and request.is_streamed else 0.0
-    given = size, request.cluster.device, link, request.microbatches, paired
+    given = size, request.cluster.device, link, request.shared_by, paired
     others = _earlier(request, axis), _journeys(request, axis)
     prices = request.prices(*given, axis, *others, moved_seconds=moved)
     kind = {"cp": "sequence", "tp": "model"}.get(axis, "batch")
@@ -323,7 +329,7 @@ def _earlier(request: Request, axis: str) -> EarlierAxes:
     mesh, cluster = request.mesh, request.cluster
     sizes = {name: mesh.size(name) for name in AXES[1 : AXES.index(axis)]}  # pp is no axis of types
     links = {n: (size, cluster.link(size, mesh.stride(n), mesh.world)) for n, size in sizes.items() if size > 1}
-    return EarlierAxes(links, request.microbatches)
+    return EarlierAxes(links, request.shared_by)
 
 
 def moved_seconds(request: Request) -> float:

@@ -23,11 +23,11 @@ from autopar.rules.experts import EXCHANGE, FILTER
 
 @dataclass(frozen=True)
 class EarlierAxes:
-    """``links``: ranks of each of these axes, and the slowest link that they cross. A step has so many
-    ``microbatches``."""
+    """``links``: ranks of each of these axes, and the slowest link that they cross. What a step does once counts as
+    one in so many ``microbatches``."""
 
     links: Mapping[str, tuple[int, Link]] = field(default_factory=dict)
-    microbatches: int = 1
+    microbatches: float = 1
 
     def change_seconds(self, node: fx.Node, part: Op) -> float:
         """Seconds per microbatch of a change of type on one of these axes, of the ``part`` of its tensor that a rank

@@ -69,7 +69,7 @@ class RankPrices:
     size: int
     device: Device
     link: Link
-    microbatches: int
+    microbatches: float
     paired: bool = False
     axis: str = ""
     earlier: EarlierAxes = field(default_factory=EarlierAxes)

@@ -41,7 +41,8 @@ class Key(NamedTuple):
     the head is computed (``head``: over so many pipeline ranks, 0: whole; in ``chunks`` of tokens). ``stages``: state
     has to fit in so many ranks (0: it may be as large as it likes). ``several``: a batch is several microbatches, in
     which not every model can be cut; ``copies``: there is a dp, over which gradients are summed (``dp``: of so many
-    ranks, where that matters)."""
+    ranks, where that matters). ``endless``: it is placed for the fastest passes, as if a step had endless microbatches
+    to share what is done once."""
 
     rows: int
     ep: int
@@ -55,6 +56,12 @@ class Key(NamedTuple):
     copies: bool = False
     streamed: bool = False
     dp: int = 0
+    endless: bool = False
+
+    @property
+    def plain(self) -> Key:
+        """The one that says what the passes of the same ranks cost, whatever else these hold or compute."""
+        return self._replace(head=0, chunks=1, stages=0, streamed=False)
 
     @property
     def inner(self) -> int:
@@ -332,7 +339,8 @@ class Profiler:
         state = (self.options.budget_bytes or self.cluster.device.memory_bytes) * key.stages or _BOUNDLESS
         vocabulary = "vocab-1" if key.head else "redistributed"  # what is placed is the same for all split heads
         wanted, load = Wanted("1f1b", vocabulary), dict(self.expert_load)
-        request = Request(mesh, microbatches, self.cluster, wanted, options, load, state, key.streamed)
+        counted = self._counted(key)
+        request = Request(mesh, microbatches, self.cluster, wanted, options, load, state, key.streamed, counted)
         placed = place_inner(self._rows(key, request), request)
         machine = Machine.of(self.cluster, placed.request.mesh, options.zero_ranks)
         stays = unhoisted(placed.model)
@@ -340,6 +348,14 @@ class Profiler:
         pairs = zip(placed.model.blocks, computed, strict=True)
         costs = [block_cost(block, machine, compute) for block, compute in pairs]
         return Profile(key, placed, costs, units_of(placed.model, costs), computed)
+
+    def _counted(self, key: Key) -> float | None:
+        """The microbatches of :class:`autopar.planner.build.Request` that share what a step does once: of placements
+        whose passes one bounds, as many as of that one."""
+        if key.endless:
+            return math.inf
+        plain = self.known.get(key.plain)
+        return plain.placed.request.shared_by if plain is not None else None
 
     @cached_property
     def _table(self) -> Table | None:

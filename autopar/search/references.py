@@ -39,9 +39,9 @@ class References:
         return cls(profiler, batch, rows, axes)
 
     def known(self) -> list[Profile]:
-        """Those that bound others: placed as is best, with the head as it is."""
+        """Those that bound others: placed for the fastest passes, with the head as it is."""
         known = self.profiler.known.items()
-        return [p for k, p in known if not (k.stages or k.head or k.chunks > 1 or k.streamed)]
+        return [p for k, p in known if k == k.plain and (k.tp == 1 or k.endless)]
 
     def wanted(self, region: Region, *, likely: bool = False) -> Reference | None:
         """One to make that bounds ``region`` and others, or that says what these are ``likely`` to take; None where

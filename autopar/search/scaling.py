@@ -14,6 +14,10 @@ ranks are closer.
 
 Where experts are over an axis, what is known of others on it says nothing: tokens that travel along it may be faster.
 
+Solvers minimize passes and what a step does once (sums over dp, updates), as one in so many microbatches. Where ``tp``
+may leave parameters whole or split them, passes are as fast as they can be only where the latter doesn't count
+(:attr:`autopar.search.profiles.Key.endless`): no other placement on tp bounds any.
+
 Of fewer rows than ranks, some may have to be sent that the whole batch, cut by rows, has not. That is no bound: what is
 placed there may send less.
 """
@@ -189,10 +193,10 @@ class Scaling:
 def thin(key: Key, batch: int) -> Key:
     """As many rows on the tp of ``key`` alone that it can't cut them."""
     rows = max(size for size in range(1, key.tp) if batch % size == 0)
-    return Key(rows, 1, 1, key.tp, several=rows < batch)
+    return Key(rows, 1, 1, key.tp, several=rows < batch, endless=True)
 
 
 def alone(axis: str, key: Key, batch: int) -> Key:
     """The whole ``batch`` on this axis of ``key``, and on no other."""
     size = getattr(key, axis)
-    return Key(batch // (size if axis == "ep" else 1), 1, 1, 1)._replace(**{axis: size})
+    return Key(batch // (size if axis == "ep" else 1), 1, 1, 1, endless=axis == "tp")._replace(**{axis: size})
