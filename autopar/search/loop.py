@@ -28,7 +28,7 @@ from autopar.search.hulls import Array
 from autopar.search.outlook import Outlook, Way
 from autopar.search.pins import Pins
 from autopar.search.profiles import Key, Profile, Profiler
-from autopar.search.references import References
+from autopar.search.references import Reference, References
 from autopar.search.scaling import Scaling
 from autopar.search.space import (
     Family,
@@ -283,8 +283,8 @@ class Search:
         if better > bound:
             self._push(better, region)
         elif profile is None:
-            if self.place(region) is not None:
-                self._push(bound, region)
+            if self._make(self.references.fastest(region)) or self.place(region) is not None:
+                self._push(max(bound, self.at_first(region)), region)
         else:
             for family in self.families_of(region):
                 self._open_family(bound, family, profile)
@@ -401,7 +401,10 @@ class Search:
     def place_reference(self, region: Region, *, likely: bool = False) -> bool:
         """Make one of the profiles that bound ``region`` and others, or of those that say what these are ``likely`` to
         take, if there is one to make."""
-        reference = self.references.wanted(region, likely=likely)
+        return self._make(self.references.wanted(region, likely=likely))
+
+    def _make(self, reference: Reference | None) -> bool:
+        """Whether there is one to make."""
         if reference is not None:
             self._work += _OPS * self.ops
             self.tell("place")

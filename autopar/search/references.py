@@ -20,23 +20,25 @@ _SHARED: Final = 4  # regions that one has to serve which is made for its bound 
 
 @dataclass(frozen=True)
 class References:
-    """Of a search whose regions have so many rows (``rows``) and such axes (``axes``: name and size), by how many of
-    them do; of a ``batch`` of so many rows."""
+    """Of a search whose regions have so many rows (``rows``), such axes (``axes``: name and size) and such ``ranks``
+    (all axes of a key), by how many of them do; of a ``batch`` of so many rows."""
 
     profiler: Profiler
     batch: int
     rows: Mapping[int, int]
     axes: Mapping[tuple[str, int], int]
+    ranks: Mapping[Key, int]
 
     @classmethod
     def of(cls, profiler: Profiler, batch: int, keys: Mapping[Key, int]) -> References:
         """``keys`` are those of all regions, with how many have each."""
-        rows, axes = Counter[int](), Counter[tuple[str, int]]()
+        rows, axes, ranks = Counter[int](), Counter[tuple[str, int]](), Counter[Key]()
         for key, count in keys.items():
             rows[key.rows] += count
+            ranks[_ranks(key)] += count
             for axis in key.axes():
                 axes[axis, getattr(key, axis)] += count
-        return cls(profiler, batch, rows, axes)
+        return cls(profiler, batch, rows, axes, ranks)
 
     def known(self) -> list[Profile]:
         """Those that bound others: placed for the fastest passes, with the head as it is."""
@@ -48,6 +50,14 @@ class References:
         there is none."""
         kinds = (self._alone, self._thin) if likely else (self._plain, self._alone)
         return next(filter(None, (of(region) for of in kinds)), None)
+
+    def fastest(self, region: Region) -> Reference | None:
+        """The fastest passes of the region's own rows on its own axes, which bound others with as many or fewer rows;
+        None where tp leaves no choice, few others have them, or it is made."""
+        key = region.key._replace(copies=False, endless=True)
+        if key.tp == 1 or self.ranks.get(_ranks(key), 0) < _SHARED or self._is_known(key):
+            return None
+        return key, region.mesh, region.microbatches
 
     def _plain(self, region: Region) -> Reference | None:
         """This region's rows without any axis."""
@@ -75,3 +85,8 @@ class References:
 
     def _is_known(self, key: Key) -> bool:
         return key in self.profiler.known or key in self.profiler.refused
+
+
+def _ranks(key: Key) -> Key:
+    """The axes of ``key``, of any rows."""
+    return Key(0, key.ep, key.cp, key.tp, key.borrowed)

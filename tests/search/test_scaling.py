@@ -15,7 +15,7 @@ from autopar.search.loop import Search
 from autopar.search.profiles import Key, Profile
 from autopar.search.scaling import Scaling, alone, thin
 from autopar.search.space import Region, regions
-from tests.fast_cluster import FAST, NODES
+from tests.fast_cluster import BUSY, FAST, NODES
 from tests.search.spaces import experts_on, search_of
 
 
@@ -55,6 +55,39 @@ def test_no_placement_is_below() -> None:
     for key, profile in search.profiler.known.items():
         if not (key.stages or key.head or key.chunks > 1 or key.streamed):
             assert search.scaling.seconds(key) <= profile.seconds * (1 + 1e-9)
+
+
+def test_placements_that_save_sums_bound_no_faster_passes() -> None:
+    """In few microbatches sums over dp count more than passes, so that tp splits weights; in more of them it doesn't.
+    What bounds both has the fastest passes."""
+    few, more = Region(Mesh(dp=4, tp=2), 8, 2), Region(Mesh(pp=2, dp=2, tp=2), 8, 4)
+    search, other = (search_of("gpt2", 64, 8, BUSY) for _ in range(2))
+    slower, faster = search.place(few), other.place(more)
+    assert slower is not None
+    assert faster is not None
+    assert slower.key == faster.key
+    assert faster.seconds < 0.99 * slower.seconds
+    search.glance()
+    assert slower not in search.references.known()
+    reference = search.references.fastest(few)
+    assert reference is not None
+    fastest = search.profiler.of(*reference)
+    assert fastest is not None
+    assert fastest in search.references.known()
+    assert search.references.fastest(few) is None, "it is made"
+    assert search.scaling.seconds(more.key) <= fastest.seconds * (1 + 1e-9) <= faster.seconds * (1 + 1e-8)
+
+
+def test_variants_of_a_placement_count_what_a_step_does_once_alike() -> None:
+    """So that none has faster passes than the one that bounds it, whatever it was asked for first."""
+    search = search_of("gpt2", 64, 8, BUSY)
+    search.glance()
+    region = Region(Mesh(pp=2, dp=2, tp=2), 16, 2)
+    assert search.place(region) is not None
+    for key in (region.key._replace(head=2), region.key._replace(chunks=8), region.key._replace(streamed=True)):
+        variant = search.profiler.of(key, Mesh(pp=2, dp=1, tp=2, cp=2), 64)
+        assert variant is not None
+        assert variant.placed.request.shared_by == 2
 
 
 def test_no_placement_with_experts_over_other_axes_is_below() -> None:
