@@ -43,7 +43,7 @@ _REGIONS_POLISHED = 2
 _AWAY_TRIED = 3  # points with activations on the host
 _LOOKED = 4  # regions next to the best that are placed
 _FACTOR, _CHANGES = 3, 3  # by which those differ, in so many degrees
-_SEARCHES, _AGAIN = 0.6, 0.1  # of the work of a whole search: at first, and with something to compare with
+_SEARCHES, _AGAIN, _ELSEWHERE = 0.6, 0.1, 0.3  # of the work of a whole search: at first, then, with what is on the host
 _LONGER = 4  # times that, if what waits may still be better by much
 _NEAR = 1.4  # times the least estimate that waits: less is good enough
 _LAST = 2  # points of placed regions, where that was all the work
@@ -56,22 +56,26 @@ _COARSE = 2  # times the rows of a microbatch: those between are next to the bes
 
 
 def dive(search: Search, regions: list[Region]) -> None:
-    """Lay out the most promising points, plain ones first; then those with sequences split within a node, and what
-    differs from the best in a few choices."""
+    """Lay out the most promising points, plain ones first; then those with sequences split within a node, what differs
+    from the best in a few choices, and pipelines with activations on the host where the best is short of memory."""
     node, learned = search.costing.cluster.devices_per_node, _Learned()
     near = [r for r in regions if r.mesh.tp * r.mesh.cp <= node and not r.mesh.borrowed]
     plain, split = ([r for r in near if (r.mesh.cp > 1) == is_split] for is_split in (False, True))
-    for some, savers in ((plain, False), (regions, False), (plain, True)):
+    for some, state in ((plain, ()), (regions, ()), (plain, _AWAY)):
         if not search.outcomes:
-            _Dive(search, savers, learned, _SEARCHES).run(some)
+            _Dive(search, state, learned, _SEARCHES).run(some)
     if search.outcomes:
         _put_away(search, learned)  # what else looks good is often beaten by then
-        _Dive(search, False, learned, _AGAIN).run(split)
+        _Dive(search, (), learned, _AGAIN).run(split)
         around = _Around.of(regions)
         _climb(search, around, learned, ())
         _polish(search, learned)
         _put_away(search, learned)
-        if offload := _likely_away(search, search.ranked()[0]):
+        best = search.ranked()[0]
+        if best.is_tight and not best.point.offload:
+            pipelines = [region for region in near if _ACTIVATIONS in _ways_away(search, region)]
+            _Dive(search, _ACTIVATIONS, learned, _ELSEWHERE).run(pipelines)
+        if offload := search.ranked()[0].point.offload:
             _climb(search, around, learned, offload)
 
 
@@ -129,10 +133,10 @@ def _kinds(point: Point) -> list[tuple[object, ...]]:
 
 @dataclass
 class _Dive:
-    """What waits, the best estimate first; with state on the host alone, if these are ``savers``."""
+    """What waits, the best estimate first, with this on the host (``offload``)."""
 
     search: Search
-    savers: bool
+    offload: tuple[str, ...]
     learned: _Learned
     share: float  # of the work of a whole search, where what waits isn't much better
     waiting: list[tuple[float, int, Region | Point]] = field(default_factory=list)
@@ -146,7 +150,7 @@ class _Dive:
         search, begun = self.search, self.search.work
         first = {region: _first_estimate(search, region) for region in _coarse(regions)}
         left = [region for region, estimate in first.items() if estimate < search.best_seconds]
-        for region, likely in zip(left, search.all_likely(left, self._offload), strict=True):
+        for region, likely in zip(left, search.all_likely(left, self.offload), strict=True):
             self._wait(max(first[region], likely), region)
         for _ in range(_LOOKS):
             if not self.waiting or self.waiting[0][0] >= search.best_seconds:
@@ -183,7 +187,7 @@ class _Dive:
             return
         if any(mesh.pp <= pp and region.rows >= rows for pp, rows in full):
             return
-        likely, kind = max(first, search.likely(region, self._offload)), _kind(search, region)
+        likely, kind = max(first, search.likely(region, self.offload)), _kind(search, region)
         better = self.learned.unplaced(kind, likely)
         if self.learned.laid_out(kind, likely) >= search.best_seconds:
             return
@@ -201,12 +205,14 @@ class _Dive:
                 return
             best = min(found, key=itemgetter(0))
             self.learned.placed[kind].append(best[0] / likely)
-            if not search.outcomes and best[0] < _NEAR * self.waiting[0][0]:
+            least = self.waiting[0][0] if self.waiting else math.inf
+            if self._begins and best[0] < min(search.best_seconds, _NEAR * least):
                 self._try(*best)
 
     @property
-    def _offload(self) -> tuple[str, ...]:
-        return _AWAY if self.savers else ()
+    def _begins(self) -> bool:
+        """Whether too little like these points was laid out to say how far their estimates are off."""
+        return not self.search.outcomes or (bool(self.offload) and len(self.learned.known[self.offload,]) < _SEVERAL)
 
     def _is_new(self, region: Region) -> bool:
         """Whether it is placed, or few of its degrees with other rows were, with or without a pipeline as it is: these
@@ -220,7 +226,7 @@ class _Dive:
     def _points(self, region: Region, profile: Profile) -> Iterator[tuple[float, Point]]:
         """Its points that may fit, with what they are likely to take."""
         for family in self.search.families_of(region):
-            points = _points(self.search, family, savers=self.savers)
+            points = _points(self.search, family, self.offload)
             for point, estimate in zip(points, self.search.estimates(points, profile), strict=True):
                 if not math.isinf(estimate):
                     self.search.note(point, estimate * promise(point))
@@ -269,19 +275,17 @@ def _first_estimate(search: Search, region: Region) -> float:
     return search.by_scaling(region, likely=True) + search.share(region) * search.root.forward_seconds * (pp - 1) / pp
 
 
-def _points(search: Search, family: Family, *, savers: bool) -> list[Point]:
-    """Its points; with state on the host alone, if these are ``savers``."""
+def _points(search: Search, family: Family, offload: tuple[str, ...]) -> list[Point]:
+    """Its points, with this on the host alone; none where that can't be."""
     points = [point for point in search.stored(family) if work_of(point) <= _WORK]
-    if savers:
-        ways = [offload for offload, _ in saving(family.region, search.costing.cluster, search.pins)]
-        points = [point._replace(offload=_AWAY) for point in points if _AWAY in ways]
-    return points
+    if not offload:
+        return points
+    return [point._replace(offload=offload) for point in points if offload in _ways_away(search, family.region)]
 
 
-def _likely_away(search: Search, best: Outcome) -> tuple[str, ...]:
-    """What may be on the host where that is faster: what the best has there, or activations where it recomputes."""
-    ways = [offload for offload, _ in saving(best.point.region, search.costing.cluster, search.pins)]
-    return best.point.offload or (_ACTIVATIONS if best.recomputes and _ACTIVATIONS in ways else ())
+def _ways_away(search: Search, region: Region) -> set[tuple[str, ...]]:
+    """What may be on the host."""
+    return {offload for offload, _ in saving(region, search.costing.cluster, search.pins)}
 
 
 def _climb(search: Search, around: _Around, learned: _Learned, offload: tuple[str, ...]) -> None:
@@ -362,9 +366,8 @@ def _put_away(search: Search, learned: _Learned) -> None:
     """Lay out the best of each region where some of it is recomputed with activations on the host instead."""
     away: list[tuple[float, int, Region, Point]] = []
     for number, (region, outcome) in enumerate(_by_region(search).items()):
-        ways = [offload for offload, _ in saving(region, search.costing.cluster, search.pins)]
         profile = search.profile(region)
-        if outcome.recomputes and _ACTIVATIONS in ways and profile is not None:
+        if outcome.recomputes and _ACTIVATIONS in _ways_away(search, region) and profile is not None:
             point = outcome.point._replace(offload=_ACTIVATIONS)
             (estimate,) = search.estimates([point], profile)
             away.append((estimate, number, region, point))

@@ -41,8 +41,8 @@ class Key(NamedTuple):
     the head is computed (``head``: over so many pipeline ranks, 0: whole; in ``chunks`` of tokens). ``stages``: state
     has to fit in so many ranks (0: it may be as large as it likes). ``several``: a batch is several microbatches, in
     which not every model can be cut; ``copies``: there is a dp, over which gradients are summed (``dp``: of so many
-    ranks, where that matters). ``endless``: it is placed for the fastest passes, as if a step had endless microbatches
-    to share what is done once."""
+    ranks, where that matters). ``counted``: where tp may leave parameters whole or split them, about how many
+    microbatches share what a step does once; without end, passes are the fastest (0: there is no such choice)."""
 
     rows: int
     ep: int
@@ -56,7 +56,7 @@ class Key(NamedTuple):
     copies: bool = False
     streamed: bool = False
     dp: int = 0
-    endless: bool = False
+    counted: float = 0
 
     @property
     def plain(self) -> Key:
@@ -339,8 +339,9 @@ class Profiler:
         state = (self.options.budget_bytes or self.cluster.device.memory_bytes) * key.stages or _BOUNDLESS
         vocabulary = "vocab-1" if key.head else "redistributed"  # what is placed is the same for all split heads
         wanted, load = Wanted("1f1b", vocabulary), dict(self.expert_load)
-        counted = self._counted(key)
-        request = Request(mesh, microbatches, self.cluster, wanted, options, load, state, key.streamed, counted)
+        request = Request(
+            mesh, microbatches, self.cluster, wanted, options, load, state, key.streamed, key.counted or None
+        )
         placed = place_inner(self._rows(key, request), request)
         machine = Machine.of(self.cluster, placed.request.mesh, options.zero_ranks)
         stays = unhoisted(placed.model)
@@ -348,14 +349,6 @@ class Profiler:
         pairs = zip(placed.model.blocks, computed, strict=True)
         costs = [block_cost(block, machine, compute) for block, compute in pairs]
         return Profile(key, placed, costs, units_of(placed.model, costs), computed)
-
-    def _counted(self, key: Key) -> float | None:
-        """The microbatches of :class:`autopar.planner.build.Request` that share what a step does once: of placements
-        whose passes one bounds, as many as of that one."""
-        if key.endless:
-            return math.inf
-        plain = self.known.get(key.plain)
-        return plain.placed.request.shared_by if plain is not None else None
 
     @cached_property
     def _table(self) -> Table | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ class References:
     def known(self) -> list[Profile]:
         """Those that bound others: placed for the fastest passes, with the head as it is."""
         known = self.profiler.known.items()
-        return [p for k, p in known if k == k.plain and (k.tp == 1 or k.endless)]
+        return [p for k, p in known if k == k.plain and (k.tp == 1 or math.isinf(k.counted))]
 
     def wanted(self, region: Region, *, likely: bool = False) -> Reference | None:
         """One to make that bounds ``region`` and others, or that says what these are ``likely`` to take; None where
@@ -54,7 +55,7 @@ class References:
     def fastest(self, region: Region) -> Reference | None:
         """The fastest passes of the region's own rows on its own axes, which bound others with as many or fewer rows;
         None where tp leaves no choice, few others have them, or it is made."""
-        key = region.key._replace(copies=False, endless=True)
+        key = region.key._replace(copies=False, counted=math.inf)
         if key.tp == 1 or self.ranks.get(_ranks(key), 0) < _SHARED or self._is_known(key):
             return None
         return key, region.mesh, region.microbatches

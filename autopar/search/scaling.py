@@ -16,7 +16,7 @@ Where experts are over an axis, what is known of others on it says nothing: toke
 
 Solvers minimize passes and what a step does once (sums over dp, updates), as one in so many microbatches. Where ``tp``
 may leave parameters whole or split them, passes are as fast as they can be only where the latter doesn't count
-(:attr:`autopar.search.profiles.Key.endless`): no other placement on tp bounds any.
+(:attr:`autopar.search.profiles.Key.counted`): no other placement on tp bounds any.
 
 Of fewer rows than ranks, some may have to be sent that the whole batch, cut by rows, has not. That is no bound: what is
 placed there may send less.
@@ -193,10 +193,12 @@ class Scaling:
 def thin(key: Key, batch: int) -> Key:
     """As many rows on the tp of ``key`` alone that it can't cut them."""
     rows = max(size for size in range(1, key.tp) if batch % size == 0)
-    return Key(rows, 1, 1, key.tp, several=rows < batch, endless=True)
+    return Key(rows, 1, 1, key.tp, several=rows < batch, counted=math.inf)
 
 
 def alone(axis: str, key: Key, batch: int) -> Key:
     """The whole ``batch`` on this axis of ``key``, and on no other."""
     size = getattr(key, axis)
-    return Key(batch // (size if axis == "ep" else 1), 1, 1, 1, endless=axis == "tp")._replace(**{axis: size})
+    return Key(batch // (size if axis == "ep" else 1), 1, 1, 1, counted=math.inf if axis == "tp" else 0)._replace(
+        **{axis: size}
+    )

@@ -53,6 +53,9 @@ _AWAY = 5  # times that: several ways to put activations on the host are tried
 _MOST_CHUNKS: Final = 8
 """Stages per rank that are tried: each halves the bubble that is left, and doubles the messages."""
 
+_COUNTED: Final = 4
+"""Microbatches are told apart by powers of it, where placements share what a step does once among them."""
+
 _TOGETHER: Final = 16  # regions: of more at once, arrays are large
 
 
@@ -136,7 +139,8 @@ class Region(NamedTuple):
     def key(self) -> Key:
         mesh = self.mesh
         several, copies = self.microbatches > 1, mesh.dp > 1
-        return Key(self.rows, mesh.ep, mesh.cp, mesh.tp, mesh.borrowed, several=several, copies=copies)
+        counted = _COUNTED ** round(math.log(self.microbatches, _COUNTED)) if mesh.tp > 1 else 0
+        return Key(self.rows, mesh.ep, mesh.cp, mesh.tp, mesh.borrowed, several=several, copies=copies, counted=counted)
 
 
 def simplicity(region: Region) -> tuple[int, ...]:
