@@ -18,7 +18,7 @@ from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 from autopar.search import dive
 from autopar.search.costing import Outcome
-from autopar.search.dive import _alike, _Around, _climb, _Learned, _likely_away
+from autopar.search.dive import _alike, _Around, _climb, _Learned
 from autopar.search.loop import Search
 from autopar.search.space import Point, Region, regions
 from tests.fast_cluster import FAST
@@ -195,7 +195,7 @@ def test_what_was_placed_is_laid_out_though_all_work_is_done() -> None:
     points = list(search.points_of(region))
     profile = search.profile(region)
     assert profile is not None
-    dive_ = dive._Dive(search, False, _Learned(), 0.0)
+    dive_ = dive._Dive(search, (), _Learned(), 0.0)
     for number, (point, estimate) in enumerate(zip(points, search.estimates(points, profile), strict=True)):
         dive_.waiting.append((estimate, number, point))
     dive_._try_placed()
@@ -208,17 +208,20 @@ def test_what_was_placed_is_laid_out_though_all_work_is_done() -> None:
 # --- what goes to the host
 
 
-def test_where_the_best_recomputes_in_a_pipeline_activations_may_be_away() -> None:
-    search = search_of("gpt2", BATCH, 4, replace(FAST, device=replace(FAST.device, host_memory_bytes=10**12)))
-    pipeline, one = Region(Mesh(pp=2, dp=2), 1, 4), Region(Mesh(dp=4), 1, 2)
-    for region, recomputes, offload, wanted in (
-        (pipeline, True, (), ("activations",)),
-        (pipeline, False, (), ()),
-        (one, True, (), ()),
-        (pipeline, False, ("parameters", "activations"), ("parameters", "activations")),
-    ):
-        point = Point(region, "1f1b", None, "redistributed", 1, 0, offload, 1)
-        assert _likely_away(search, Outcome(point, 1.0, 1, recomputes)) == wanted
+@pytest.mark.parametrize(("budget", "given", "looked"), [(10**6, {}, True), (10**9, {}, False), (10**6, PLAIN, False)])
+def test_pipelines_with_activations_on_the_host_are_looked_at_where_memory_is_short(
+    budget: int, given: dict[str, Any], looked: bool
+) -> None:
+    """Others than those where the best was first laid out without; not where a user says what is on the host."""
+    host = replace(FAST, device=replace(FAST.device, host_memory_bytes=10**12, host_bytes_per_second=1e9))
+    search = search_of("gpt2", BATCH, 4, host, budget_bytes=budget, **{"head_chunks": 1, **given})
+    found = search.glance()
+    assert found[0].is_tight == (budget == 10**6)
+    away, here = (
+        {o.point.region for o in found if (o.point.offload == ("activations",)) == is_away} for is_away in (1, 0)
+    )
+    assert bool(away - here) == looked
+    assert all(region.mesh.pp > 1 for region in away)
 
 
 def test_what_is_like_the_best_has_any_number_of_chunks() -> None:
@@ -271,7 +274,7 @@ def test_one_region_with_a_pipeline_and_one_without_are_new() -> None:
     first = next(region for region in search._begin() if region.mesh.dp == 8)
     search.place(first)
     search.lay_out(next(search.points_of(first)))
-    dive_ = dive._Dive(search, False, _Learned(), 0.0)
+    dive_ = dive._Dive(search, (), _Learned(), 0.0)
     piped, alone = ([r for r in found if (r.mesh.pp > 1) == is_piped and r.mesh.dp > 1] for is_piped in (True, False))
     assert [dive_._is_new(region) for region in (*piped[:2], *alone[:2])] == [True, False, True, False]
 
@@ -306,7 +309,7 @@ def test_regions_that_differ_by_a_few_rows_wait_until_one_of_them_is_the_best() 
 def test_how_far_estimates_were_off_is_learned_from_what_is_placed() -> None:
     search = space("gpt2", 8, "h100")
     region = next(region for region in search._begin() if region.mesh.dp == 8)
-    dive_ = dive._Dive(search, False, _Learned(), 0.0)
+    dive_ = dive._Dive(search, (), _Learned(), 0.0)
     while not any(dive_.learned.placed.values()):  # references are made first
         likely = max(dive._first_estimate(search, region), search.likely(region))
         dive_._look_at(math.inf, region)
