@@ -34,6 +34,16 @@ class GptSizes:
         """Products' weights of one layer."""
         return 12 * self.width**2
 
+    @property
+    def placements(self) -> dict[str, dict[str, str]]:
+        """How Megatron splits parameters over tp: columns, then rows (arXiv 1909.08053, section 3)."""
+        columns = {"*.qkv.*": "S(0,3)", "*.up.*": "S(0)", "token.weight": "S(0)"} | (
+            {} if self.tied else {"head.weight": "S(0)"}
+        )
+        return {
+            name: {"tp": kind} for name, kind in {**columns, "*.out.weight": "S(1)", "*.down.weight": "S(1)"}.items()
+        }
+
 
 class Norm(nn.Module):
     """LayerNorm whose input and output are of the same dtype, under autocast too."""

@@ -38,6 +38,13 @@ class LlamaSizes:
     fused: bool = False
     gated: bool = True
 
+    @property
+    def placements(self) -> dict[str, dict[str, str]]:
+        """How Megatron splits parameters over tp: columns, then rows (arXiv 1909.08053, section 3)."""
+        columns = ["*.q.weight", "*.k.weight", "*.v.weight", "*.up.weight", "token.weight", "head.weight"]
+        kinds = dict.fromkeys([*columns, *(["*.gate.weight"] if self.gated else [])], "S(0)")
+        return {name: {"tp": kind} for name, kind in {**kinds, "*.out.weight": "S(1)", "*.down.weight": "S(1)"}.items()}
+
 
 class RmsNorm(nn.Module):
     """Input and output are of the same dtype, under autocast too."""

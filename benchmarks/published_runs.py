@@ -105,6 +105,7 @@ class Run:
     def request(self) -> Request:
         mesh = self.mesh
         options = {"precision": "bf16", "recompute": "none", "budget_bytes": UNBOUNDED_BYTES, **self.options}
+        options |= {"placements": self.sizes.placements} if mesh.tp > 1 else {}
         wanted = Wanted(self.schedule, self.vocabulary, self.chunks)
         count = self.batch // (mesh.replicas * self.microbatch)
         prices = _WholeTokens if self.whole_tokens else RankPrices
