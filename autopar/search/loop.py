@@ -54,7 +54,7 @@ with its bound. Counted, not measured: searches are deterministic."""
 
 _OPS, _FAMILY, _REGION = 25, 90, 110  # units of work of placing one op, of bounds of a family's points, of a region's
 _RAISED = 1 / 8  # of a region's bound by all that is placed, where all are found at once
-_PROOF = 0.1  # of the work, for bounds at least
+_PROOF = 0.3  # of the work, for bounds at least
 _AT_ONCE = 3 / 4  # of the work of a point that fits without a choice of what to recompute, which isn't made then
 _CALLS, _BLOCKS = 32, 150  # calls of a model, and ops of its blocks: with fewer, laying out takes less
 _OTHERS = 60  # families whose points are bounded for runners-up alone
