@@ -53,9 +53,6 @@ _AWAY = 5  # times that: several ways to put activations on the host are tried
 _MOST_CHUNKS: Final = 8
 """Stages per rank that are tried: each halves the bubble that is left, and doubles the messages."""
 
-_COUNTED: Final = 4
-"""Microbatches are told apart by powers of it, where placements share what a step does once among them."""
-
 _TOGETHER: Final = 16  # regions: of more at once, arrays are large
 
 
@@ -139,8 +136,14 @@ class Region(NamedTuple):
     def key(self) -> Key:
         mesh = self.mesh
         several, copies = self.microbatches > 1, mesh.dp > 1
-        counted = _COUNTED ** round(math.log(self.microbatches, _COUNTED)) if mesh.tp > 1 else 0
+        counted = _near(self.microbatches) if mesh.tp > 1 else 0
         return Key(self.rows, mesh.ep, mesh.cp, mesh.tp, mesh.borrowed, several=several, copies=copies, counted=counted)
+
+
+def _near(microbatches: int) -> int:
+    """The power of four within a factor of two: as finely as placements tell apart how many share what a step does
+    once."""
+    return int(4 ** (microbatches.bit_length() // 2))
 
 
 def simplicity(region: Region) -> tuple[int, ...]:

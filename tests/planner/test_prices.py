@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from autopar.api import prepare
@@ -32,17 +32,6 @@ from autopar.rules import lookup
 from autopar.rules.base import Op
 from autopar.spmd import I, S
 
-_STEPS = 10**15  # microbatches, so that what a step does once costs nothing
-
-
-@dataclass(frozen=True)
-class OfPasses(RankPrices):
-    """Of what each microbatch does alone."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "microbatches", _STEPS)
-        object.__setattr__(self, "earlier", replace(self.earlier, microbatches=_STEPS))
-
 
 def llama() -> Model:
     config = LlamaConfig(
@@ -53,10 +42,7 @@ def llama() -> Model:
         num_attention_heads=32,
         num_key_value_heads=8,
     )
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
-    ids = torch.zeros(8, 4096, dtype=torch.long)
-    return prepare(model, {"input_ids": ids, "labels": ids})[0]
+    return prepared(LlamaForCausalLM, config, 4096)
 
 
 def mixtral() -> Model:
@@ -69,16 +55,22 @@ def mixtral() -> Model:
         num_key_value_heads=8,
         num_local_experts=8,
     )
+    return prepared(MixtralForCausalLM, config, 2048)
+
+
+def prepared(family: Callable[[Any], nn.Module], config: Any, sequence: int) -> Model:
+    """In bf16, with a batch of eight."""
     with torch.device("meta"):
-        model = MixtralForCausalLM(config).to(torch.bfloat16)
-    ids = torch.zeros(8, 2048, dtype=torch.long)
+        model = family(config).to(torch.bfloat16)
+    ids = torch.zeros(8, sequence, dtype=torch.long)
     return prepare(model, {"input_ids": ids, "labels": ids})[0]
 
 
-def placed(model: Model, sizes: dict[str, int], **options: str) -> Placed:
+def placed(model: Model, sizes: dict[str, int], attention: str) -> Placed:
+    """As if what a step does once cost nothing: endless microbatches share it."""
     mesh = Mesh.of(sizes, math.prod(size for axis, size in sizes.items() if axis != "ep"))
-    wanted = Wanted("1f1b", "redistributed")
-    request = Request(mesh, 1, Cluster.load("h100"), wanted, Options(**options), prices=OfPasses)  # type: ignore[arg-type]
+    wanted, options = Wanted("1f1b", "redistributed"), Options.of(attention=attention)
+    request = Request(mesh, 1, Cluster.load("h100"), wanted, options, counted=math.inf)
     return place_inner(split_rows(begin(model, request, None), request), request)
 
 
@@ -110,7 +102,7 @@ def test_what_the_last_axis_minimizes_is_what_passes_cost(
     make: Callable[[], Model], sizes: dict[str, int], attention: str, apart: float
 ) -> None:
     """But for what only neighbours know: whether a reshape copies, and slices of what is whole."""
-    found = placed(make(), sizes, attention=attention)
+    found = placed(make(), sizes, attention)
     assert found.solutions[-1].seconds == pytest.approx(pass_seconds(found), rel=apart)
 
 
