@@ -167,9 +167,9 @@ def test_once_that_placement_is_there_it_is_what_bounds(monkeypatch: pytest.Monk
 
 
 def test_where_weights_move_for_less_another_head_may_leave_more_of_them_whole() -> None:
-    search = search_of("gpt2", 8, 8, BUSY, mesh={"tp": 2}, microbatch=1)
+    search = search_of("gpt2", 16, 8, BUSY, mesh={"tp": 2}, microbatch=1)
     search.glance()
-    near, far = Region(Mesh(pp=4, tp=2), 1, 8), Region(Mesh(dp=4, tp=2), 1, 2)
+    near, far = Region(Mesh(pp=4, tp=2), 1, 16), Region(Mesh(dp=4, tp=2), 1, 4)
     plain = search.place(far)
     assert plain is not None
     made = search.profiler.of(plain.key._replace(streamed=True), far.mesh, far.microbatches)
