@@ -329,7 +329,7 @@ def _earlier(request: Request, axis: str) -> EarlierAxes:
     mesh, cluster = request.mesh, request.cluster
     sizes = {name: mesh.size(name) for name in AXES[1 : AXES.index(axis)]}  # pp is no axis of types
     links = {n: (size, cluster.link(size, mesh.stride(n), mesh.world)) for n, size in sizes.items() if size > 1}
-    return EarlierAxes(links, request.shared_by)
+    return EarlierAxes(links)
 
 
 def moved_seconds(request: Request) -> float:

@@ -1,9 +1,8 @@
 """What nodes send on the axes that were solved before, priced while another axis is.
 
 Axes are solved one after another. By then the graph has the collectives of those before, and ops whose forms
-communicate there. What they send depends on what this axis splits: a gradient is summed over ``dp`` as far as ``tp``
-leaves a parameter whole, keys are gathered over ``cp`` for the heads that ``tp`` leaves to a rank. So each choice is
-priced with it, as :mod:`autopar.planner.block_costs` prices what it becomes.
+communicate there. What they send depends on what this axis splits: keys are gathered over ``cp`` for the heads that
+``tp`` leaves to a rank. So each choice is priced with it, as :mod:`autopar.planner.block_costs` prices what it becomes.
 """
 
 from __future__ import annotations
@@ -14,32 +13,26 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from autopar.cluster import Link
-from autopar.cost_models import collective
-from autopar.graph import info, operands
-from autopar.planner.block_costs import OpCost, add_change, add_form, changed_axis, is_parameter
+from autopar.graph import info
+from autopar.planner.block_costs import OpCost, add_change, add_form, changed_axis
 from autopar.rules.base import Op
 from autopar.rules.experts import EXCHANGE, FILTER
 
 
 @dataclass(frozen=True)
 class EarlierAxes:
-    """``links``: ranks of each of these axes, and the slowest link that they cross. What a step does once counts as
-    one in so many ``microbatches``."""
+    """``links``: ranks of each of these axes, and the slowest link that they cross."""
 
     links: Mapping[str, tuple[int, Link]] = field(default_factory=dict)
-    microbatches: float = 1
 
     def change_seconds(self, node: fx.Node, part: Op) -> float:
         """Seconds per microbatch of a change of type on one of these axes, of the ``part`` of its tensor that a rank
-        has; of a parameter, whose gradient is summed once a step, what its bytes add to that."""
+        has."""
         axis = changed_axis(node)
         if axis not in self.links:
             return 0.0
-        size, link = self.links[axis]
-        if is_parameter(operands(node)[0]):
-            return collective.marginal_seconds("all_reduce", part.result.bytes, size, link) / self.microbatches
         cost = OpCost(0.0, 0.0)
-        add_change(cost, node, part.operands[0], part.result, size, link)
+        add_change(cost, node, part.operands[0], part.result, *self.links[axis])
         return cost.seconds(0) + cost.seconds(1)
 
     def add_forms(self, cost: OpCost, node: fx.Node, local: Op) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -10,8 +11,8 @@ from torch import fx
 
 from autopar.cluster import Device, Link
 from autopar.cost_models import collective, step
-from autopar.graph import AVERAGED, AxisRef, Choice, Meta
-from autopar.planner.block_costs import OpCost, add_form, is_transition
+from autopar.graph import AVERAGED, AxisRef, Choice, Meta, operands
+from autopar.planner.block_costs import OpCost, add_form, is_parameter, is_transition
 from autopar.planner.earlier_axes import EarlierAxes
 from autopar.planner.exchange_prices import Journeys
 from autopar.planner.local_ops import in_part, local_op
@@ -91,7 +92,7 @@ class RankPrices:
         """:meth:`op` of each choice. What a rank computes depends only on which operands and results are split, and in
         how many pieces it is done: that is found out once for choices that have it in common."""
         if is_transition(node):
-            return [self._changed(node, op, choice) for choice in choices]
+            return [self._changed(node, op, rule, choice) for choice in choices]
         known = op.found.setdefault((self.device, self.size), {})
         free, sends, found = moves_nothing(node, op, self.device), self.earlier.send_by_form(node), []
         for choice in choices:
@@ -107,9 +108,15 @@ class RankPrices:
             found.append(self._with_messages(node, op, rule, choice, passes) * expert_imbalance(node, choice))
         return found
 
-    def _changed(self, node: fx.Node, op: Op, choice: Choice) -> float:
-        part = in_part(op, choice, self.size)
-        return self.earlier.change_seconds(node, part) * expert_imbalance(node, choice)
+    def _changed(self, node: fx.Node, op: Op, rule: Rule, choice: Choice) -> float:
+        """Of a change of type on an earlier axis. A parameter's gradient is summed once a step, mostly beside passes;
+        what each microbatch adds to it goes through memory, which no pass has where steps don't count."""
+        if is_parameter(operands(node)[0]):
+            added = (
+                0.0 if math.isinf(self.microbatches) else sum(work_seconds(op, rule, choice, self.size, self.device))
+            )
+            return added * expert_imbalance(node, choice)
+        return self.earlier.change_seconds(node, in_part(op, choice, self.size)) * expert_imbalance(node, choice)
 
     def _by_form(self, node: fx.Node, op: Op, rule: Rule, choice: Choice) -> float:
         """Of code of its own on this axis or on an earlier one: as what it becomes is priced."""

@@ -220,6 +220,8 @@ class Costing:
         split = row.splits_backward or splits_head(family)
         if chunks == 1:
             return beside + straight(inner, ranks, microbatches, split=split)
+        if ranks * chunks > len(units):
+            return beside  # no cut has so many stages, as laying it out says
         found, paths = beside + folded(inner, ranks, microbatches, split=split), self.interleaving
         first, last = (Unit(unit.block, 0.0, 0.0, 0.0) for unit in (units[0], units[-1]))
         cut = [first, *inner, last] if beside else units

@@ -17,11 +17,12 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from autopar.errors import ArgumentError, AutoparError
+from autopar.mesh import Mesh
 from autopar.plan import PointPlan, bytes_text, change_text
 from autopar.planner.modes import MODES
 from autopar.search.costing import Found, Outcome
 from autopar.search.pins import Pins
-from autopar.search.space import Point, work_of
+from autopar.search.space import Point, Region, promise, work_of
 
 if TYPE_CHECKING:
     from autopar.search.loop import Search
@@ -32,6 +33,7 @@ _FURTHER = 6  # points that are laid out for them at most
 _LOOKS = 500  # of those that are looked at
 _WORK = 2e4  # of one: about half a second
 _ALL_WORK = 6e4  # of all
+_PLACING = 2e4  # of placing regions for them
 _GPUS = (Fraction(1, 4), Fraction(1, 2), Fraction(3, 4), Fraction(3, 2), Fraction(2), Fraction(4))
 _MEMORY = 3 / 4  # of the peak of the plan before
 _MEMORIES = 4
@@ -57,6 +59,7 @@ def point_plan(search: Search, outcome: Outcome, why: str = "") -> PointPlan:
 def compared(search: Search, found: Found) -> Found:
     """``found`` with outcomes of points that may be among the runners-up, where it takes few to tell."""
     best, rows, tries = found.outcomes[0], _next(found.outcomes[0], found.outcomes), 0
+    _place_next(search)
     limit = search.work + _ALL_WORK
     for seconds, point in itertools.islice(_candidates(search), _LOOKS):
         if tries == _FURTHER or search.work > limit or (len(rows) == _RUNNERS_UP and seconds >= rows[-1].step_seconds):
@@ -69,6 +72,24 @@ def compared(search: Search, found: Found) -> Found:
             best, *_ = ranked = search.ranked()
             rows = _next(best, ranked)
     return replace(found, outcomes=search.ranked(), laid_out=search.laid_out)
+
+
+def _place_next(search: Search) -> None:
+    """Place regions of the best bounds that the proof did without, of each mesh one: what looks best of them may be
+    among the next."""
+    limit, first = search.work + _PLACING, dict[Mesh, Region]()
+    for region in search.unplaced():
+        first.setdefault(region.mesh, region)
+    for region in first.values():
+        if search.work >= limit:
+            return
+        profile = search.place(region)
+        for family in search.families_of(region) if profile is not None else ():
+            assert profile is not None
+            points = [point for point in search.stored(family) if work_of(point) <= _WORK]
+            for point, estimate in zip(points, search.estimates(points, profile), strict=True):
+                if not math.isinf(estimate):
+                    search.note(point, estimate * promise(point))
 
 
 def _candidates(search: Search) -> Iterator[tuple[float, Point]]:

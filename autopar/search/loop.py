@@ -236,6 +236,11 @@ class Search:
                     if not math.isinf(least):
                         heapq.heappush(heap, (max(bound, least), next(numbers), point))
 
+    def unplaced(self) -> list[Region]:
+        """Regions that aren't placed, the best bound first."""
+        found = (item.what for item in sorted((*self._waiting, *self._passed)))
+        return [what for what in found if isinstance(what, Region) and self.profile(what) is None]
+
     def _is_placed(self, item: Region | Point) -> bool:
         if isinstance(item, Point):
             return self.key_of(item)._replace(streamed=False) in self.profiler.known

@@ -43,17 +43,21 @@ def test_reasons_add_up_in_view(searched: tuple[Search, Found]) -> None:
 
 
 def test_what_looks_best_of_other_degrees_is_laid_out() -> None:
-    """Not what has the least bound, which may be far below what a point takes."""
+    """Not what has the least bound, which may be far below what a point takes; also of regions that the proof did
+    without."""
     search = experts_on(FAST, GPUS)
     found = search.run()
     known = {outcome.point for outcome in found.outcomes}
-    meshes = {point.region.mesh for point in known}
+    meshes, unplaced = {point.region.mesh for point in known}, search.unplaced()
+    assert unplaced
+    laid_out = len(search.outcomes)
+    compared(search, found)
+    assert search.profile(unplaced[0]) is not None
     looks = sorted(pair for pair in search.promising.values() if pair[1] not in known)
     _, first = next((seconds, point) for seconds, point in looks if point.region.mesh not in meshes)
     assert all(search.profile(point.region) is not None for _, point in looks)
-    laid_out = len(search.outcomes)
-    compared(search, found)
     assert search.outcomes[laid_out].point == first
+    assert {point.region for _, point in looks} & set(unplaced)
 
 
 def test_what_is_compared_is_counted(searched: tuple[Search, Found]) -> None:
