@@ -104,8 +104,8 @@ class Placed:
     """A model that is local to every axis of ``request.mesh`` but ``pp``, with the order of sequences chosen there.
 
     Nothing in ``model`` depends on the sizes of pp and dp nor on how many microbatches there are, but through the rows
-    of one: it can be laid out for others, too (:mod:`autopar.search`). Which placement is the best may: sums over dp,
-    and weights that move over it (``is_streamed``), count as they do for ``request``.
+    of one: it can be laid out for others, too (:mod:`autopar.search`). Which placement is the best may: what a step
+    does once, and weights that move over dp (``is_streamed``), count as they do for ``request``.
     """
 
     model: Model

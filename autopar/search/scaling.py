@@ -14,7 +14,8 @@ ranks are closer.
 
 Where experts are over an axis, what is known of others on it says nothing: tokens that travel along it may be faster.
 
-Solvers minimize passes and what a step does once (sums over dp, updates), as one in so many microbatches. Where ``tp``
+Solvers minimize passes and what a step does once (sums over tp, updates), as one in so many microbatches, and
+what each of these adds to a weight. Where ``tp``
 may leave parameters whole or split them, passes are as fast as they can be only where the latter doesn't count
 (:attr:`autopar.search.profiles.Key.counted`): no other placement on tp bounds any.
 
