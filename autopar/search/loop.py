@@ -41,6 +41,7 @@ from autopar.search.space import (
     simplicity,
     storages,
     together,
+    undominated,
     work_of,
 )
 from autopar.search.watching import Watcher
@@ -153,6 +154,9 @@ class Search:
             raise next(iter(self.profiler.refused.values()))
         self._outlook = Outlook.of(self.costing, self.costing.root)
         found = sorted(regions(self.sizes, self.pins), key=simplicity)
+        self.points = sum(map(self.count, found))
+        if any(region.mesh.cp > 1 for region in found) and self.profiler.cuts_rows(self.sizes.batch):
+            found = undominated(found)
         keys = Counter(region.key for region in found)
         self._references = References.of(self.profiler, self.sizes.batch, keys)
         self._scaling = Scaling(keys, self.costing.root)
@@ -161,10 +165,9 @@ class Search:
     def run(self) -> Found:
         found = self._begin()
         if self.pins.gpus < self.least_gpus:
-            return Found([], math.inf, sum(map(self.count, found)), self.placed, 0, {})
+            return Found([], math.inf, self.points, self.placed, 0, {})
         dive(self, found)
         self._limit = max(self.most_work, self._work + _PROOF * self.most_work)
-        self.points = sum(map(self.count, found))
         for bound, region in zip(self._all_at_first(found), found, strict=True):
             self._push(float(bound), region)
         while self._waiting and self._goes_on():
@@ -247,11 +250,9 @@ class Search:
         return self.profile(item) is not None
 
     def _goes_on(self) -> bool:
-        if self.quick and self.outcomes:
-            return False
         if self._work >= self._limit:
             return not (self.outcomes or self.quick)
-        return True
+        return not (self.quick and self.outcomes)
 
     def _root(self) -> Profile | None:
         """The whole batch on one rank, which bounds everything."""
@@ -334,8 +335,8 @@ class Search:
             found = [float(bound) + self.costing.after_seconds(point, profile) for point, bound in pairs]
         if not memory:
             return found
-        fits = [self.costing.may_fit(point, profile) for point in points]
-        return [bound if fit else math.inf for bound, fit in zip(found, fits, strict=True)]
+        pairs = zip(points, found, strict=True)
+        return [bound if self.costing.may_fit(point, profile) else math.inf for point, bound in pairs]
 
     def region_bound(self, region: Region) -> float:
         """What no point of ``region`` is below, by the profiles that are known; inf where none fits."""
@@ -481,10 +482,9 @@ class Search:
         """:meth:`at_first` of all regions."""
         figures = self.scaling.all([region.key for region in regions_])
         cut = np.array([(region.microbatches, region.mesh.pp) for region in regions_], dtype=np.float64).reshape(-1, 2)
-        seconds = figures[:, -1] * cut[:, 0] / cut[:, 1]
+        found: Array = figures[:, -1] * cut[:, 0] / cut[:, 1]
         if self._outlook is not None:
-            seconds = np.maximum(seconds, self._outlook.scaler.layers.count * (figures[:, 0] + figures[:, 1]))
-        found: Array = seconds
+            found = np.maximum(found, self._outlook.scaler.layers.count * (figures[:, 0] + figures[:, 1]))
         return found
 
     @property
@@ -532,7 +532,7 @@ class Search:
 
     def _try(self, bound: float, point: Point) -> None:
         """Lay it out, if what is known of it by itself leaves it the best."""
-        plain, *_ = savers(point.region, self.costing.cluster, self.pins)
+        plain = next(savers(point.region, self.costing.cluster, self.pins))
         if point._replace(offload=plain[0], head_chunks=plain[1]) in self._roomy:
             return  # to save memory is no use where there is enough
         profile = self.profile(point.region)

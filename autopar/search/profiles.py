@@ -327,6 +327,14 @@ class Profiler:
         """The same, where there is one yet."""
         return self.known.get(self.key_for(key, mesh))
 
+    def cuts_rows(self, batch: int) -> bool:
+        """Whether a ``batch`` may be cut into microbatches: its rows are computed each by itself, and of the whole
+        batch there are but sums."""
+        factor = next((n for n in range(2, batch + 1) if batch % n == 0), None)
+        if factor is None or self.options.statistics != "batch":
+            return False
+        return self.of(Key(batch // factor, 1, 1, 1, several=True), Mesh(), factor) is not None
+
     def key_for(self, key: Key, mesh: Mesh) -> Key:
         """The key of what serves ``mesh``: with its dp where what was placed is for another one."""
         known = self.known.get(key)

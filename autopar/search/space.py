@@ -7,6 +7,8 @@ What can't run is left out here, by the sizes that have to divide; what can't fi
   ``zb-1p``;
 * ``vocabulary="stage"``: its cut is one of those that ``"redistributed"`` chooses from; ``"naive"`` has one barrier
   more than ``"vocab-1"``;
+* sequences over cp and several rows of a microbatch on each rank, where rows could be on ranks of their own instead
+  (:func:`undominated`): tokens are as many, and nothing is sent for attention;
 * ``offload`` of the optimizer beside that of parameters, which brings it along; of activations without a pipeline: no
   time lies between a forward and its backward;
 * ``pipedream``, 8-bit activations, PowerSGD, float8: they compute something else.
@@ -190,6 +192,30 @@ def regions(sizes: Sizes, pins: Pins) -> list[Region]:
         if sizes.batch % mesh.replicas == 0:
             found += [Region(mesh, rows, count) for rows, count in _cuts(sizes.batch // mesh.replicas, pins)]
     return found
+
+
+def undominated(found: Sequence[Region]) -> list[Region]:
+    """Those of ``found``, of a model that computes each row by itself, that no other one of them beats.
+
+    With ``rows`` and ``cp`` multiples of g, ranks may have whole rows instead of g-th parts of g times as many: as many
+    tokens, whose weights are shared by the same ranks, and cp (with experts over it) is g times as small. Its passes
+    take no longer; nor does it keep more, if both are placed alike.
+    """
+    known = set(found)
+    return [region for region in found if _with_whole_rows(region) not in known]
+
+
+def _with_whole_rows(region: Region) -> Region | None:
+    """What beats ``region``; None where nothing does."""
+    mesh = region.mesh
+    times = math.gcd(region.rows, mesh.cp)
+    if times == 1:
+        return None
+    cp, dp, ep = mesh.cp // times, mesh.dp, mesh.ep
+    dp, ep = (dp, ep * times) if "cp" in mesh.borrowed else (dp * times, ep)
+    borrowed = tuple(axis for axis in mesh.borrowed if axis != "cp" or cp > 1)
+    whole = replace(mesh, dp=dp, ep=ep, cp=cp, borrowed=borrowed)
+    return Region(whole, region.rows // times, region.microbatches)
 
 
 def _cuts(rows: int, pins: Pins) -> Iterator[tuple[int, int]]:

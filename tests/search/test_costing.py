@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from autopar.errors import StageError
+from autopar.mesh import Mesh
 from autopar.search.costing import Outcome
+from autopar.search.space import Point, Region
 from tests.fast_cluster import FAST
 from tests.search.spaces import search_of
 
@@ -36,3 +41,16 @@ def test_what_saves_memory_is_tried_where_memory_made_it_slower() -> None:
     search.run()
     laid_out = {outcome.point for outcome in search.outcomes}
     assert not any(point.offload for point in laid_out if point._replace(offload=(), head_chunks=1) in laid_out)
+
+
+def test_more_stages_than_layers_have_a_bound_and_are_refused() -> None:
+    """Pinned chunks suit some pipelines of a search and not others."""
+    search = search_of("llama", 8, 4, FAST, mesh={"pp": 4})
+    search.glance()
+    point = Point(Region(Mesh(pp=4), 1, 8), "interleaved", 3, "redistributed", 0, 0, (), 1)
+    profile = search.place(point.region)
+    assert profile is not None
+    assert len(profile.units) < 4 * 3
+    assert search.costing.bound(point, profile) >= 8 * profile.seconds / 4 * (1 - 1e-9)
+    with pytest.raises(StageError):
+        search.lay_out(point)

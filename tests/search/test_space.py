@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
 from autopar.errors import StageError
 from autopar.mesh import Mesh
-from autopar.search.space import Family, Point, Region, meshes, schedules, stages_of, storages
-from tests.fast_cluster import FAST
-from tests.search.spaces import search_of
+from autopar.planner.block_costs import Machine
+from autopar.preparation import Captured
+from autopar.search import searching
+from autopar.search.loop import Search
+from autopar.search.profiles import Profile
+from autopar.search.space import (
+    Family,
+    Point,
+    Region,
+    _with_whole_rows,
+    meshes,
+    regions,
+    schedules,
+    stages_of,
+    storages,
+    undominated,
+)
+from tests.fast_cluster import BUSY, FAST, NODES
+from tests.search.spaces import experts_on, pins_of, search_of
 
 BATCH = 8
 PLAIN = {"zero": 0, "offload": (), "head_chunks": 1}
@@ -83,3 +105,82 @@ def test_compressed_sums_are_of_whole_gradients_over_dp() -> None:
         assert {zero for zero, _ in storages(region, search.costing.cluster, search.pins)} == {0, 1}
     alone = search_of("mlp", BATCH, 1, FAST, powersgd=2)
     assert meshes(alone.sizes, alone.pins) == [Mesh()]  # whose error says what is missing
+
+
+@pytest.mark.parametrize(
+    ("search", "off"),
+    [
+        pytest.param(lambda: search_of("llama", BATCH, 8, BUSY), 0.01, id="llama"),
+        pytest.param(lambda: search_of("gpt2", BATCH, 8, NODES), 0.01, id="gpt2"),
+        pytest.param(lambda: experts_on(NODES, 8), 0.04, id="experts"),
+    ],
+)
+def test_parts_of_several_rows_are_beaten_by_whole_ones(search: Callable[[], Search], off: float) -> None:
+    """By whole rows on ranks of their own: in passes, in what layers keep, and in who shares weights. Solvers' prices
+    are ``off`` by a percent: whether a reshape copies (and keeps the copy) isn't in them, which counts in layers of
+    experts as small as these."""
+    begun = search()
+    begun.glance()
+    found = regions(begun.sizes, begun.pins)
+    kept = set(undominated(found))
+    left_out = [region for region in found if region not in kept]
+    assert len(left_out) > 10
+    for region in left_out:
+        whole = _with_whole_rows(region)
+        assert whole in found
+        assert whole.mesh.world == region.mesh.world
+        assert math.gcd(whole.rows, whole.mesh.cp) == 1
+        assert whole.mesh.zero_shards(0) == region.mesh.zero_shards(0)
+        assert whole.mesh.experts == region.mesh.experts
+        parts, best = begun.place(region), begun.place(whole)
+        assert best is not None
+        if parts is not None:
+            assert _seconds(best, whole) <= _seconds(parts, region) * (1 + off)
+            if whole.mesh.cp * whole.mesh.tp == 1 and off <= 0.01:  # the fastest on other axes may keep more
+                assert _kept(best) <= _kept(parts)
+
+
+def _seconds(profile: Profile, region: Region) -> float:
+    """Of a microbatch's passes of all calls, on the ranks of ``region``."""
+    costs = profile.costs_on(Machine.of(profile.placed.request.cluster, profile.mesh(region.mesh)))
+    return math.fsum(costs[unit.block].seconds for unit in profile.units)
+
+
+def _kept(profile: Profile) -> int:
+    """Bytes of a microbatch, of all calls that recompute nothing."""
+    activations = profile.activations
+    calls = enumerate(profile.model.calls)
+    return sum(activations.call_bytes(i, activations.choices[call.block].none) for i, call in calls)
+
+
+def test_pinned_degrees_and_rows_leave_parts_of_several_rows_in() -> None:
+    """What would beat them isn't searched."""
+    for pins in ({"mesh": {"cp": 2}}, {"mesh": {"dp": 2}}, {"microbatch": 4}):
+        search = search_of("llama", BATCH, 8, FAST, **pins)
+        found = regions(search.sizes, search.pins)
+        assert any(math.gcd(region.rows, region.mesh.cp) > 1 for region in found)
+        assert undominated(found) == found
+
+
+class _Centered(nn.Module):
+    """What each row is depends on all others."""
+
+    def __init__(self, is_centered: bool) -> None:
+        super().__init__()
+        self.is_centered = is_centered
+        self.embed, self.mix, self.head = nn.Embedding(32, 16), nn.Linear(16, 16), nn.Linear(16, 32)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        embedded = self.embed(tokens)
+        if self.is_centered:
+            embedded = embedded * embedded.mean(0, keepdim=True)
+        return functional.cross_entropy(self.head(self.mix(embedded)).flatten(0, 1), tokens.flatten())
+
+
+@pytest.mark.parametrize("is_centered", [False, True])
+def test_rows_that_depend_on_others_leave_all_in(is_centered: bool) -> None:
+    captured = Captured(_Centered(is_centered), {"tokens": torch.randint(0, 32, (4, 8))}, None).on("cpu")
+    search = searching(captured, pins_of(2), FAST, {})
+    every = regions(search.sizes, search.pins)
+    assert len(undominated(every)) < len(every)
+    assert set(search._begin()) == set(every if is_centered else undominated(every))
