@@ -283,7 +283,8 @@ class Block:
     graph: fx.Graph
 
     def placeholders(self, *roles: str) -> list[fx.Node]:
-        return [n for n in self.graph.nodes if n.op == "placeholder" and (not roles or info(n).role in roles)]
+        nodes = self.graph.find_nodes(op="placeholder")
+        return [node for node in nodes if not roles or info(node).role in roles]
 
     @property
     def parameters(self) -> list[fx.Node]:

@@ -60,15 +60,16 @@ def between(
         wanted = [edges[call, k] for call in stage for k in range(len(model.calls[call].operands))]
         wanted += [Edge(w.value, w.changes) for w in made]
         known = set(taken)
-        passes = changes_sent(model, [*table_edges(model, machine, wanted), *wanted], known, machine)
+        needed = tables_of(model, wanted)
+        passes = changes_sent(model, [*table_edges(model, machine, needed), *wanted], known, machine)
         changed = known.difference(taken)
-        tables, _ = calls_of(node for _, node in _table_ops(model, wanted))
+        tables, _ = calls_of(node for _, node in _table_ops(needed))
         there = number + 1 < len(stages) and placement[number + 1] != placement[number]
         back = number > 0 and placement[number - 1] != placement[number]
         sent = [w for w in crossing if w.first <= number < w.last]
         found.append(
             Between(
-                math.fsum(there for there, _ in passes.values()) + tables_seconds(model, wanted, costs),
+                math.fsum(there for there, _ in passes.values()) + tables_seconds(model, needed, costs),
                 math.fsum(back for _, back in passes.values()),
                 _message(sent, machine) if there else 0.0,
                 _message([w for w in taken.values() if w.meta.needs_grad], machine) if back else 0.0,
@@ -128,23 +129,29 @@ def _meta(model: Model, value: Value) -> Meta:
     return info(model.block_of(model.calls[value.call]).outputs[value.output]).meta
 
 
-def tables_seconds(model: Model, wanted: Sequence[Edge], costs: Sequence[BlockCost]) -> float:
-    """Of what depends on the batch alone and is computed for ``wanted``."""
-    return math.fsum(
-        costs[model.calls[call].block].op_seconds.get(node, 0.0) for call, node in _table_ops(model, wanted)
-    )
+Tables = Mapping[int, frozenset[fx.Node]]
+"""By call, nodes of what depends on the batch alone."""
 
 
-def table_edges(model: Model, machine: Machine, wanted: Sequence[Edge]) -> Iterator[Edge]:
+def tables_of(model: Model, wanted: Sequence[Edge]) -> Tables:
+    """What is computed for ``wanted``."""
+    return needed_tables(model, [into.value for into in wanted if into.total_axes is None])
+
+
+def tables_seconds(model: Model, needed: Tables, costs: Sequence[BlockCost]) -> float:
+    """Of computing what is ``needed``."""
+    return math.fsum(costs[model.calls[call].block].op_seconds.get(node, 0.0) for call, node in _table_ops(needed))
+
+
+def table_edges(model: Model, machine: Machine, needed: Tables) -> Iterator[Edge]:
     """What these ops are given."""
-    for call, nodes in needed_tables(model, [into.value for into in wanted if into.total_axes is None]).items():
+    for call, nodes in needed.items():
         inputs = model.block_of(model.calls[call]).inputs
         yield from (edge(model, machine.mesh, call, k) for k, node in enumerate(inputs) if node in nodes)
 
 
-def _table_ops(model: Model, wanted: Sequence[Edge]) -> list[tuple[int, fx.Node]]:
+def _table_ops(needed: Tables) -> list[tuple[int, fx.Node]]:
     """These ops, each with its call."""
-    needed = needed_tables(model, [into.value for into in wanted if into.total_axes is None])
     return [(call, node) for call, nodes in needed.items() for node in nodes if node.op == "call_function"]
 
 

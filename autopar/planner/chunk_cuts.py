@@ -229,7 +229,7 @@ def _best(search: _Search) -> tuple[Key, tuple[int, ...]]:
 
 def _beginnings(table: CutTable) -> Iterator[tuple[int, ...]]:
     """Cuts of equal stages: of those whose longest stage is shortest, and by bytes."""
-    seconds = np.broadcast_to(table.stage_seconds, table.stage_kib.shape)
+    seconds = table.stage_seconds
     longest = least_largest(seconds, seconds < NEVER)
     for costs, allowed in ((seconds, seconds <= longest), (table.stage_kib, table.stage_kib < NEVER)):
         starts = least_squares(costs, allowed)
@@ -243,18 +243,13 @@ def _improved(search: _Search, starts: Sequence[int]) -> tuple[Key, Numbers]:
     key = tuple(int(k) for k in search.keys(cut[None, :], paired=True)[0])
     moves, sources = _moves(search.table.stages)
     for _ in range(_STEPS):
-        likely = moves[np.isin(sources, list(search.hot(cut)))]
-        step = _step(search, cut, key, likely) or _step(search, cut, key, moves)
+        has_more = np.diff(cut)[sources] > 1  # a stage keeps a unit
+        likely = has_more & np.isin(sources, list(search.hot(cut)))
+        step = search.least(cut + moves[likely], key) or search.least(cut + moves[has_more], key)
         if step is None:
             break
         key, cut = step
     return key, cut
-
-
-def _step(search: _Search, cut: Numbers, key: Key, moves: Numbers) -> tuple[Key, Numbers] | None:
-    cuts = cut + moves
-    cuts = cuts[(cuts[:, 1:] > cuts[:, :-1]).all(axis=1)]
-    return search.least(cuts, key)
 
 
 def _moves(stages: int) -> tuple[Numbers, Numbers]:

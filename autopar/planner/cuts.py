@@ -1,13 +1,14 @@
 """Cuts of a chain into contiguous stages, exact where every rank has one: a dynamic program over (stage, end).
 
 The least largest cost of a stage is found for seconds, then for bytes of the cuts that are as fast; of those, the cut
-whose last stages begin last. O(K n^2) for K stages of n units.
+whose last stages begin last. Each stage has a unit at least, so of n units stage k of K begins with unit k or one of
+the n - K behind it: tables are by [stage, begin, end], counted from there. O(K (n - K + 1)^2).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -70,16 +71,19 @@ class CutTable:
 
     @cached_property
     def stage_seconds(self) -> Numbers:
-        """[first, end]."""
+        """[stage, begin, end]."""
+        begins, ends = self._places
         before, after = self.time_to - self.send_at, self.time_to + self.send_at
-        return np.where(self._ordered, after[None, :] - before[:, None], NEVER)
+        return np.where(self._has_units, after[ends] - before[begins], NEVER)
 
     @cached_property
     def stage_kib(self) -> Numbers:
-        """[stage, first, end], with what the passes of a unit hold beside at most."""
-        state, saved = (v[None, :] - v[:, None] for v in (self.state_to, self.saved_to))
+        """[stage, begin, end], with what the passes of a unit hold beside at most."""
+        begins, ends = self._places
+        state, saved = (v[ends] - v[begins] for v in (self.state_to, self.saved_to))
         inflight = np.array(self.inflight, dtype=np.int64)[:, None, None]
-        return np.where(self._ordered, state + inflight * (saved + self.shared) + self.largest_transient, NEVER)
+        held = state + inflight * (saved + self.shared) + self.largest_transient[begins, ends]
+        return np.where(self._has_units, held, NEVER)
 
     @cached_property
     def largest_transient(self) -> Numbers:
@@ -92,9 +96,16 @@ class CutTable:
         return largest
 
     @cached_property
-    def _ordered(self) -> Flags:
-        places = np.arange(self.units + 1)
-        return places[:, None] < places[None, :]
+    def _places(self) -> tuple[Numbers, Numbers]:
+        """Units, by [stage, begin, end]: where a stage begins and ends."""
+        spare = np.arange(self.units - self.stages + 1)
+        stage = np.arange(self.stages)[:, None, None]
+        return stage + spare[:, None], stage + 1 + spare
+
+    @cached_property
+    def _has_units(self) -> Flags:
+        begins, ends = self._places
+        return begins < ends
 
 
 def _prefix(values: Sequence[int]) -> Numbers:
@@ -111,7 +122,7 @@ class FoundCut(NamedTuple):
 
 def fastest(table: CutTable, budget_kib: int | None) -> FoundCut | None:
     """The best cut, proven, where every rank has one stage; None where none fits."""
-    seconds = np.broadcast_to(table.stage_seconds, table.stage_kib.shape)
+    seconds = table.stage_seconds
     allowed = (seconds < NEVER) if budget_kib is None else (table.stage_kib <= budget_kib)
     slowest = least_largest(seconds, allowed)
     if slowest >= NEVER:
@@ -128,7 +139,7 @@ def leanest(table: CutTable) -> tuple[tuple[int, ...], int]:
 
 
 def least_largest(costs: Numbers, allowed: Flags) -> int:
-    """The least largest cost of a stage, given by [stage, first, end], over the cuts that are allowed."""
+    """The least largest cost of a stage, given by [stage, begin, end], over the cuts that are allowed."""
     ends = np.full(costs.shape[1], NEVER, dtype=np.int64)
     ends[0] = 0
     for cost, is_allowed in zip(costs, allowed, strict=True):
@@ -137,7 +148,8 @@ def least_largest(costs: Numbers, allowed: Flags) -> int:
 
 
 def latest(allowed: Flags) -> tuple[int, ...]:
-    """Of the cuts that are allowed, by [stage, first, end], the one whose last stage begins last, and so on."""
+    """Of the cuts that are allowed, by [stage, begin, end], the one whose last stage begins last, and so on: where
+    stages begin."""
     ends = np.zeros(allowed.shape[1], dtype=np.bool_)
     ends[0] = True
     reached = [ends]
@@ -148,7 +160,7 @@ def latest(allowed: Flags) -> tuple[int, ...]:
     for ends, is_allowed in zip(reversed(reached), reversed(allowed), strict=True):
         end = int(np.flatnonzero(ends & is_allowed[:, end])[-1])
         starts.append(end)
-    return tuple(reversed(starts))
+    return _units(reversed(starts))
 
 
 def least_squares(costs: Numbers, allowed: Flags) -> tuple[int, ...] | None:
@@ -166,4 +178,9 @@ def least_squares(costs: Numbers, allowed: Flags) -> tuple[int, ...] | None:
     starts = [costs.shape[1] - 1]
     for first in reversed(firsts):
         starts.append(int(first[starts[-1]]))
-    return tuple(reversed(starts[1:]))
+    return _units(reversed(starts[1:]))
+
+
+def _units(begins: Iterable[int]) -> tuple[int, ...]:
+    """Of stages that begin there: their first units."""
+    return tuple(stage + begin for stage, begin in enumerate(begins))

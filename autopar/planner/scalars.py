@@ -18,7 +18,7 @@ from autopar.mesh import AXES
 from autopar.passes.edges import Edge, edge
 from autopar.passes.routers import router_calls
 from autopar.passes.vocabulary import TAIL, VOCABULARY
-from autopar.planner.between import tables_seconds
+from autopar.planner.between import tables_of, tables_seconds
 from autopar.planner.block_costs import BlockCost, Machine
 from autopar.spmd import P
 
@@ -65,7 +65,7 @@ def _totals_seconds(
     totals = list(dict.fromkeys(_totals(model, tables, machine, calls)))
     if not totals:
         return 0.0
-    counted = tables_seconds(model, [Edge(total.value) for total in totals], costs)
+    counted = tables_seconds(model, tables_of(model, [Edge(total.value) for total in totals]), costs)
     summed = (_sent("all_reduce", _meta(model, total.value).bytes, total.total_axes or (), machine) for total in totals)
     return microbatches * counted + math.fsum(summed)
 

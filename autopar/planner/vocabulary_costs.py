@@ -26,7 +26,7 @@ from autopar.passes.vocabulary import (
     vocabulary_calls,
     vocabulary_dims,
 )
-from autopar.planner.between import changes_sent, table_edges, tables_seconds
+from autopar.planner.between import changes_sent, table_edges, tables_of, tables_seconds
 from autopar.planner.block_costs import BlockCost, Both, Machine, sent_by
 from autopar.planner.vocabulary_passes import HeadPasses, op_seconds
 from autopar.schedules.flow import VOCABULARY_KINDS
@@ -119,12 +119,13 @@ def _journeys(model: Model, calls: VocabularyCalls, machine: Machine, costs: Seq
     block = model.block_of(model.calls[calls.head])
     found = head_of(block)
     taken = [into for (call, _), into in edges.items() if call == calls.head]
+    needed = tables_of(model, taken)
     entering = _added(
         changes_sent(
-            model, [*table_edges(model, machine, taken), *taken], {Edge(hidden.value, hidden.changes)}, machine
+            model, [*table_edges(model, machine, needed), *taken], {Edge(hidden.value, hidden.changes)}, machine
         ).values(),
         sent_by(closure([found.x, found.targets]), machine).values(),
-        [(tables_seconds(model, taken, costs), 0.0)],
+        [(tables_seconds(model, needed, costs), 0.0)],
     )
     ending = _ending(model, calls, machine)
     given = hidden.meta.bytes, hidden.meta.bytes if hidden.meta.needs_grad else 0, entering, ending
@@ -133,7 +134,7 @@ def _journeys(model: Model, calls: VocabularyCalls, machine: Machine, costs: Seq
     (embedded,) = (wire for wire in crossing if wire.first == 0)
     looked_up = [into for (call, _), into in edges.items() if call == calls.embedding]
     leaving = _added(
-        [(tables_seconds(model, looked_up, costs), 0.0)],
+        [(tables_seconds(model, tables_of(model, looked_up), costs), 0.0)],
         changes_sent(model, [Edge(embedded.value, embedded.changes)], set(), machine).values(),
         sent_by(model.block_of(model.calls[calls.embedding]).ops, machine).values(),
     )
@@ -147,7 +148,7 @@ def _ending(model: Model, calls: VocabularyCalls, machine: Machine) -> Both:
         return 0.0, 0.0
     call = model.calls[calls.tail]
     taken = [edge(model, machine.mesh, calls.tail, position) for position in range(len(call.operands))]
-    sent = changes_sent(model, [*table_edges(model, machine, taken), *taken], set(), machine)
+    sent = changes_sent(model, [*table_edges(model, machine, tables_of(model, taken)), *taken], set(), machine)
     return _added(sent.values(), sent_by(model.block_of(call).ops, machine).values())
 
 

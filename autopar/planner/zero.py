@@ -159,13 +159,20 @@ class MoveCosts:
 
     def copied(self, calls: Sequence[int]) -> int:
         """How many weights one gather makes copies of: those that are cast, gathered, or on the host."""
-        used = self._used(calls, frozen=self.options.zero == 3, borrowed=self.streams)
-        return sum(
-            self._on_host
-            or self.shards_of(name, node) > 1
-            or self.model.parameters[name].master not in (None, info(node).meta.dtype)
-            for _, name, node in used
-        )
+        key = self.key(calls)
+        if key not in self._copies:
+            used = self._used(calls, frozen=self.options.zero == 3, borrowed=self.streams)
+            self._copies[key] = sum(
+                self._on_host
+                or self.shards_of(name, node) > 1
+                or self.model.parameters[name].master not in (None, info(node).meta.dtype)
+                for _, name, node in used
+            )
+        return self._copies[key]
+
+    @cached_property
+    def _copies(self) -> dict[Hashable, int]:
+        return {}
 
     def _cast_bytes(self, calls: Sequence[int], parts: int) -> int:
         """Read and written, of masters and their casts."""

@@ -50,7 +50,7 @@ _LAST = 2  # points of placed regions, where that was all the work
 _PLACED = 3  # regions that say how far estimates of others are off
 _SEVERAL = 2  # points of a kind that say how far estimates of the others are off
 _DOUBT = 0.02  # of such a ratio
-_WORK = 1e5  # of a point: about two seconds
+_WORK = 5e4  # of a point: about one second
 _LOOKS = 20_000  # at regions and points
 _COARSE = 2  # times the rows of a microbatch: those between are next to the best, and looked at then
 
@@ -211,8 +211,8 @@ class _Dive:
 
     @property
     def _begins(self) -> bool:
-        """Whether too little like these points was laid out to say how far their estimates are off."""
-        return not self.search.outcomes or (bool(self.offload) and len(self.learned.known[self.offload,]) < _SEVERAL)
+        """Whether too few of these points were laid out to say how far estimates of the others are off."""
+        return not self.search.outcomes or (bool(self.offload) and self.tried.total() < 2 * _SEVERAL)
 
     def _is_new(self, region: Region) -> bool:
         """Whether it is placed, or few of its degrees with other rows were, with or without a pipeline as it is: these
@@ -241,7 +241,7 @@ class _Dive:
             return
         profile = search.profile(region)
         assert profile is not None
-        if self.learned.likely(point, estimate) >= search.best_seconds:
+        if not self._begins and self.learned.likely(point, estimate) >= search.best_seconds:
             return
         if max(search.costing.bound(point, profile), search.costing.memory_bound(point, profile)) < search.best_seconds:
             self.tried.update((region, alike))

@@ -69,6 +69,8 @@ class Keeping:
 
     _known: dict[tuple[str, int, int, int | None, str], tuple[_Rank, ...]] = field(default_factory=dict)
     _waits: dict[tuple[str, int, int, int | None, str], float] = field(default_factory=dict)
+    generated: int = 0
+    """Passes of the lists that were read."""
 
     def here(
         self, name: str, ranks: int, microbatches: int, chunks: int | None = None, head: str = ""
@@ -134,6 +136,7 @@ class Keeping:
         key = _key(name, ranks, microbatches, chunks, head)
         if key not in self._known:
             schedule = generate(*key[:3], chunks=chunks, head=head)
+            self.generated += schedule.stages * schedule.microbatches
             self._known[key] = tuple(_rank(actions, schedule.chunks) for actions in schedule.lists)
         return self._known[key]
 

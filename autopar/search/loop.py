@@ -53,7 +53,8 @@ WORK = 2e5
 """Units of some 20 microseconds (:func:`autopar.search.space.work_of`) that a search may take; what is left then counts
 with its bound. Counted, not measured: searches are deterministic."""
 
-_OPS, _FAMILY, _REGION = 25, 90, 110  # units of work of placing one op, of bounds of a family's points, of a region's
+_OPS, _FAMILY, _REGION = 25, 90, 200  # units of work of placing one op, of bounds of a family's points, of a region's
+_LIKELY = 60  # of estimates of a family's points
 _RAISED = 1 / 8  # of a region's bound by all that is placed, where all are found at once
 _PROOF = 0.3  # of the work, for bounds at least
 _AT_ONCE = 3 / 4  # of the work of a point that fits without a choice of what to recompute, which isn't made then
@@ -327,12 +328,13 @@ class Search:
         return [found[point] for point in points]
 
     def _bounds(self, points: Sequence[Point], profile: Profile, *, memory: bool) -> list[float]:
-        self._work += _FAMILY
+        generated = self.costing.keeping.generated
         if self._outlook is None or not points:
             found = [self.costing.bound(point, profile) for point in points]
         else:
             pairs = zip(points, self._outlook.bounds(points, profile, memory=memory), strict=True)
             found = [float(bound) + self.costing.after_seconds(point, profile) for point, bound in pairs]
+        self._work += _FAMILY + self.costing.keeping.generated - generated
         if not memory:
             return found
         pairs = zip(points, found, strict=True)
@@ -387,9 +389,11 @@ class Search:
         """Seconds of likely steps of ``points`` of one family, by passes or by their host; inf where they can't fit."""
         if self._outlook is None or not points:
             return [self.costing.bound(point, profile) for point in points]
-        found, costing = self._outlook.estimates(points, profile), self.costing
+        costing, generated = self.costing, self.costing.keeping.generated
+        found = self._outlook.estimates(points, profile)
         if found.min() < self.best_seconds:
             found = np.maximum(found, self._outlook.estimates(points, profile, kept=True))
+        self._work += _LIKELY + costing.keeping.generated - generated
         return [
             max(float(passes) + costing.beside_seconds(point, profile), costing.issued_seconds(point, profile))
             if costing.may_fit(point, profile)

@@ -50,8 +50,8 @@ _OFFLOADS: Final = (
 )
 SPLIT_HEADS: Final = ("vocab-1", "vocab-2")
 _HEAD_CHUNKS: Final = (1, 8)
-_LAYING, _ACTION = 4000, 4  # units of work of a point, and of each of its passes
-_AWAY = 5  # times that: several ways to put activations on the host are tried
+_LAYING, _ACTION = 2000, 2  # units of work of a point, and of each of its passes
+_AWAY = 25_000  # of the ways to put activations on the host that are tried
 _MOST_CHUNKS: Final = 8
 """Stages per rank that are tried: each halves the bubble that is left, and doubles the messages."""
 
@@ -405,8 +405,8 @@ def moves_each_time(point: Point) -> bool:
 def work_of(point: Point, length: float = 1.0) -> float:
     """How long laying it out takes, in :data:`autopar.search.loop.WORK`'s units of some 20 microseconds, of a model
     that is so many times as long as those that units of work were counted for."""
-    away = _AWAY if activations_on_host(point.offload) else 1
-    return away * (length * _LAYING + _ACTION * stages_of(point) * point.region.microbatches)
+    away = _AWAY if activations_on_host(point.offload) else 0
+    return away + length * _LAYING + _ACTION * stages_of(point) * point.region.microbatches
 
 
 def promise(what: Region | Point) -> float:
