@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
-from autopar.search.space import Family, Point, Region, promise, work_of
+from autopar.search.space import Family, Point, Region, promise
 from autopar.search.space import savers as saving
+from autopar.search.work import work_of
 
 if TYPE_CHECKING:
     from autopar.search.costing import Outcome
@@ -143,6 +144,7 @@ class _Dive:
     numbers: Iterator[int] = field(default_factory=itertools.count)
     full: defaultdict[object, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
     tried: Counter[object] = field(default_factory=Counter)
+    tries: int = 0
     failed: Counter[object] = field(default_factory=Counter)
     placed: Counter[object] = field(default_factory=Counter)
 
@@ -212,7 +214,7 @@ class _Dive:
     @property
     def _begins(self) -> bool:
         """Whether too few of these points were laid out to say how far estimates of the others are off."""
-        return not self.search.outcomes or (bool(self.offload) and self.tried.total() < 2 * _SEVERAL)
+        return not self.search.outcomes or (bool(self.offload) and self.tries < _SEVERAL)
 
     def _is_new(self, region: Region) -> bool:
         """Whether it is placed, or few of its degrees with other rows were, with or without a pipeline as it is: these
@@ -245,6 +247,7 @@ class _Dive:
             return
         if max(search.costing.bound(point, profile), search.costing.memory_bound(point, profile)) < search.best_seconds:
             self.tried.update((region, alike))
+            self.tries += 1
             try:
                 self.learned.lay_out(search, point, estimate)
             except AutoparError:

@@ -22,7 +22,8 @@ from autopar.plan import PointPlan, bytes_text, change_text
 from autopar.planner.modes import MODES
 from autopar.search.costing import Found, Outcome
 from autopar.search.pins import Pins
-from autopar.search.space import Point, Region, promise, work_of
+from autopar.search.space import Point, Region, promise
+from autopar.search.work import work_of
 
 if TYPE_CHECKING:
     from autopar.search.loop import Search

@@ -21,6 +21,7 @@ import numpy as np
 from autopar.errors import AutoparError, BudgetError
 from autopar.mesh import Mesh
 from autopar.options import activations_on_host
+from autopar.search import work as units
 from autopar.search.bounds import scaled
 from autopar.search.costing import Costing, Found, Outcome, laid_on, rank, splits_further
 from autopar.search.dive import dive
@@ -42,7 +43,6 @@ from autopar.search.space import (
     storages,
     together,
     undominated,
-    work_of,
 )
 from autopar.search.watching import Watcher
 
@@ -50,15 +50,9 @@ TOLERANCE = 0.01
 """A plan that is proven to be within this share of the best is good enough."""
 
 WORK = 2e5
-"""Units of some 20 microseconds (:func:`autopar.search.space.work_of`) that a search may take; what is left then counts
-with its bound. Counted, not measured: searches are deterministic."""
+"""Units (:mod:`autopar.search.work`) that a search may take; what is left then counts with its bound."""
 
-_OPS, _FAMILY, _REGION = 25, 90, 200  # units of work of placing one op, of bounds of a family's points, of a region's
-_LIKELY = 60  # of estimates of a family's points
-_RAISED = 1 / 8  # of a region's bound by all that is placed, where all are found at once
 _PROOF = 0.3  # of the work, for bounds at least
-_AT_ONCE = 3 / 4  # of the work of a point that fits without a choice of what to recompute, which isn't made then
-_CALLS, _BLOCKS = 32, 150  # calls of a model, and ops of its blocks: with fewer, laying out takes less
 _OTHERS = 60  # families whose points are bounded for runners-up alone
 
 
@@ -116,9 +110,7 @@ class Search:
 
     @property
     def _length(self) -> float:
-        """Of the model, in those that units of work were counted for: what is laid out has as many calls, whose blocks
-        have as many ops."""
-        return max(self.sizes.units / _CALLS, self.ops / _BLOCKS)
+        return units.length_of(self.sizes.units, self.ops)
 
     @property
     def waiting(self) -> int:
@@ -190,7 +182,7 @@ class Search:
             return
         self._raised = len(self.profiler.known)
         found = [(place, item.what) for place, item in enumerate(self._waiting) if isinstance(item.what, Region)]
-        self._work += _RAISED * len(found)
+        self._work += units.RAISED * len(found)
         bounds = self._all_at_first([region for _, region in found])
         for (place, _), bound in zip(found, bounds.tolist(), strict=True):
             item = self._waiting[place]
@@ -285,7 +277,7 @@ class Search:
         if profile is None and self.place_reference(region):  # which bounds many others, too
             self._push(max(bound, self.at_first(region)), region)
             return
-        self._work += _REGION
+        self._work += units.REGION
         better = self.region_bound(region)
         if better > bound:
             self._push(better, region)
@@ -313,7 +305,7 @@ class Search:
         the best by what is known without it."""
         further = [point for point in points if splits_further(point, laid_on(point, profile, self.profiler))]
         if further and not self._is_beaten(max(bound, min(self.bounds(further, profile, memory=False)))):
-            self._work += _OPS * self.ops
+            self._work += units.OP * self.ops
             self.tell("place")
             region = points[0].region
             self.profiler.of(profile.key._replace(streamed=True), region.mesh, region.microbatches)
@@ -334,7 +326,7 @@ class Search:
         else:
             pairs = zip(points, self._outlook.bounds(points, profile, memory=memory), strict=True)
             found = [float(bound) + self.costing.after_seconds(point, profile) for point, bound in pairs]
-        self._work += _FAMILY + self.costing.keeping.generated - generated
+        self._work += units.FAMILY + self.costing.keeping.generated - generated
         if not memory:
             return found
         pairs = zip(points, found, strict=True)
@@ -393,7 +385,7 @@ class Search:
         found = self._outlook.estimates(points, profile)
         if found.min() < self.best_seconds:
             found = np.maximum(found, self._outlook.estimates(points, profile, kept=True))
-        self._work += _LIKELY + costing.keeping.generated - generated
+        self._work += units.LIKELY + costing.keeping.generated - generated
         return [
             max(float(passes) + costing.beside_seconds(point, profile), costing.issued_seconds(point, profile))
             if costing.may_fit(point, profile)
@@ -416,7 +408,7 @@ class Search:
     def _make(self, reference: Reference | None) -> bool:
         """Whether there is one to make."""
         if reference is not None:
-            self._work += _OPS * self.ops
+            self._work += units.OP * self.ops
             self.tell("place")
             self.profiler.of(*reference)
         return reference is not None
@@ -434,7 +426,7 @@ class Search:
         """
         if self.profile(region) is None:
             self.tell("place")
-            self._work += _OPS * self.ops
+            self._work += units.OP * self.ops
         found = self.profiler.of(self._keys.get(region, region.key), region.mesh, region.microbatches)
         if found is None or found.key.stages or self._may_fit(region, found):
             return found
@@ -568,7 +560,7 @@ class Search:
         if known is not None:
             return known
         self.tell("lay out")
-        self._work += work_of(point, self._length)
+        self._work += units.work_of(point, self._length)
         key = self.profiler.key_for(self.key_of(point), point.region.mesh)
         profile = self.profiler.of(key, point.region.mesh, point.region.microbatches)
         try:
@@ -578,7 +570,7 @@ class Search:
         except AutoparError as error:
             self.refusals[point] = error
             raise
-        self._work -= 0.0 if outcome.recomputes else _AT_ONCE * work_of(point, self._length)
+        self._work -= 0.0 if outcome.recomputes else units.AT_ONCE * units.work_of(point, self._length)
         if not outcome.is_tight:
             self._roomy.add(point)
         self.outcomes.append(outcome)

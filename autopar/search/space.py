@@ -16,6 +16,7 @@ What can't run is left out here, by the sizes that have to divide; what can't fi
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -50,8 +51,6 @@ _OFFLOADS: Final = (
 )
 SPLIT_HEADS: Final = ("vocab-1", "vocab-2")
 _HEAD_CHUNKS: Final = (1, 8)
-_LAYING, _ACTION = 2000, 2  # units of work of a point, and of each of its passes
-_AWAY = 25_000  # of the ways to put activations on the host that are tried
 _MOST_CHUNKS: Final = 8
 """Stages per rank that are tried: each halves the bubble that is left, and doubles the messages."""
 
@@ -201,21 +200,22 @@ def undominated(found: Sequence[Region]) -> list[Region]:
     tokens, whose weights are shared by the same ranks, and cp (with experts over it) is g times as small. Its passes
     take no longer; nor does it keep more, if both are placed alike.
     """
-    known = set(found)
-    return [region for region in found if _with_whole_rows(region) not in known]
+    known, with_less_cp = set(found), functools.cache(_with_less_cp)
+    left = []
+    for region in found:
+        times = math.gcd(region.rows, region.mesh.cp)
+        whole = Region(with_less_cp(region.mesh, times), region.rows // times, region.microbatches)
+        if times == 1 or whole not in known:
+            left.append(region)
+    return left
 
 
-def _with_whole_rows(region: Region) -> Region | None:
-    """What beats ``region``; None where nothing does."""
-    mesh = region.mesh
-    times = math.gcd(region.rows, mesh.cp)
-    if times == 1:
-        return None
+def _with_less_cp(mesh: Mesh, times: int) -> Mesh:
+    """With cp so many times as small, and as many times the replicas."""
     cp, dp, ep = mesh.cp // times, mesh.dp, mesh.ep
     dp, ep = (dp, ep * times) if "cp" in mesh.borrowed else (dp * times, ep)
     borrowed = tuple(axis for axis in mesh.borrowed if axis != "cp" or cp > 1)
-    whole = replace(mesh, dp=dp, ep=ep, cp=cp, borrowed=borrowed)
-    return Region(whole, region.rows // times, region.microbatches)
+    return replace(mesh, dp=dp, ep=ep, cp=cp, borrowed=borrowed)
 
 
 def _cuts(rows: int, pins: Pins) -> Iterator[tuple[int, int]]:
@@ -400,13 +400,6 @@ def _stages(schedule: str, chunks: int | None) -> int:
 def moves_each_time(point: Point) -> bool:
     """Whether weights or their gradients move with each microbatch."""
     return point.zero >= 2 or parameters_on_host(point.offload)
-
-
-def work_of(point: Point, length: float = 1.0) -> float:
-    """How long laying it out takes, in :data:`autopar.search.loop.WORK`'s units of some 20 microseconds, of a model
-    that is so many times as long as those that units of work were counted for."""
-    away = _AWAY if activations_on_host(point.offload) else 0
-    return away + length * _LAYING + _ACTION * stages_of(point) * point.region.microbatches
 
 
 def promise(what: Region | Point) -> float:

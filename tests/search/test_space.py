@@ -21,7 +21,7 @@ from autopar.search.space import (
     Family,
     Point,
     Region,
-    _with_whole_rows,
+    _with_less_cp,
     meshes,
     regions,
     schedules,
@@ -125,8 +125,9 @@ def test_parts_of_several_rows_are_beaten_by_whole_ones(search: Callable[[], Sea
     kept = set(undominated(found))
     left_out = [region for region in found if region not in kept]
     assert len(left_out) > 10
-    for region in left_out:
-        whole = _with_whole_rows(region)
+    for region in left_out[:: 1 + len(left_out) // 20]:  # about twenty of them
+        times = math.gcd(region.rows, region.mesh.cp)
+        whole = Region(_with_less_cp(region.mesh, times), region.rows // times, region.microbatches)
         assert whole in found
         assert whole.mesh.world == region.mesh.world
         assert math.gcd(whole.rows, whole.mesh.cp) == 1

@@ -1,0 +1,43 @@
+"""What parts of a search take, in units of some 20 microseconds: counted, not measured, so that searches are
+deterministic."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from autopar.options import activations_on_host
+from autopar.search.space import Point, stages_of
+
+OP: Final = 25
+"""Of placing one op."""
+
+FAMILY: Final = 90
+"""Of bounds of a family's points."""
+
+LIKELY: Final = 60
+"""Of estimates of them."""
+
+REGION: Final = 200
+"""Of a region's bound by itself."""
+
+RAISED: Final = 1 / 8
+"""Of that by all that is placed, where those of all regions are found at once."""
+
+AT_ONCE: Final = 3 / 4
+"""Of the work of a point that fits without a choice of what to recompute, which isn't made then."""
+
+_LAYING, _ACTION = 2000, 2  # of a point, and of each of its passes
+_AWAY = 25_000  # of the ways to put activations on the host that are tried
+_CALLS, _BLOCKS = 32, 150  # calls of a model, and ops of its blocks: with fewer, laying out takes less
+
+
+def length_of(calls: int, ops: int) -> float:
+    """Of a model, in those that units of work were counted for: what is laid out has as many ``calls``, whose blocks
+    have as many ``ops``."""
+    return max(calls / _CALLS, ops / _BLOCKS)
+
+
+def work_of(point: Point, length: float = 1.0) -> float:
+    """Of laying it out, of a model that is so many times as long as those that units of work were counted for."""
+    away = _AWAY if activations_on_host(point.offload) else 0
+    return away + length * _LAYING + _ACTION * stages_of(point) * point.region.microbatches
