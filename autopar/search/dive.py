@@ -144,7 +144,7 @@ class _Dive:
     numbers: Iterator[int] = field(default_factory=itertools.count)
     full: defaultdict[object, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
     tried: Counter[object] = field(default_factory=Counter)
-    tries: int = 0
+    laid_out: set[Point] = field(default_factory=set)
     failed: Counter[object] = field(default_factory=Counter)
     placed: Counter[object] = field(default_factory=Counter)
 
@@ -214,7 +214,7 @@ class _Dive:
     @property
     def _begins(self) -> bool:
         """Whether too few of these points were laid out to say how far estimates of the others are off."""
-        return not self.search.outcomes or (bool(self.offload) and self.tries < _SEVERAL)
+        return not self.search.outcomes or (bool(self.offload) and len(self.laid_out) < _SEVERAL)
 
     def _is_new(self, region: Region) -> bool:
         """Whether it is placed, or few of its degrees with other rows were, with or without a pipeline as it is: these
@@ -237,6 +237,8 @@ class _Dive:
     def _try(self, estimate: float, point: Point) -> None:
         """Lay it out, unless points like it were tried often enough, or took too much longer than they were likely
         to."""
+        if point in self.laid_out:
+            return
         region, search = point.region, self.search
         alike, degrees = (region, point.schedule, point.zero), (region.mesh.pp, region.mesh.tp, point.schedule)
         if self.tried[region] == _TRIES or self.tried[alike] == _ALIKE or self.failed[degrees] == _FAILURES:
@@ -247,7 +249,7 @@ class _Dive:
             return
         if max(search.costing.bound(point, profile), search.costing.memory_bound(point, profile)) < search.best_seconds:
             self.tried.update((region, alike))
-            self.tries += 1
+            self.laid_out.add(point)
             try:
                 self.learned.lay_out(search, point, estimate)
             except AutoparError:

@@ -224,6 +224,20 @@ def test_pipelines_with_activations_on_the_host_are_looked_at_where_memory_is_sh
     assert all(region.mesh.pp > 1 for region in away)
 
 
+def test_the_first_with_activations_on_the_host_are_laid_out_whatever_others_took() -> None:
+    """What was best without them says little of others."""
+    host = replace(FAST, device=replace(FAST.device, host_memory_bytes=10**12, host_bytes_per_second=1e9))
+    search, learned = search_of("gpt2", BATCH, 4, host, budget_bytes=10**6, head_chunks=1), _Learned()
+    found = search._begin()
+    dive._Dive(search, (), learned, 1.0).run(found)
+    learned.known[("activations",),].extend([100.0] * 3)
+    away = dive._Dive(search, ("activations",), learned, 1.0)
+    away.run([region for region in found if region.mesh.pp > 1])
+    assert len(away.laid_out) == dive._SEVERAL
+    points = {*(outcome.point for outcome in search.outcomes), *search.refusals}
+    assert sum(point.offload == ("activations",) for point in points) == dive._SEVERAL
+
+
 def test_what_is_like_the_best_has_any_number_of_chunks() -> None:
     search = search_of("gpt2", BATCH, 4, FAST)
     here, there = Region(Mesh(pp=2, dp=2), 1, 4), Region(Mesh(pp=2, dp=2), 2, 2)

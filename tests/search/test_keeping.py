@@ -14,6 +14,15 @@ def test_one_forward_one_backward() -> None:
     assert [rank.most for rank in keeping.here("1f1b", 1, 16)] == [1]
 
 
+def test_passes_of_lists_that_are_read_are_counted_once() -> None:
+    keeping = Keeping()
+    for microbatches in (16, 32):  # more than twice the ranks keep no more
+        keeping.here("v-half", 4, microbatches)
+        assert keeping.generated == 8 * 8
+    keeping.here("v-half", 2, 16)
+    assert keeping.generated == 8 * 8 + 4 * 4
+
+
 def test_several_stages_of_a_rank_count_by_their_share() -> None:
     (first, last) = Keeping().here("interleaved", 2, 8, 2)
     assert (first.most, last.most) == (2.5, 1.5)

@@ -185,3 +185,10 @@ def test_rows_that_depend_on_others_leave_all_in(is_centered: bool) -> None:
     every = regions(search.sizes, search.pins)
     assert len(undominated(every)) < len(every)
     assert set(search._begin()) == set(every if is_centered else undominated(every))
+
+
+def test_microbatches_with_statistics_of_their_own_leave_all_in() -> None:
+    """They are no cuts of one batch: other rows together are another result."""
+    captured = Captured(_Centered(False), {"tokens": torch.randint(0, 32, (4, 8))}, None).on("cpu")
+    search = searching(captured, pins_of(2, statistics="microbatch"), FAST, {})
+    assert set(search._begin()) == set(regions(search.sizes, search.pins))
