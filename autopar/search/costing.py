@@ -34,6 +34,9 @@ from autopar.search.profiles import Key, Profile, Profiler, Unit, Weights
 from autopar.search.space import BEATEN, Family, Point, Region, moves_each_time
 
 _WHOLE = 0.02  # of the weights: as many at least that tp doesn't split
+_BESIDE = (
+    0.3  # of what scatters have left to do after a backward, where other stages have passes (0.1 to 0.4, laid out)
+)
 
 
 @dataclass(frozen=True)
@@ -307,11 +310,12 @@ class Costing:
         return math.ceil(held / self.budget_bytes)
 
     def beside_seconds(self, point: Point, profile: Profile) -> float:
-        """What a step of ``point`` likely takes beside its passes: of scatters after each of them, and of all that
-        comes after the last."""
+        """What a step of ``point`` likely takes beside its passes: of scatters after each of them, more of which runs
+        beside passes where a rank has several stages, and of all that comes after the last."""
         _, scattered, *_ = self._moves(point, profile)
         backward = math.fsum(unit.backward for unit in self._loaded(point, profile)) / point.region.mesh.pp
         left = max(0.0, scattered - backward) if point.zero >= 2 else 0.0
+        left *= _BESIDE if _has_several_stages(point) else 1.0
         return point.region.microbatches * left + self._update_seconds(point, profile)
 
     def _update_seconds(self, point: Point, profile: Profile) -> float:
@@ -320,9 +324,8 @@ class Costing:
         _, scattered, summed, updated = self._moves(point, profile)
         pp = point.region.mesh.pp
         layers = math.ceil(len(profile.units) / pp)
-        row = SCHEDULES.get(point.schedule)
         backward = math.fsum(unit.backward for unit in self._loaded(point, profile)) / pp
-        if pp > 1 and (row is None or (row.chunks or point.chunks) != 1):
+        if _has_several_stages(point):
             backward *= point.region.microbatches  # sums of later stages run beside the first ones' passes
         scattered, summed = (step.left_seconds(each, layers, backward) for each in (scattered, summed))
         return scattered + summed + updated
@@ -401,6 +404,12 @@ class Costing:
 
 def seconds_of(kind: str, bytes_: int, size: int, link: Link) -> float:
     return collective.seconds(kind, bytes_, size, link) if bytes_ and size > 1 else 0.0
+
+
+def _has_several_stages(point: Point) -> bool:
+    """Whether a rank has, or may have."""
+    row = SCHEDULES.get(point.schedule)
+    return point.region.mesh.pp > 1 and (row is None or (row.chunks or point.chunks) != 1)
 
 
 def splits_further(point: Point, profile: Profile) -> bool:
