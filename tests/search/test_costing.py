@@ -8,7 +8,8 @@ import pytest
 
 from autopar.errors import StageError
 from autopar.mesh import Mesh
-from autopar.search.costing import Outcome
+from autopar.search import costing
+from autopar.search.costing import Costing, Outcome
 from autopar.search.space import Point, Region
 from tests.fast_cluster import FAST
 from tests.search.spaces import search_of
@@ -54,3 +55,21 @@ def test_more_stages_than_layers_have_a_bound_and_are_refused() -> None:
     assert search.costing.bound(point, profile) >= 8 * profile.seconds / 4 * (1 - 1e-9)
     with pytest.raises(StageError):
         search.lay_out(point)
+
+
+def test_what_scatters_have_left_to_do_is_less_where_other_stages_have_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    search = search_of("llama", 8, 8, FAST, mesh={"pp": 2})
+    search.glance()
+    monkeypatch.setattr(Costing, "_moves", lambda *_: (0.0, 1.0, 0.0, 0.0))  # a scatter takes a second
+    whole = Point(Region(Mesh(pp=2, dp=4), 1, 2), "1f1b", None, "redistributed", 2, 0, (), 1)
+    profile = search.place(whole.region)
+    assert profile is not None
+
+    def left(point: Point) -> float:
+        return search.costing.beside_seconds(point, profile) - search.costing._update_seconds(point, profile)
+
+    assert 0 < left(whole) < 2
+    assert left(whole._replace(schedule="interleaved", chunks=2)) == pytest.approx(costing._BESIDE * left(whole))
+    assert left(whole._replace(zero=1)) == 0, "all is summed after the last"
