@@ -29,12 +29,13 @@ if TYPE_CHECKING:
     from autopar.search.loop import Search
 
 _RUNNERS_UP = 5
+_NEAR = 1.1  # times the best step
 _SAME_DEGREES = 2  # of them
 _FURTHER = 6  # points that are laid out for them at most
 _LOOKS = 500  # of those that are looked at
-_WORK = 1e4  # of one: about a fifth of a second
-_ALL_WORK = 3e4  # of all
-_PLACING = 2e4  # of placing regions for them
+_WORK = 3.5e4  # of one: about two thirds of a second
+_ALL_WORK = 6e4  # of all
+_PLACING = 5e4  # of placing regions for them
 _GPUS = (Fraction(1, 4), Fraction(1, 2), Fraction(3, 4), Fraction(3, 2), Fraction(2), Fraction(4))
 _MEMORY = 3 / 4  # of the peak of the plan before
 _MEMORIES = 4
@@ -76,13 +77,16 @@ def compared(search: Search, found: Found) -> Found:
 
 
 def _place_next(search: Search) -> None:
-    """Place regions of the best bounds that the proof did without, of each mesh one, where few were placed: what looks
-    best of them may be among the next."""
+    """Place regions of the best bounds that the proof did without, of each mesh one, unless enough is known that is
+    nearly as good as the best: what looks best of them may be among the next."""
     limit, first = search.work + _PLACING, dict[Mesh, Region]()
     for region in search.unplaced():
         first.setdefault(region.mesh, region)
     for region in first.values():
-        if search.work >= limit or len({known.mesh for known in search.promising}) > _RUNNERS_UP:
+        near = {
+            known.mesh for known, (estimate, _) in search.promising.items() if estimate < _NEAR * search.best_seconds
+        }
+        if search.work >= limit or len(near) > _RUNNERS_UP:
             return
         profile = search.place(region)
         for family in search.families_of(region) if profile is not None else ():
