@@ -34,9 +34,7 @@ from autopar.search.profiles import Key, Profile, Profiler, Unit, Weights
 from autopar.search.space import BEATEN, Family, Point, Region, moves_each_time
 
 _WHOLE = 0.02  # of the weights: as many at least that tp doesn't split
-_BESIDE = (
-    0.3  # of what scatters have left to do after a backward, where other stages have passes (0.1 to 0.4, laid out)
-)
+_BESIDE = 0.3  # of what scatters have left to do after a backward, where other stages have passes
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ class _Dive:
     numbers: Iterator[int] = field(default_factory=itertools.count)
     full: defaultdict[object, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
     tried: Counter[object] = field(default_factory=Counter)
-    laid_out: set[Point] = field(default_factory=set)
+    laid_out: set[Point] = field(default_factory=set)  # or refused
     failed: Counter[object] = field(default_factory=Counter)
     placed: Counter[object] = field(default_factory=Counter)
 

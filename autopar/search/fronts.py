@@ -83,9 +83,8 @@ def _place_next(search: Search) -> None:
     for region in search.unplaced():
         first.setdefault(region.mesh, region)
     for region in first.values():
-        near = {
-            known.mesh for known, (estimate, _) in search.promising.items() if estimate < _NEAR * search.best_seconds
-        }
+        enough = _NEAR * search.best_seconds
+        near = {known.mesh for known, (estimate, _) in search.promising.items() if estimate < enough}
         if search.work >= limit or len(near) > _RUNNERS_UP:
             return
         profile = search.place(region)
