@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar.planner.chunk_cuts import _best, _bound, _ByRank, _moves, _Search, paces
-from autopar.planner.cuts import CutTable
+from autopar.planner.chunk_cuts import _best, _bound, _ByRank, _improved, _moves, _Search, paces
+from autopar.planner.cuts import NEVER, CutTable
 from autopar.planner.stages import Unit, partition
 from autopar.schedules import Costs, generate, lower, simulate_timeline
 
@@ -208,3 +208,11 @@ def test_no_move_makes_the_best_cut_better() -> None:
             cuts = np.array([*starts, 24]) + _moves(9)[0]
             cuts = cuts[(np.diff(cuts) > 0).all(axis=1)]
             assert key == min(map(tuple, [*search.keys(cuts, paired=True).tolist(), list(key)]))
+
+
+def test_no_step_leaves_a_stage_without_units() -> None:
+    """Ranks would be as fast as each other if the third stage gave its unit to the fourth."""
+    none = (0,) * 4
+    table = CutTable((4, 1, 4, 1), none, none, none, none, 0, (1,) * 4, (0, 1, 0, 1))
+    _, starts = _improved(_Search(table, NEVER, by_seconds=True), (0, 1, 2, 3))
+    assert starts.tolist() == [0, 1, 2, 3, 4]
