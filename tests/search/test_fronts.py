@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from autopar.search.costing import Found, Outcome
-from autopar.search.fronts import compared, gpus_front, memory_front, runners_up, why
+from autopar.search.fronts import _place_next, compared, gpus_front, memory_front, runners_up, why
 from autopar.search.loop import Search
+from autopar.search.space import regions
 from tests.fast_cluster import FAST
 from tests.search.spaces import experts_on, search_of
 
@@ -83,3 +84,19 @@ def test_other_numbers_of_gpus(searched: tuple[Search, Found]) -> None:
     assert all(row.mesh.world == row.gpus for row in rows)
     assert rows[0].why.startswith("0.25x the GPUs, ")
     assert search.pins.gpus == GPUS
+
+
+def test_nothing_is_placed_for_runners_up_where_enough_is_nearly_as_good() -> None:
+    search = search_of("gpt2", 8, 8, FAST, vocabulary="redistributed", offload=())
+    search.run()
+    left = search.unplaced()
+    point = search.ranked()[0].point
+    meshes = list({region.mesh: region for region in regions(search.sizes, search.pins)}.values())
+    before = len(search.profiler.known)
+    assert left
+    search.promising = dict.fromkeys(meshes, (1.05 * search.best_seconds, point))
+    _place_next(search)
+    assert len(search.profiler.known) == before
+    search.promising = dict.fromkeys(meshes, (2 * search.best_seconds, point))
+    _place_next(search)
+    assert len(search.profiler.known) > before
