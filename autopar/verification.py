@@ -65,7 +65,7 @@ class Verification:
     A tensor's error is the largest difference of its entries over the largest entry (of itself, or ``1e-4`` of the
     largest of all tensors if that is more). Where one device alone is further off than ``tolerance`` in the model's
     precision, compared with float64, three times what it is off by counts as ``tolerance``; where a gradient is nothing
-    but rounding (of a bias in front of a batch norm), three roundings of the largest of all gradients do.
+    but rounding (of a bias in front of a batch norm), three roundings of the largest of all gradients do, on either side.
     ``divergence`` names the first op whose value differs, and its source line, where not ``ok``.
     """
 
@@ -173,8 +173,9 @@ class _Noise:
 
     @classmethod
     def of(cls, trained: Trained, wide: Trained, tolerance: float, eps: float) -> _Noise:
-        """``wide``: the same in float64. A gradient that is nothing but rounding (``eps``) may be a sum of terms over
-        ranks that are as large as others. Optimizers may make whole steps of such ones, which averages see, too."""
+        """``wide``: the same in float64. A gradient that is nothing but rounding (``eps``) may be a sum of terms that are
+        as large as others, on one device and over ranks. Optimizers may make whole steps of such ones, which averages
+        see, too."""
         off = relative_errors(trained.gradients, wide.gradients)
         least = tolerance / _ROUNDINGS
         unsure = {name: wide.gradients[name] for name, error in off.items() if least < error < math.inf}
@@ -184,7 +185,7 @@ class _Noise:
         )
         for name, exact in unsure.items():
             if _ROUNDINGS * float(exact.abs().max()) < gradients[name] * tolerance:
-                gradients[name] = max(gradients[name], _ROUNDINGS * eps * largest / tolerance)
+                gradients[name] = max(gradients[name], 2 * _ROUNDINGS * eps * largest / tolerance)
         averages = (trained.parameters.keys() & wide.parameters.keys()) - wide.gradients.keys() if unsure else ()
         moved = {name: wide.parameters[name] for name in (*unsure, *averages)}
         return cls(gradients, _limits(trained.parameters, moved, tolerance))
