@@ -65,7 +65,8 @@ class Verification:
     A tensor's error is the largest difference of its entries over the largest entry (of itself, or ``1e-4`` of the
     largest of all tensors if that is more). Where one device alone is further off than ``tolerance`` in the model's
     precision, compared with float64, three times what it is off by counts as ``tolerance``; where a gradient is nothing
-    but rounding (of a bias in front of a batch norm), three roundings of the largest of all gradients do, on either side.
+    but rounding (of a bias in front of a batch norm), three roundings of the largest of all gradients do, on
+    either side.
     ``divergence`` names the first op whose value differs, and its source line, where not ``ok``.
     """
 
@@ -173,8 +174,8 @@ class _Noise:
 
     @classmethod
     def of(cls, trained: Trained, wide: Trained, tolerance: float, eps: float) -> _Noise:
-        """``wide``: the same in float64. A gradient that is nothing but rounding (``eps``) may be a sum of terms that are
-        as large as others, on one device and over ranks. Optimizers may make whole steps of such ones, which averages
+        """``wide``: the same in float64. A gradient that is nothing but rounding (``eps``) may be a sum of terms, over
+        rows and over ranks, that are as large as others. Optimizers may make whole steps of such ones, which averages
         see, too."""
         off = relative_errors(trained.gradients, wide.gradients)
         least = tolerance / _ROUNDINGS
