@@ -177,7 +177,7 @@ def _build(
     profile = profiler.placed(key, region.mesh)
     state = profile.placed.request.state_bytes if profile is not None else None
     load = dict(profiler.expert_load)
-    streamed = key.streamed or (profile is None and moves_each_time(point))
+    streamed = key.streamed or (profile is None and moves_each_time(point.way))
     request = Request(region.mesh, region.microbatches, profiler.cluster, wanted, options, load, state, streamed)
     if profile is None or layout is None:
         return build(profiler.models[region.mesh.cp > 1].copy(), request, None, measured)

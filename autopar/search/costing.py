@@ -31,7 +31,7 @@ from autopar.search.interleaving import Interleaving
 from autopar.search.keeping import Keeping
 from autopar.search.layers import layer_block
 from autopar.search.profiles import Key, Profile, Profiler, Unit, Weights
-from autopar.search.space import BEATEN, Family, Point, Region, moves_each_time
+from autopar.search.space import BEATEN, Family, Point, Region, Way, moves_each_time
 
 _WHOLE = 0.02  # of the weights: as many at least that tp doesn't split
 _BESIDE = 0.3  # of what scatters have left to do after a backward, where other stages have passes
@@ -137,7 +137,7 @@ class Costing:
     def bound(self, point: Point, profile: Profile) -> float:
         """No step of ``point`` is below, by its passes. The head may be another than the profile's."""
         passes, pp = self._pass_seconds(point, profile), point.region.mesh.pp
-        if splits_further(point, profile):
+        if splits_further(point.way, profile):
             return passes
         passes = max(passes, self.host_seconds(point, profile))
         update, streamed = self._update_seconds(point, profile), self._streamed_seconds(point, profile)
@@ -149,7 +149,7 @@ class Costing:
     def host_seconds(self, point: Point, profile: Profile) -> float:
         """What hosts take to issue the passes of ``point``, on the average of pipeline ranks: without those of the
         first and the last call, which may be others than the profile's."""
-        if splits_further(point, profile):
+        if splits_further(point.way, profile):
             return 0.0
         return self.passes_issued(point.region, profile.inner_calls)
 
@@ -165,14 +165,14 @@ class Costing:
 
     def memory_bound(self, point: Point, profile: Profile) -> float:
         """The same, by what has to be recomputed; inf where its layers can't fit."""
-        if splits_further(point, profile):
+        if splits_further(point.way, profile):
             return 0.0
         return self._memory_seconds(point, profile) + self.after_seconds(point, profile)
 
     def after_seconds(self, point: Point, profile: Profile) -> float:
         """What comes after all passes at least, however long these are: longer ones hide more of what is summed beside
         the last. Nothing where those of other ranks may run meanwhile."""
-        if point.region.mesh.pp > 1 or splits_further(point, profile):
+        if point.region.mesh.pp > 1 or splits_further(point.way, profile):
             return 0.0
         _, scattered, summed, updated = self._moves(point, profile)
         return (scattered + summed) / len(profile.units) + updated
@@ -287,7 +287,7 @@ class Costing:
 
     def may_fit(self, point: Point, profile: Profile) -> bool:
         """Whether parameters, gradients and moments would fit if ranks shared them evenly, and kept nothing else."""
-        if splits_further(point, profile):
+        if splits_further(point.way, profile):
             return True
         mesh, total = point.region.mesh, 0.0
         away = masters_on_host(point.offload)
@@ -410,17 +410,17 @@ def _has_several_stages(point: Point) -> bool:
     return point.region.mesh.pp > 1 and (row is None or (row.chunks or point.chunks) != 1)
 
 
-def splits_further(point: Point, profile: Profile) -> bool:
-    """Whether ``point`` is laid out on a profile of its own, whose placement knows that weights move with each
-    microbatch: its passes are no faster, but ranks have fewer weights."""
+def splits_further(way: Way, profile: Profile) -> bool:
+    """Whether points that store weights this ``way`` are laid out on a profile of their own, whose placement knows that
+    weights move with each microbatch: its passes are no faster, but ranks have fewer weights."""
     key = profile.key
-    return moves_each_time(point) and not (key.stages or key.streamed) and profile.whole_share > _WHOLE
+    return moves_each_time(way) and not (key.stages or key.streamed) and profile.whole_share > _WHOLE
 
 
 def laid_on(point: Point, profile: Profile, profiler: Profiler) -> Profile:
     """What ``point`` of a region with this ``profile`` is laid out on, or what bounds that: another one where weights
     are split further, if that is placed."""
-    if not splits_further(point, profile):
+    if not splits_further(point.way, profile):
         return profile
     found = profiler.placed(profile.key._replace(streamed=True), point.region.mesh)
     if found is None:

@@ -26,7 +26,7 @@ from autopar.search.bounds import scaled
 from autopar.search.costing import Costing, Found, Outcome, laid_on, rank, splits_further
 from autopar.search.dive import dive
 from autopar.search.hulls import Array
-from autopar.search.outlook import Outlook, Way
+from autopar.search.outlook import Outlook
 from autopar.search.pins import Pins
 from autopar.search.profiles import Key, Profile, Profiler
 from autopar.search.references import Reference, References
@@ -36,6 +36,7 @@ from autopar.search.space import (
     Point,
     Region,
     Sizes,
+    Way,
     regions,
     savers,
     schedules,
@@ -303,7 +304,7 @@ class Search:
     def _place_streamed(self, bound: float, points: Sequence[Point], profile: Profile) -> None:
         """What those of ``points`` are laid out on that split weights further than ``profile``, if any of them may be
         the best by what is known without it."""
-        further = [point for point in points if splits_further(point, laid_on(point, profile, self.profiler))]
+        further = [point for point in points if splits_further(point.way, laid_on(point, profile, self.profiler))]
         if further and not self._is_beaten(max(bound, min(self.bounds(further, profile, memory=False)))):
             self._work += units.OP * self.ops
             self.tell("place")
@@ -338,7 +339,8 @@ class Search:
         if self._outlook is None or self._is_beaten(found):
             return found
         ways, families = self._ways(region, saving=True), list(self.families_of(region))
-        return self._outlook.region_bound(region, families, ways, self.scaling.layers(region.key), found, self._good)
+        times, profile = self.scaling.layers(region.key), self.profile(region)
+        return self._outlook.region_bound(region, families, ways, times, profile, found, self._good)
 
     def likely(self, region: Region, offload: tuple[str, ...] = ()) -> float:
         """Seconds of a likely step of ``region``, with this on the host; inf where none leaves room for activations."""
@@ -365,7 +367,7 @@ class Search:
 
     def _likely_ways(self, region: Region, offload: tuple[str, ...]) -> list[Way]:
         ways = self._ways(region, saving=False)
-        return [(zero, zero_ranks, offload) for zero, zero_ranks, _ in ways] if offload else ways
+        return [way._replace(offload=offload) for way in ways] if offload else ways
 
     def is_like_others(self, region: Region) -> bool:
         """Whether others with its axes are placed."""
@@ -398,7 +400,7 @@ class Search:
         cluster = self.costing.cluster
         offloads = dict.fromkeys(offload for offload, _ in savers(region, cluster, self.pins))
         kinds = list(offloads) if saving else [next(iter(offloads))]
-        return [(*storage, offload) for storage in storages(region, cluster, self.pins) for offload in kinds]
+        return [Way(*storage, offload) for storage in storages(region, cluster, self.pins) for offload in kinds]
 
     def place_reference(self, region: Region, *, likely: bool = False) -> bool:
         """Make one of the profiles that bound ``region`` and others, or of those that say what these are ``likely`` to
@@ -450,7 +452,7 @@ class Search:
         passes would leave some of them whole, of one that says what that costs."""
         key = self._keys.get(point.region, point.region.key)._replace(head=point.head, chunks=point.head_chunks)
         profile = self.profile(point.region)
-        return key._replace(streamed=profile is not None and splits_further(point, profile))
+        return key._replace(streamed=profile is not None and splits_further(point.way, profile))
 
     def share(self, region: Region) -> float:
         """Which part of the root's work a rank of ``region`` does of a microbatch."""

@@ -28,7 +28,7 @@ from autopar.search.interleaving import Counts
 from autopar.search.keeping import folded_kept, looped_kept, straight_kept
 from autopar.search.layers import Scaler, layer_sizes, layer_weights
 from autopar.search.profiles import Key, Profile, Weights
-from autopar.search.space import Family, Point, Region, expert_share, stages_of
+from autopar.search.space import Family, Point, Region, Way, expert_share, stages_of
 from autopar.search.wholesale import (
     Host,
     Layers,
@@ -41,9 +41,6 @@ from autopar.search.wholesale import (
     straight,
     without_memory,
 )
-
-Way = tuple[int, int, tuple[str, ...]]
-"""``zero``, ``zero_ranks`` and ``offload`` of a point."""
 
 _STAGES: Final = 8  # of a rank at most, where several are likely
 _STEADY: Final = 2  # times the ranks: of fewer microbatches, none are taken to wait as those of a steady state do
@@ -82,17 +79,23 @@ class Outlook:
         families: Sequence[Family],
         ways: Sequence[Way],
         times: Array,
+        profile: Profile | None,
         known: float = 0.0,
         enough: float = math.inf,
     ) -> float:
-        """No step of any point of ``region`` is below, whose ``families`` store weights in these ``ways`` and whose
-        passes take these ``times``; another bound is ``known``. One that is ``enough`` isn't made any better."""
+        """No step of any point of ``region`` is below, whose ``families`` store weights in these ``ways``; another
+        bound is ``known``. One that is ``enough`` isn't made any better. Layers take what the region's own ``profile``
+        says, or where there is none, these ``times`` at least (:class:`autopar.search.scaling.Scaling`)."""
         if any(family.schedule not in SCHEDULES for family in families):
             return known
-        layers = self.scaler.scaled(region.key, times)
         alone = any(SCHEDULES[family.schedule].asynchronous for family in families)
-        added = 1 if alone else region.microbatches
-        stored, found = self._best_ways(region.mesh, ways, added), math.inf
+        count, found = 1 if alone else region.microbatches, math.inf
+        if profile is None or not self.scaler.suits(profile):
+            layers, stored = self.scaler.scaled(region.key, times), self._best_ways(region.mesh, ways, count)
+        else:
+            layers = self.scaler.with_units(profile.key, profile.units)
+            every = [self._of_way(region.mesh, profile, way, count, split=True) for way in ways]
+            stored = [every[place] for place in _undominated(every)]
         away = _any_away(ways)
         free = without_memory(layers)
         free_of_state = [way._replace(state=0.0) for way in stored]
@@ -101,7 +104,7 @@ class Outlook:
             seconds = least_seconds(free, roomy, ranks, region.microbatches, _BOUNDLESS)
             fastest = max(float(seconds.min()), self._by_paths(region, layers, roomy, chunks, ranks))
             if fastest < min(found, enough):
-                host = self._host(ranks, region, away=away)
+                host = self._host(ranks, region, away=away, fills=bool(chunks))
                 seconds = least_seconds(layers, stored, ranks, region.microbatches, self.costing.budget_bytes, host)
             found = min(found, max(fastest, float(seconds.min())))
             if found <= known:
@@ -269,14 +272,15 @@ class Outlook:
         )
         return Host(rate, kept, times, (forwards, backwards), np.array([rank.most for rank in away]))
 
-    def _host(self, ranks: Ranks, region: Region, *, away: bool) -> Host | None:
+    def _host(self, ranks: Ranks, region: Region, *, away: bool, fills: bool = False) -> Host | None:
+        """``fills``: ranks keep the most before their first backward, as those with one stage do."""
         rate = self.costing.cluster.device.host_bytes_per_second
         if not away or not rate or region.mesh.pp == 1:
             return None
         count, none = region.microbatches, np.zeros(ranks.count)
         steady = max(0, count - _STEADY * region.mesh.pp)
         half = none + count / 2  # where a rank may keep the most at any time
-        ahead = (half, half) if ranks.goes_on else (ranks.kept, none)
+        ahead = (half, half) if ranks.goes_on and not fills else (ranks.kept, none)
         times = steady / np.maximum(1.0, ranks.kept)
         return Host(rate, ranks.kept[None], times[None], (ahead[0][None], ahead[1][None]), none)
 
@@ -314,11 +318,13 @@ class Outlook:
 
     def _of_point(self, point: Point, profile: Profile) -> Stored:
         row = SCHEDULES[point.schedule]
-        way = point.zero, point.zero_ranks, point.offload
         microbatches = 1 if row.asynchronous else point.region.microbatches
-        if splits_further(point, profile):  # as far as it may
-            return self._of_region(point.region.mesh, way, microbatches)
-        return self._of_profile(point.region.mesh, profile, way, microbatches, split=row.splits_backward)
+        return self._of_way(point.region.mesh, profile, point.way, microbatches, split=row.splits_backward)
+
+    def _of_way(self, mesh: Mesh, profile: Profile, way: Way, microbatches: int, *, split: bool) -> Stored:
+        if splits_further(way, profile):  # as far as it may
+            return self._of_region(mesh, way, microbatches)
+        return self._of_profile(mesh, profile, way, microbatches, split=split)
 
     def _of_profile(self, mesh: Mesh, profile: Profile, way: Way, microbatches: int, *, split: bool) -> Stored:
         key = (profile.key, mesh.dp, way, split)

@@ -162,6 +162,14 @@ class Family(NamedTuple):
     vocabulary: str
 
 
+class Way(NamedTuple):
+    """To store weights, and what is on the host."""
+
+    zero: int
+    zero_ranks: int
+    offload: tuple[str, ...]
+
+
 class Point(NamedTuple):
     """A region, and everything else that is searched."""
 
@@ -177,6 +185,10 @@ class Point(NamedTuple):
     @property
     def family(self) -> Family:
         return Family(self.region, self.schedule, self.chunks, self.vocabulary)
+
+    @property
+    def way(self) -> Way:
+        return Way(self.zero, self.zero_ranks, self.offload)
 
     @property
     def head(self) -> int:
@@ -397,9 +409,9 @@ def _stages(schedule: str, chunks: int | None) -> int:
     return chunks or (row.chunks if row else 0) or 1
 
 
-def moves_each_time(point: Point) -> bool:
+def moves_each_time(way: Way) -> bool:
     """Whether weights or their gradients move with each microbatch."""
-    return point.zero >= 2 or parameters_on_host(point.offload)
+    return way.zero >= 2 or parameters_on_host(way.offload)
 
 
 def promise(what: Region | Point) -> float:

@@ -17,7 +17,7 @@ from autopar.preparation import Captured
 from autopar.search import searching
 from autopar.search.choose import _build
 from autopar.search.loop import TOLERANCE, Search
-from autopar.search.space import Region
+from autopar.search.space import Point, Region
 from tests.fast_cluster import BUSY, FAST, SLOW_NETWORK
 from tests.models import llama
 from tests.models import prepared as made
@@ -182,3 +182,38 @@ def test_what_comes_after_passes_is_no_less_after_longer_ones(zero: int) -> None
     longest, shortest = (search.costing.under(search.pins.options)._update_seconds(point, p) for p in (slower, profile))
     assert 0 < after <= longest * ROUNDED
     assert longest < shortest
+
+
+@pytest.mark.parametrize("region", [Region(Mesh(pp=2, dp=2), 1, 4), Region(Mesh(dp=2, tp=2), 1, 4)], ids=str)
+def test_a_region_that_is_placed_is_bounded_by_its_own_passes(region: Region) -> None:
+    """Which take longer than their part of what the whole batch takes."""
+    search = search_of("gpt2", 8, 4, FAST)
+    search._begin()
+    before, profile = search.region_bound(region), search.place(region)
+    assert profile is not None
+    every = [point for point in every_point(search) if point.region == region]
+    families = {point.family: [other for other in every if other.family == point.family] for point in every}
+    least = min(bound for points in families.values() for bound in search.bounds(points, profile))
+    assert 1.1 * before < search.region_bound(region) <= least * ROUNDED
+
+
+def test_ranks_that_fill_up_before_their_first_backward_copy_beside_forwards_alone() -> None:
+    """An interleaved schedule, of which a rank can keep no more than four fifths."""
+    device = replace(FAST.device, host_memory_bytes=10**12, host_bytes_per_second=1e8)
+    given: dict[str, Any] = {"schedule": "interleaved", "chunks": 2, "recompute": "none", "zero": 0, "head_chunks": 1}
+    region = Region(Mesh(pp=2), 1, 8)
+
+    def begun(**more: Any) -> tuple[Search, Point]:
+        cluster = replace(FAST, device=device)
+        search = search_of("gpt2", 8, 2, cluster, mesh={"pp": 2}, vocabulary="redistributed", **given, **more)
+        search._begin()
+        assert search.place(region) is not None
+        (point,) = search.points_of(region)
+        return search, point
+
+    roomy, point = begun(offload=())
+    budget = int(0.8 * roomy.lay_out(point).peak_bytes)
+    tight, point = begun(offload=("activations",), budget_bytes=budget)
+    profile = tight.profile(region)
+    assert profile is not None
+    assert 1.1 * roomy.region_bound(region) < tight.region_bound(region) <= tight.bounds([point], profile)[0] * ROUNDED
