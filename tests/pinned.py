@@ -10,6 +10,7 @@ from torch import nn
 import autopar
 from autopar.batch import flatten
 from benchmarks.plain import PLAIN
+from tests.shared_captures import compile_shared
 
 PINNED: Final = PLAIN
 
@@ -18,12 +19,12 @@ def compile_pinned(model: nn.Module, gpus: int, **given: Any) -> autopar.Paralle
     """:func:`autopar.compile` with :data:`PINNED`, all ranks on dp, and up to four microbatches per stage, unless
     something else is ``given``."""
     if given.get("plan") is not None:
-        return autopar.compile(model, gpus, **given)
+        return compile_shared(model, gpus, **given)
     mesh = given.get("mesh") or {"dp": gpus}
     more = {**PINNED, "mesh": mesh, **{name: value for name, value in given.items() if value is not None}}
     if "microbatch" not in more and "microbatches" not in more:
         more["microbatches"] = _microbatches(given["sample"], mesh, given.get("batch_dim", 0))
-    return autopar.compile(model, gpus, **more)
+    return compile_shared(model, gpus, **more)
 
 
 def _microbatches(sample: Any, mesh: dict[str, int], batch_dim: int) -> int:

@@ -13,6 +13,7 @@ from tests import pinned, vocabulary_models
 from tests.fast_cluster import BUSY, FAST, NODES
 from tests.models import Case, gpt2, make, prepared
 from tests.moe_models import family
+from tests.shared_captures import compile_shared
 
 PINNED: Final[Mapping[str, Any]] = {**pinned.PINNED, "recompute": "none"}
 
@@ -54,7 +55,7 @@ class Plan:
             gpus *= 1 if axis == "ep" else size
         count = 2 * self.mesh["pp"] if self.mesh.get("pp", 1) > 1 else 1
         given = {**PINNED, "microbatches": count, "cluster": self.cluster, **self.options, **changes}
-        return autopar.compile(case.model, gpus, sample=case.batch, loss=case.loss, mesh=self.mesh, **given)
+        return compile_shared(case.model, gpus, sample=case.batch, loss=case.loss, mesh=self.mesh, **given)
 
 
 BF16: Final[Mapping[str, Any]] = {"precision": "bf16"}

@@ -34,6 +34,7 @@ from tests.models import MLP, Case, prepared
 from tests.moe_models import family
 from tests.random_models import Recipe, case_of
 from tests.ranks import test_uncommon_weights as uncommon
+from tests.shared_captures import compile_shared
 
 
 def check(found: Audit) -> None:
@@ -78,7 +79,7 @@ def test_programs_of_models_of_other_parts_cost_what_plans_say(
     case = case_of(recipe)
     given: dict[str, Any] = {**PINNED, "microbatches": 4 if "pp" in mesh else 2, "cluster": FAST, **options}
     ranks = math.prod(size for axis, size in mesh.items() if axis != "ep")
-    check(autopar.compile(case.model, ranks, sample=case.batch, loss=case.loss, mesh=mesh, **given).audit())
+    check(compile_shared(case.model, ranks, sample=case.batch, loss=case.loss, mesh=mesh, **given).audit())
 
 
 def _half(function: Callable[..., float]) -> Callable[..., float]:
@@ -172,7 +173,7 @@ class Seen(nn.Module):
 def test_products_of_other_kinds_cost_what_plans_say(recompute: str) -> None:
     batch = torch.randn(8, 3, 8, 8), torch.randn(8, 5, 6), torch.randint(5, (8,))
     given = {**PINNED, "recompute": recompute, "microbatches": 2, "cluster": FAST}
-    check(autopar.compile(Seen(), 2, sample=batch, mesh={"dp": 2}, **given).audit())
+    check(compile_shared(Seen(), 2, sample=batch, mesh={"dp": 2}, **given).audit())
 
 
 class Masked(nn.Module):
@@ -197,7 +198,7 @@ def test_attention_lays_its_result_out_as_planned(
     """Fused or not, by device, mask and dropout: what joins its heads is a view, or copies."""
     batch = torch.randn(8, 8, 16), torch.randint(5, (8,))
     given = {**PINNED, "microbatches": 2, "cluster": cluster}
-    check(autopar.compile(Masked(shape, trained, dropped), 2, sample=batch, mesh={"dp": 2}, **given).audit())
+    check(compile_shared(Masked(shape, trained, dropped), 2, sample=batch, mesh={"dp": 2}, **given).audit())
 
 
 class Wide(nn.Module):
@@ -220,7 +221,7 @@ class Wide(nn.Module):
 def test_weights_that_travel_alone_and_together_cost_what_plans_say(zero: int) -> None:
     """Four layers' weights travel alone; once a step, small ones of several layers are one message, or two."""
     given = {**PINNED, "microbatches": 2, "zero": zero, "mesh": {"dp": 2}, "cluster": BUSY}
-    job = autopar.compile(Wide(), 2, sample=torch.randn(8, 384), **given)
+    job = compile_shared(Wide(), 2, sample=torch.randn(8, 384), **given)
     check(job.audit())
     sizes = [math.prod(p.shape) * 4 for p in job.programs.stages[0].program.parameters]
     assert sum(size >= MESSAGES.large(2) for size in sizes) == 4
@@ -297,7 +298,7 @@ def test_what_gradients_are_put_off(model: type[nn.Module]) -> None:
     """None of frozen weights, those of transposed ones."""
     given = prepared(lambda: uncommon.case(model))
     pinned = {**PINNED, "mesh": {"pp": 2}, "microbatches": 4, "schedule": "zb-h1", "cluster": FAST}
-    check(autopar.compile(given.model, 2, sample=given.batch, **pinned).audit())
+    check(compile_shared(given.model, 2, sample=given.batch, **pinned).audit())
 
 
 @pytest.mark.parametrize(
@@ -311,7 +312,7 @@ def test_gradients_are_copied_to_be_sent_together(options: dict[str, Any], monke
 
     def found() -> Audit:
         pinned = {**PINNED, "mesh": {"dp": 2}, "microbatches": 2, "cluster": FAST, **options}
-        return autopar.compile(wide.model, 2, sample=wide.batch, **pinned).audit()
+        return compile_shared(wide.model, 2, sample=wide.batch, **pinned).audit()
 
     check(found())
     monkeypatch.setattr(gradients, "alone", lambda sums: {each.weight.name for message in sums for each in message})
@@ -341,10 +342,10 @@ def test_a_plan_that_waits_for_copies_adds_up() -> None:
     up to it, and the plan as it was saved is laid out the same."""
     case = prepared(lambda: Case(MLP(layers=8, width=64), (torch.randn(1024, 8), torch.randn(1024, 4))))
     given = {**PINNED, "microbatches": 8, "mesh": {"pp": 4}}
-    plain = autopar.compile(case.model, 4, sample=case.batch, cluster=FAST, **given)
+    plain = compile_shared(case.model, 4, sample=case.batch, cluster=FAST, **given)
     budget = max(plain.plan.peak_bytes) * 85 // 100
     given |= {"offload": ("activations",), "budget_bytes": budget}
-    job = autopar.compile(case.model, 4, sample=case.batch, cluster=FAST, **given)
+    job = compile_shared(case.model, 4, sample=case.batch, cluster=FAST, **given)
     assert any(0 < stage.offloads < 8 for stage in job.plan.stage_plans)
     waits = [e for e in job.timeline.events if e.action.kind == "FREE" and e.end_seconds > e.start_seconds]
     assert job.plan.cost.rank in {event.rank for event in waits}
@@ -354,7 +355,7 @@ def test_a_plan_that_waits_for_copies_adds_up() -> None:
     assert math.fsum(part.exposed_seconds for part in job.plan.cost.parts) == pytest.approx(
         job.plan.step_seconds, rel=1e-12
     )
-    again = autopar.compile(case.model, 4, sample=case.batch, plan=autopar.Plan.from_json(job.plan.to_json()))
+    again = compile_shared(case.model, 4, sample=case.batch, plan=autopar.Plan.from_json(job.plan.to_json()))
     assert again.schedule.to_text() == job.schedule.to_text()
 
 
@@ -377,11 +378,11 @@ def _offloading(pp: int, schedule: str, microbatches: int) -> autopar.ParallelMo
     rows = 128 * microbatches
     case = prepared(lambda: Case(MLP(layers=8, width=64), (torch.randn(rows, 8), torch.randn(rows, 4))))
     pinned = {**PINNED, "schedule": schedule, "microbatches": microbatches, "mesh": {"pp": pp}}
-    plan = autopar.compile(case.model, pp, sample=case.batch, cluster=FAST, **pinned).plan
+    plan = compile_shared(case.model, pp, sample=case.batch, cluster=FAST, **pinned).plan
     stages = [stage.model_copy(update={"offloads": 8}) for stage in plan.stage_plans]
     options = plan.options.model_copy(update={"offload": ("activations",)})
     away = plan.model_copy(update={"stage_plans": stages, "options": options, "digest": ""}).sealed()
-    return autopar.compile(case.model, pp, sample=case.batch, plan=away)
+    return compile_shared(case.model, pp, sample=case.batch, plan=away)
 
 
 def test_a_wrong_program_is_seen() -> None:
@@ -467,11 +468,11 @@ def test_what_objects_hold_stays_on_the_device(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(module, "LEAST_BYTES", 64)
     case = prepared(lambda: family("deepseek_v3", 8))
     pinned = {**PINNED, "schedule": "gpipe", "microbatches": 4, "mesh": {"pp": 2}, "loss": case.loss}
-    plan = autopar.compile(case.model, 2, sample=case.batch, cluster=FAST, **pinned).plan
+    plan = compile_shared(case.model, 2, sample=case.batch, cluster=FAST, **pinned).plan
     stages = [stage.model_copy(update={"offloads": 8}) for stage in plan.stage_plans]
     options = plan.options.model_copy(update={"offload": ("activations",)})
     away = plan.model_copy(update={"stage_plans": stages, "options": options, "digest": ""}).sealed()
-    found = autopar.compile(case.model, 2, sample=case.batch, loss=case.loss, plan=away).audit()
+    found = compile_shared(case.model, 2, sample=case.batch, loss=case.loss, plan=away).audit()
     copies = [row for row in found.rows if row.what.endswith("copy to the host")]
     assert copies
     assert [(row.planner, row.evaluator) for row in copies] == [(row.evaluator, row.evaluator) for row in copies]

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-import autopar
 from autopar.errors import AutoparError
 from tests.audit.cases import PINNED
 from tests.fast_cluster import BUSY, FAST, NODES
@@ -17,6 +16,7 @@ from tests.models import Case
 from tests.random_experts import case_of as sparse_case
 from tests.random_experts import random_mixture, random_sparse_plan
 from tests.random_models import Recipe, case_of, random_plan, random_recipe
+from tests.shared_captures import compile_shared
 
 
 def check(case: Case, mesh: dict[str, int], options: dict[str, Any]) -> None:
@@ -24,7 +24,7 @@ def check(case: Case, mesh: dict[str, int], options: dict[str, Any]) -> None:
         case.model.float()
     given = {**PINNED, "microbatches": 4 if "pp" in mesh else 2, "cluster": FAST, "loss": case.loss, **options}
     ranks = math.prod(size for axis, size in mesh.items() if axis != "ep")
-    found = autopar.compile(case.model, ranks, sample=case.batch, mesh=mesh, **given).audit()
+    found = compile_shared(case.model, ranks, sample=case.batch, mesh=mesh, **given).audit()
     assert found.ok, f"\n{found}"
 
 

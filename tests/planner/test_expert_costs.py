@@ -12,7 +12,6 @@ import torch
 from torch import fx, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
-import autopar
 from autopar.api import prepare
 from autopar.cluster import Cluster
 from autopar.graph import Model, info, op_name
@@ -27,6 +26,7 @@ from autopar.planner.saved import BlockSaved, saved_tensors
 from tests.fast_cluster import FAST
 from tests.pinned import PINNED
 from tests.random_models import Gated, Recipe, case_of
+from tests.shared_captures import compile_shared
 
 H100 = Cluster.load("h100")
 PROPORTIONAL = replace(
@@ -179,7 +179,7 @@ def test_an_expert_with_a_routing_of_its_own_is_reckoned_to_get_its_share() -> N
         sizes = (width // 2, width // 2, 3 * width // 2, 3 * width // 2)
         layer.mlp.experts = nn.ModuleList([Gated(Recipe(), size) for size in sizes]).double()
     given = {**PINNED, "recompute": "none", "microbatches": 2, "cluster": FAST, "mesh": {"cp": 2}}
-    jobs = [autopar.compile(case.model, 2, sample=case.batch, **given) for case in (even, uneven)]
+    jobs = [compile_shared(case.model, 2, sample=case.batch, **given) for case in (even, uneven)]
     assert ["of=4" in job.job.texts[0] for job in jobs] == [False, True]
     assert jobs[0].plan.cost.model_flops == jobs[1].plan.cost.model_flops
     assert jobs[1].audit().ok

@@ -7,13 +7,13 @@ import dataclasses
 import pytest
 import torch
 
-import autopar
 from autopar.cluster import Cluster
 from autopar.options import Options
 from autopar.planner.gradients import summed_as
 from tests.fast_cluster import FAST
 from tests.pinned import PINNED
 from tests.random_models import Recipe, case_of
+from tests.shared_captures import compile_shared
 
 DEVICE = dataclasses.replace(Cluster.load("cpu").device, memory_bytes_per_second=1e9)
 BF16, F32 = torch.bfloat16, torch.float32
@@ -65,7 +65,7 @@ def test_copies_that_are_sent_together_are_reckoned_with(zero: int, mesh: dict[s
     case = case_of(Recipe(layers=2, tied=True))
     microbatches, model = 2 * mesh.get("pp", 1), case.model.float() if precision == "bf16" else case.model
     given = {**PINNED, "zero": zero, "precision": precision, "microbatches": microbatches, "recompute": "none"}
-    job = autopar.compile(model, 4, sample=case.batch, mesh=mesh, cluster=FAST, **given)
+    job = compile_shared(model, 4, sample=case.batch, mesh=mesh, cluster=FAST, **given)
     held = job.memory().predicted
     for index, rank in enumerate(job.plan.rank_plans):
         assert not rank.action  # it was added up

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-import autopar
 from autopar import simulate
 from autopar.errors import ArgumentError, PlanError, ShardingError
 from autopar.plan import Plan
@@ -27,6 +26,7 @@ from tests.ranks.test_expert_parallel import (
     mixtral,
     to_the_first_experts,
 )
+from tests.shared_captures import compile_shared
 
 NODE: dict[str, Any] = {"cluster": NODES, "dispatch": "node"}
 
@@ -141,7 +141,7 @@ def test_bf16_is_as_near_as_flat() -> None:
     case = prepared(lambda: family("mixtral", 8, layers=2, output_router_logits=False), torch.float32)
     given = {"precision": "bf16", "cluster": NODES}
     for dispatch in ("flat", "node"):
-        job = autopar.compile(
+        job = compile_shared(
             case.model, 4, sample=case.batch, mesh={"dp": 4, "ep": 4}, microbatches=1, dispatch=dispatch, **given
         )
         result = job.verify(case.batch, steps=2)

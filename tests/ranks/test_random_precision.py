@@ -21,7 +21,7 @@ from tests.pinned import compile_pinned
 from tests.random_models import Experts, case_of
 from tests.ranks.test_parity import tame_optimizer
 from tests.ranks.test_precision import vector_distance
-from tests.ranks.test_random_models import FAST_TIER, LEAST_COMPILED, SLOW_TIERS, drawn
+from tests.ranks.test_random_models import FAST_TIERS, LEAST_COMPILED, SLOW_TIERS, drawn
 
 STEPS, COPIES = 2, 4
 DEVIATIONS = 4.0
@@ -117,7 +117,11 @@ def compiled(seed: int, precision: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("seeds", [FAST_TIER[:6], pytest.param(SLOW_TIERS[0], marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "seeds",
+    [FAST_TIERS[0], *(pytest.param(tier, marks=pytest.mark.slow) for tier in (FAST_TIERS[1], SLOW_TIERS[1]))],
+    ids=str,
+)
 @pytest.mark.parametrize("precision", LOWER)
 def test_random_models_in_lower_precision(precision: str, seeds: range) -> None:
     count = sum(compiled(seed, precision) for seed in seeds)
