@@ -36,17 +36,19 @@ _VALUES = 16  # of what layers keep that are told apart where the rest is copied
 
 def scaled(known: Key, wanted: Key) -> float | None:
     """Which part of a microbatch of ``known`` one of ``wanted`` is at least; None where it is no part of it, or has
-    experts over axes on which the known one hasn't.
+    experts over axes on which the known one hasn't. Experts that ranks share on ``ep`` get tokens of all these ranks:
+    of one rank without ``ep`` they are a part if it has as many rows.
 
     >>> scaled(Key(rows=8, ep=1, cp=1, tp=2), Key(rows=2, ep=1, cp=2, tp=2))
     0.125
     """
     if known.borrowed != wanted.borrowed and (known.borrowed or set(known.axes()) & set(wanted.borrowed)):
         return None
-    pairs = ((wanted.rows, known.rows), (known.cp, wanted.cp), (known.tp, wanted.tp))
-    if any(larger % smaller for smaller, larger in pairs) or known.ep not in (1, wanted.ep):
+    together = wanted.ep // known.ep
+    pairs = ((wanted.rows * together, known.rows), (known.cp, wanted.cp), (known.tp, wanted.tp))
+    if known.ep not in (1, wanted.ep) or any(larger % smaller for smaller, larger in pairs):
         return None
-    return math.prod(smaller / larger for smaller, larger in pairs)
+    return math.prod(smaller / larger for smaller, larger in pairs) / together
 
 
 def straight(units: Sequence[Unit], stages: int, microbatches: int, *, split: bool) -> float:

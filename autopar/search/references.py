@@ -21,8 +21,8 @@ _SHARED: Final = 4  # regions that one has to serve which is made for its bound 
 
 @dataclass(frozen=True)
 class References:
-    """Of a search whose regions have so many rows (``rows``), such axes (``axes``: name and size) and such ``ranks``
-    (all axes of a key), by how many of them do; of a ``batch`` of so many rows."""
+    """Of a search, by how many regions have them: rows on all ranks of ep (``rows``), ``axes`` (name and size), and the
+    same ``ranks`` (all axes of a key). Its ``batch`` has so many rows."""
 
     profiler: Profiler
     batch: int
@@ -35,7 +35,7 @@ class References:
         """``keys`` are those of all regions, with how many have each."""
         rows, axes, ranks = Counter[int](), Counter[tuple[str, int]](), Counter[Key]()
         for key, count in keys.items():
-            rows[key.rows] += count
+            rows[key.rows * key.ep] += count
             ranks[_ranks(key)] += count
             for axis in key.axes():
                 axes[axis, getattr(key, axis)] += count
@@ -61,11 +61,12 @@ class References:
         return key, region.mesh, region.microbatches
 
     def _plain(self, region: Region) -> Reference | None:
-        """This region's rows without any axis."""
-        plain = Key(region.rows, 1, 1, 1, several=region.rows < self.batch, copies=False)
-        if self._is_known(plain) or self.rows.get(region.rows, 0) < _SHARED:
+        """The rows of this region's ep without any axis."""
+        rows = region.rows * region.mesh.ep
+        plain = Key(rows, 1, 1, 1, several=rows < self.batch, copies=False)
+        if self._is_known(plain) or self.rows.get(rows, 0) < _SHARED:
             return None
-        return plain, Mesh(), self.batch // region.rows
+        return plain, Mesh(), self.batch // rows
 
     def _alone(self, region: Region) -> Reference | None:
         """The whole batch with one of its axes alone."""

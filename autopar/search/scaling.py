@@ -13,6 +13,8 @@ tried, each pass of a block takes the least that any distance gives it, and what
 ranks are closer.
 
 Where experts are over an axis, what is known of others on it says nothing: tokens that travel along it may be faster.
+Experts that ranks of ep share get tokens of all these ranks: one rank that has all experts bounds them with as many rows as
+they have together; with fewer it may take longer, to read weights for few tokens.
 
 Solvers minimize passes and what a step does once (sums over tp, updates), as one in so many microbatches, and
 what each of these adds to a weight. Where ``tp``
@@ -135,7 +137,8 @@ class Scaling:
     def _shares(self, known: Key) -> Array:
         """Of the microbatch of ``known``, what each key's is at least; 0 where it is no part of it, or that one does
         more because there are other microbatches, or other ranks with rows, or experts aren't over its axes."""
-        smaller = known.rows % self._rows == 0
+        together = self._rows if known.ep > 1 else self._rows * self._sizes["ep"]  # experts get tokens of all of ep
+        smaller = known.rows % together == 0
         smaller &= self._several | (not known.several)
         smaller &= self._copies | (not known.copies)
         for axis in ("cp", "tp"):

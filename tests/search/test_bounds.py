@@ -255,4 +255,7 @@ def test_what_is_a_part_of_what() -> None:
     assert scaled(Key(8, 1, 1, 2), Key(8, 1, 1, 3)) is None
     assert scaled(Key(8, 1, 1, 1), Key(3, 1, 1, 1)) is None
     assert scaled(Key(8, 4, 1, 1), Key(4, 2, 1, 1)) is None, "other experts"
+    assert scaled(Key(8, 1, 1, 1), Key(2, 4, 1, 1)) == 1 / 4
+    assert scaled(Key(4, 1, 1, 1), Key(2, 4, 1, 1)) is None, "experts of four ranks get tokens of eight rows"
+    assert scaled(Key(4, 4, 1, 1), Key(2, 4, 1, 1)) == 1 / 2
     assert scaled(Key(8, 2, 1, 2, ("tp",)), Key(4, 2, 1, 2)) is None

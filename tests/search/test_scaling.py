@@ -113,6 +113,25 @@ def test_no_placement_with_experts_over_other_axes_is_below() -> None:
         assert scaling.seconds(key) <= other.seconds * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("ep", [2, 4])
+def test_experts_of_several_ranks_get_tokens_of_all_their_rows(ep: int) -> None:
+    """Where memory is slow, one rank that reads all experts for its own rows takes longer than one of those that share
+    them."""
+    slow = replace(FAST.device, memory_bytes_per_second=FAST.device.memory_bytes_per_second / 100)
+    search = experts_on(replace(FAST, device=slow), 4)
+    search._begin()
+    region = Region(Mesh(dp=4 // ep, ep=ep), 1, 2)
+    placed, root = search.place(region), search.root
+    assert placed is not None
+    plain = [search.profiler.of(Key(rows, 1, 1, 1, several=True), Mesh(), 8 // rows) for rows in (1, 2, 4)]
+    known = [profile for profile in plain if profile is not None]
+    assert len(known) == 3
+    assert known[0].seconds > placed.seconds
+    scaling = Scaling([region.key], root)
+    scaling.learn([root, *known])
+    assert 0.0 < scaling.seconds(region.key) <= placed.seconds * (1 + 1e-9)
+
+
 def test_what_waits_is_raised_by_all_that_is_placed() -> None:
     search = search_of("llama", 8, 8, FAST, recompute="none")
     search.most_work = 1.0
