@@ -13,8 +13,8 @@ tried, each pass of a block takes the least that any distance gives it, and what
 ranks are closer.
 
 Where experts are over an axis, what is known of others on it says nothing: tokens that travel along it may be faster.
-Experts that ranks of ep share get tokens of all these ranks: one rank that has all experts bounds them with as many rows as
-they have together; with fewer it may take longer, to read weights for few tokens.
+Experts that ranks of ep share get tokens of all these ranks: one rank with all experts bounds them if it has as many
+rows as they have together; with fewer it may take longer, to read weights for few tokens.
 
 Solvers minimize passes and what a step does once (sums over tp, updates), as one in so many microbatches, and
 what each of these adds to a weight. Where ``tp``
