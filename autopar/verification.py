@@ -65,8 +65,7 @@ class Verification:
     A tensor's error is the largest difference of its entries over the largest entry (of itself, or ``1e-4`` of the
     largest of all tensors if that is more). Where one device alone is further off than ``tolerance`` in the model's
     precision, compared with float64, three times what it is off by counts as ``tolerance``; where a gradient is nothing
-    but rounding (of a bias in front of a batch norm), three roundings of the largest of all gradients do, on
-    either side.
+    but rounding (of a bias in front of a batch norm), three of the largest of all gradients do, on either side.
     ``divergence`` names the first op whose value differs, and its source line, where not ``ok``.
     """
 
@@ -186,6 +185,7 @@ class _Noise:
         )
         for name, exact in unsure.items():
             if _ROUNDINGS * float(exact.abs().max()) < gradients[name] * tolerance:
+                # the difference of two, each of them off
                 gradients[name] = max(gradients[name], 2 * _ROUNDINGS * eps * largest / tolerance)
         averages = (trained.parameters.keys() & wide.parameters.keys()) - wide.gradients.keys() if unsure else ()
         moved = {name: wide.parameters[name] for name in (*unsure, *averages)}
