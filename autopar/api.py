@@ -280,11 +280,14 @@ class ParallelModel:
             self._rank = start(self._job, connect(self._job))
         return self._rank
 
-    def simulate(self, batch: Any, steps: int = 1, *, device: str = "cpu") -> SimulationResult:
+    def simulate(
+        self, batch: Any, steps: int = 1, *, device: str = "cpu", track_memory: bool = True
+    ) -> SimulationResult:
         """Train ``steps`` steps on ``batch`` on simulated ranks in this process, from the model's weights.
 
         ``device="cuda"``: all ranks share this process' GPU, and compute with its kernels; their peak memory is not
-        tracked. Raises ArgumentError, BatchError.
+        tracked. Nor is it without ``track_memory``, which on small tensors takes longer than computing with them.
+        Raises ArgumentError, BatchError.
         """
         _check_run(steps, device)
         tensors = self._tensors(batch)
@@ -293,7 +296,8 @@ class ParallelModel:
         def rank_program(rank: int) -> RankResult:
             return run_rank(job, rank, tensors, steps, device)
 
-        result = simulate.run(rank_program, self.plan.mesh.world, track_memory=device == "cpu")
+        tracked = track_memory and device == "cpu"
+        result = simulate.run(rank_program, self.plan.mesh.world, track_memory=tracked)
         gradients, parameters = job.gather(result.results)
         return SimulationResult(
             losses=result.results[0].losses,

@@ -95,7 +95,7 @@ ARROWS: dict[str, set[str]] = {
     "recipe": {"errors"},
     "runtime": RUNNING | {"recipe", "storages"},
     "simulate": RUNNING | {"rules", "runtime", "shapes", "storages"},
-    "audit": VALUES | {"rules", "cost_models", "schedules", "planner", "runtime", "simulate", "storages"},
+    "audit": VALUES | {"rules", "cost_models", "schedules", "planner", "runtime", "shapes", "simulate", "storages"},
     "divergence": BELOW_API,
     "verification": BELOW_API | {"divergence"},
     "write": BELOW_API,

@@ -30,8 +30,9 @@ from autopar.rules.experts import COMBINE, DISPATCH, DISPATCH_END, DISPATCH_STAR
 from autopar.runtime.axes import Axes, Axis
 from autopar.runtime.experts import Dispatched
 from autopar.schedules.flow import VOCABULARY_KINDS
+from autopar.shapes import ShapeTensor
 from autopar.simulate.calls import Call
-from autopar.storages import DispatchMode, address, is_fake
+from autopar.storages import DispatchMode, address
 
 _BETWEEN: Final = frozenset(
     str(Path(torch.__file__).parent / name) for name in ("_ops.py", "_tensor.py", "overrides.py")
@@ -431,7 +432,7 @@ class Kernels(DispatchMode):  # type: ignore[misc]
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        made = [tensor for tensor in _tensors(result) if is_fake(tensor)]
+        made = [tensor for tensor in _tensors(result) if isinstance(tensor, ShapeTensor)]
         given = list(_tensors([args, list(kwargs.values())]))
         self._log.turned(func.__name__, made)
         self._log.moved(func.__name__, given, made)

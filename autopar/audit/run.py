@@ -1,4 +1,4 @@
-"""Runs the programs of a job on fake tensors, one rank of each pipeline index, to see what they do."""
+"""Runs the programs of a job without values, one rank of each pipeline index, to see what they do."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
@@ -33,22 +31,21 @@ from autopar.audit.record import (
     Where,
     watched,
 )
-from autopar.errors import PlanError
 from autopar.options import masters_on_host
 from autopar.runtime.axes import Axes, Axis
 from autopar.runtime.executor import Executor
 from autopar.runtime.grads import Reducer
 from autopar.runtime.job import Job, start
-from autopar.runtime.modules import dtype_of
-from autopar.runtime.program import Parameter, VocabularyProgram
-from autopar.runtime.shards import Positions, stored_shape
+from autopar.runtime.program import VocabularyProgram
 from autopar.runtime.store import Unit
 from autopar.runtime.vocabulary import VOCABULARY
 from autopar.schedules.actions import Action, Schedule
 from autopar.schedules.backwards import telling
+from autopar.shapes import Shapes
 from autopar.simulate.alone import run_alone
 from autopar.simulate.kernels import kernels_of
-from autopar.storages import fake_tensors
+from autopar.simulate.measure import without_values
+from autopar.simulate.memory import ShapeTracker
 
 
 @dataclass(frozen=True)
@@ -78,14 +75,15 @@ def see(job: Job, batch: Mapping[str, Tensor], device: str) -> list[Seen]:
     It is the rank with the last part of a sequence, which has the most to do where attention is causal.
     """
     last = job.mesh.cp - 1
+    fake, shapes = without_values(job), Shapes()
     found = []
     for index in range(job.mesh.pp):
         rank = job.mesh.rank(pp=index, cp=last)
         ends = telling(job.schedule, index)
-        seen = _see(job, batch, rank, ends, device)
+        seen = _see(fake, batch, rank, ends, device, shapes)
         copied = {action.microbatch for action in first_offloads(job.schedule, index).values()}
         if copied - ends:  # stages that keep what they have of the first and the last microbatch on the device
-            phases = {**_see(job, batch, rank, copied - ends, device).phases, **seen.phases}
+            phases = {**_see(fake, batch, rank, copied - ends, device, shapes).phases, **seen.phases}
             seen = replace(seen, phases=phases)
         found.append(seen)
     return found
@@ -96,11 +94,9 @@ def first_offloads(schedule: Schedule, rank: int) -> dict[int, Action]:
     return {a.stage: a for a in reversed(schedule.lists[rank]) if a.kind == "OFFLOAD"}
 
 
-def _see(job: Job, batch: Mapping[str, Tensor], rank: int, microbatches: Collection[int], device: str) -> Seen:
-    options = job.options
-    if options.precision == "fp16":
-        options = options.model_copy(update={"precision": "bf16"})  # whether a step overflows depends on values
-    fake = replace(job, source=_Shapes(), options=options)
+def _see(
+    job: Job, batch: Mapping[str, Tensor], rank: int, microbatches: Collection[int], device: str, shapes: Shapes
+) -> Seen:
     log = Log([f"stage_{number}.py" for number in range(len(job.texts))] + ["vocabulary.py"])
 
     def program() -> Seen:
@@ -109,9 +105,9 @@ def _see(job: Job, batch: Mapping[str, Tensor], rank: int, microbatches: Collect
         # Ranks tell each other which groups they want, and there is nobody to tell; how many rows go to which expert
         # is not known, so the fullest rank gets what was reckoned.
         axes = replace(axes, world=Axis.of("world", [rank], rank, None), imbalance=1.0)
-        with fake_tensors():
-            given = {path: torch.empty(tensor.shape, dtype=tensor.dtype) for path, tensor in batch.items()}
-            executor = start(fake, axes)
+        given = {path: shapes.empty(tensor.shape, tensor.dtype) for path, tensor in batch.items()}
+        with ShapeTracker(shapes):
+            executor = start(replace(job), axes)  # with programs of its own, which are watched
             executor.axes = replace(axes, world=world)
             updated = sum(parameter.numel() for parameter in executor.masters.values())
             on_host = masters_on_host(executor.options.offload)
@@ -239,13 +235,3 @@ def _watch_method(
             log.summed()
 
     setattr(item, name, called)
-
-
-class _Shapes:
-    """A source of weights without values."""
-
-    def local(self, parameter: Parameter, axes: Positions) -> Tensor:
-        return torch.empty(stored_shape(parameter), dtype=dtype_of(parameter.master or parameter.dtype))
-
-    def save(self, directory: Path) -> tuple[str, str]:
-        raise PlanError("weights without values can't be saved; write the job with its own source")

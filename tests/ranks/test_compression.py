@@ -309,7 +309,7 @@ def test_bfloat16_masters() -> None:
     case = regression()
     case = Case(case.model.float(), tuple(t.float() for t in case.batch))
     job = compiled(case, {"dp": 2}, optimizer=momentum, powersgd=2, precision="bf16")
-    losses = job.simulate(case.batch, 40).losses
+    losses = job.simulate(case.batch, 40, track_memory=False).losses
     assert losses[-1] < 0.1 * losses[0]
 
 

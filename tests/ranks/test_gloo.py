@@ -32,25 +32,32 @@ def torchrun(*arguments: str, timeout: float = 240.0) -> subprocess.CompletedPro
 SPLIT = {"vocabulary": "vocab-2"}
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh", "options"),
-    [
-        ("gpt2", {"pp": 2, "tp": 2}, {}),
-        ("nano_gpt", {"dp": 2, "tp": 2}, {}),
-        ("mlp", {"pp": 2, "dp": 2}, {}),
-        ("llama_deep", {"pp": 4}, {"schedule": "1f1b", **SPLIT}),
-        ("llama_deep", {"pp": 4}, {"schedule": "zb-v", **SPLIT}),
-        ("llama_deep", {"pp": 2, "tp": 2}, {"schedule": "v-half", **SPLIT}),
-        ("llama", {"dp": 2, "cp": 2}, {"attention": "ring", "cp_order": "paired", "zero": 2}),
-        ("moe mixtral", {"dp": 2, "tp": 2, "ep": 4}, {"zero": 1}),
-        ("moe mixtral", {"dp": 2, "tp": 2, "ep": 4}, {"dispatch": "node"}),
-    ],
-    ids=["gpt2", "nano_gpt", "mlp", "1f1b", "zb-v", "v-half", "ring", "experts", "nodes"],
-)
-def test_real_ranks_equal_one_device(name: str, mesh: dict[str, int], options: dict[str, Any], tmp_path: Path) -> None:
-    done = torchrun("-m", "tests.ranks.worker", name, json.dumps(mesh), str(tmp_path), json.dumps(options))
+JOBS: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
+    "gpt2": ("gpt2", {"pp": 2, "tp": 2}, {}),
+    "nano_gpt": ("nano_gpt", {"dp": 2, "tp": 2}, {}),
+    "mlp": ("mlp", {"pp": 2, "dp": 2}, {}),
+    "1f1b": ("llama_deep", {"pp": 4}, {"schedule": "1f1b", **SPLIT}),
+    "zb-v": ("llama_deep", {"pp": 4}, {"schedule": "zb-v", **SPLIT}),
+    "v-half": ("llama_deep", {"pp": 2, "tp": 2}, {"schedule": "v-half", **SPLIT}),
+    "ring": ("llama", {"dp": 2, "cp": 2}, {"attention": "ring", "cp_order": "paired", "zero": 2}),
+    "experts": ("moe mixtral", {"dp": 2, "tp": 2, "ep": 4}, {"zero": 1}),
+    "nodes": ("moe mixtral", {"dp": 2, "tp": 2, "ep": 4}, {"dispatch": "node"}),
+}
+
+
+@pytest.mark.parametrize("names", [list(JOBS)[:5], list(JOBS)[5:]], ids=["dense", "more"])
+def test_real_ranks_equal_one_device(names: list[str], tmp_path: Path) -> None:
+    """Several in the same processes: starting them takes longer than a job."""
+    jobs = {name: JOBS[name] for name in names}
+    done = torchrun("-m", "tests.ranks.worker", str(tmp_path), json.dumps(jobs), timeout=480.0)
     assert done.returncode == 0, done.stderr
-    results = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(4)]
+    for name in names:
+        check_trained(name, tmp_path)
+
+
+def check_trained(job_name: str, directory: Path) -> None:
+    name, mesh, options = JOBS[job_name]
+    results = [torch.load(directory / f"{job_name} {rank}.pt", weights_only=False) for rank in range(4)]
     with Float64():
         case = case_of(name)
         expected = train_one_device(copy.deepcopy(case.model), [case.batch], 3, case.loss, optimizer, 0.5)
@@ -66,15 +73,15 @@ def test_real_ranks_equal_one_device(name: str, mesh: dict[str, int], options: d
         )
     assert ("nodes=2" in job.source(0)) == ("dispatch" in options)
     parameters = job.job.gather(results)[1]
-    assert max(relative_errors(parameters, expected.parameters).values()) <= 1e-9
+    assert max(relative_errors(parameters, expected.parameters).values()) <= 1e-9, job_name
     for result in results:
-        assert result.losses == pytest.approx(expected.losses, rel=1e-9)
+        assert result.losses == pytest.approx(expected.losses, rel=1e-9), job_name
 
 
 def test_a_process_that_dies_ends_the_job(tmp_path: Path) -> None:
     # Torchrun stops the others when it sees that one is dead: by then they have to have seen it, too.
     seldom = "--monitor-interval", "15"
-    done = torchrun(*seldom, "-m", "tests.ranks.worker", "mlp", '{"pp": 2, "dp": 2}', str(tmp_path), "{}", "3")
+    done = torchrun(*seldom, "-m", "tests.ranks.worker", str(tmp_path), json.dumps({"mlp": JOBS["mlp"]}), "3")
     assert done.returncode != 0
     assert "DeadRankError" in done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -1,7 +1,7 @@
-"""One rank of a real job, under torchrun: trains a test model and saves what it holds.
+"""One rank of real jobs, under torchrun: trains test models, one after another, and saves what it holds of each.
 
-``worker.py MODEL MESH DIRECTORY OPTIONS [DYING_RANK]``: ``OPTIONS`` are keywords of ``compile`` as JSON; a dying rank
-ends without a word in the middle of the second step.
+``worker.py DIRECTORY JOBS [DYING_RANK]``: ``JOBS`` are ``[model, mesh, keywords of compile]`` by name, as JSON; what
+this rank holds of each is ``DIRECTORY/NAME RANK.pt``. A dying rank ends without a word in the middle of a second step.
 """
 
 from __future__ import annotations
@@ -37,29 +37,40 @@ def cluster_of(options: Mapping[str, Any]) -> Cluster:
 
 
 def main() -> None:
-    name, mesh, directory, options, *dying = sys.argv[1:]
-    rank, given = int(os.environ["RANK"]), json.loads(options)
+    directory, jobs, *dying = sys.argv[1:]
+    rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
+    for name, (model, mesh, options) in json.loads(jobs).items():
+        try:
+            result = trained(model, mesh, options, dies=bool(dying) and int(dying[0]) == rank)
+        except Exception as error:
+            error.add_note(f"rank {rank}, job {name!r}")
+            raise
+        torch.save(result, Path(directory) / f"{name} {rank}.pt")
+
+
+def trained(model: str, mesh: dict[str, int], options: dict[str, Any], *, dies: bool) -> RankResult:
+    """Three steps."""
     with Float64():
-        case = case_of(name)
+        case = case_of(model)
         job = compile_pinned(
             case.model,
             4,
             sample=case.batch,
             loss=case.loss,
-            mesh=json.loads(mesh),
+            mesh=mesh,
             microbatches=4,
             optimizer=optimizer,
             clip_norm=0.5,
-            cluster=cluster_of(given),
-            **given,
+            cluster=cluster_of(options),
+            **options,
         )
     losses = [float(job.step(case.batch))]
-    if dying and int(dying[0]) == rank:
+    if dies:
         os._exit(3)
     losses += [float(job.step(case.batch)) for _ in range(2)]
     parameters = {n: p.detach() for n, p in job.running.named_parameters().items()}
-    torch.save(RankResult(losses=losses, gradients={}, parameters=parameters), Path(directory) / f"{rank}.pt")
+    return RankResult(losses=losses, gradients={}, parameters=parameters)
 
 
 if __name__ == "__main__":
