@@ -21,7 +21,7 @@ def test_four_processes_equal_one_device(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     command += ["-m", "tests.runtime.gloo_job", str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(4)]
     for i, mesh in enumerate(MESHES):

@@ -149,7 +149,7 @@ def test_what_just_fits_isnt_said_not_to(region: Region) -> None:
     roomy = search_of("gpt2", 8, 4, FAST)
     roomy.glance()
     roomy.place(region)
-    points, fitting = list(roomy.points_of(region))[:: 1 if region.mesh.pp == 1 else 12], 0
+    points, fitting = list(roomy.points_of(region))[:: 1 if region.mesh.pp == 1 else 24], 0
     for point, share in itertools.product(points, (1.0, 0.8, 0.6)):
         try:
             budget = int(share * roomy.lay_out(point).peak_bytes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autopar import simulate
 from autopar.errors import ArgumentError
 from autopar.simulate import RankTraffic
+from autopar.simulate.baton import Baton
 
 
 def test_results_are_in_rank_order() -> None:
@@ -130,13 +130,25 @@ def test_gradients_flow_through_ranks() -> None:
         assert grad.tolist() == [20.0, 20.0]
 
 
-def test_overhead_of_sixty_four_ranks() -> None:
-    def program(rank: int) -> None:
-        x = torch.ones(16)
-        for _ in range(10):
-            dist.all_reduce(x)
+def test_a_rank_waits_once_per_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Handing over is what many ranks take time for."""
+    turns: list[int] = []
+    hand_over = Baton._hand_over
 
-    simulate.run(program, 2)
-    start = time.process_time()
-    simulate.run(program, 64)
-    assert time.process_time() - start < 1.0
+    def counted(baton: Baton[object], rank: int) -> None:
+        turns.append(rank)
+        hand_over(baton, rank)
+
+    def handed_over(operations: int) -> int:
+        turns.clear()
+
+        def program(rank: int) -> None:
+            x = torch.ones(16)
+            for _ in range(operations):
+                dist.all_reduce(x)
+
+        simulate.run(program, 64)
+        return len(turns)
+
+    monkeypatch.setattr(Baton, "_hand_over", counted)
+    assert handed_over(10) - handed_over(0) == 63 * 10  # the last to come waits for nobody
