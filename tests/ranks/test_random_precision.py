@@ -119,12 +119,14 @@ def compiled(seed: int, precision: str) -> bool:
     return True
 
 
+DRAWN = [(precision, tier) for tier in (*FAST_TIERS, SLOW_TIERS[1]) for precision in LOWER]
+
+
 @pytest.mark.parametrize(
-    "seeds",
-    [FAST_TIERS[0], *(pytest.param(tier, marks=pytest.mark.slow) for tier in (FAST_TIERS[1], SLOW_TIERS[1]))],
+    ("precision", "seeds"),
+    [DRAWN[0], *(pytest.param(*drawn_from, marks=pytest.mark.slow) for drawn_from in DRAWN[1:])],
     ids=str,
 )
-@pytest.mark.parametrize("precision", LOWER)
 def test_random_models_in_lower_precision(precision: str, seeds: range) -> None:
     count = sum(compiled(seed, precision) for seed in seeds)
     assert count >= LEAST_COMPILED * len(seeds)

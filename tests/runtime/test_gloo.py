@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_four_processes_equal_one_device(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     command += ["-m", "tests.runtime.gloo_job", str(tmp_path)]
