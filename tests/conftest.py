@@ -13,6 +13,7 @@ import pytest
 import torch
 
 GOLDEN = Path(__file__).parent / "golden"
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 hypothesis.settings.register_profile("autopar", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("autopar")
@@ -49,13 +50,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _one_thread(worker_id: str) -> None:
-    """On a core of its own, where there are several workers: ranks take turns, and waking one on another core takes a
-    quarter of the time of a simulation."""
+def _one_thread() -> None:
     torch.set_num_threads(1)
-    if worker_id != "master" and hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[int(worker_id.removeprefix("gw")) % len(cores)]})
+
+
+@pytest.fixture(autouse=True)
+def _one_core(request: pytest.FixtureRequest, worker_id: str) -> None:
+    """Where there are several workers: ranks take turns, and waking one on another core takes a quarter of the time of
+    a simulation. Real processes run side by side."""
+    if worker_id != "master" and CORES:
+        own = CORES[int(worker_id.removeprefix("gw")) % len(CORES)]
+        os.sched_setaffinity(0, CORES if request.node.get_closest_marker("gloo") else [own])
 
 
 @pytest.fixture(autouse=True)
