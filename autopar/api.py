@@ -60,8 +60,8 @@ class SimulationResult:
     """What simulated ranks computed, gathered under the model's own names.
 
     ``losses`` per step; ``gradients`` of the last step, before clipping; ``parameters`` after it; ``peak_bytes`` per
-    rank; ``sent_bytes`` per rank and mesh axis. ``expert_load`` per step: by layer, the slots that each expert got of
-    the whole batch. ``buffers`` that steps change: selection biases of routers, running averages.
+    rank, empty if not tracked; ``sent_bytes`` per rank and mesh axis. ``expert_load`` per step: by layer, the slots of
+    each expert, of the whole batch. ``buffers`` that steps change: selection biases of routers, running averages.
     """
 
     losses: list[float]

@@ -9,13 +9,13 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from autopar.shapes import Memory, ShapeTensor
@@ -302,11 +302,6 @@ def tensors_in(value: Any) -> list[Tensor]:
         elif isinstance(item, dict):
             waiting.extend(item.values())
     return found
-
-
-def fake_tensors() -> AbstractContextManager[object]:
-    """Within, what operations make has shape, strides and dtype, but neither memory nor values."""
-    return FakeTensorMode()
 
 
 @contextmanager

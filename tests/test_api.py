@@ -49,6 +49,14 @@ def test_simulation_reports_every_rank(job: autopar.ParallelModel) -> None:
     assert set(result.gradients) == set(result.parameters) == {n for n, _ in make("mlp", 8).model.named_parameters()}
 
 
+def test_memory_is_counted_unless_it_is_not_asked_for(job: autopar.ParallelModel) -> None:
+    batch = make("mlp", 8).batch
+    counted, not_counted = job.simulate(batch), job.simulate(batch, track_memory=False)
+    assert len(counted.peak_bytes) == 4
+    assert not_counted.peak_bytes == []
+    assert not_counted.losses == counted.losses
+
+
 def test_simulation_is_deterministic_with_dropout() -> None:
     torch.manual_seed(0)
     case = gpt2(4, layers=2, dropout=0.1)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.runtime.axes import Axes, Axis
 from autopar.runtime.job import Job
@@ -18,7 +19,6 @@ from autopar.shapes import Shapes
 from autopar.simulate.alone import run_alone
 from autopar.simulate.measure import RankMemory, begin, record, without_values
 from autopar.simulate.memory import MemoryTracker, ShapeTracker
-from autopar.storages import fake_tensors
 from tests.fast_cluster import FAST
 from tests.models import make
 from tests.pinned import compile_pinned
@@ -59,7 +59,7 @@ def note(tracker: Logged | LoggedShapes, func: Any) -> None:
 
 @contextmanager
 def on_fake_tensors() -> Iterator[Logged]:
-    with fake_tensors(), Logged() as tracker:
+    with FakeTensorMode(), Logged() as tracker:
         yield tracker
 
 
