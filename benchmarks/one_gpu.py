@@ -179,7 +179,8 @@ def _filled(model: nn.Module) -> nn.Module:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.fill_(1.0) if "norm" in name else parameter.normal_(0.0, 0.02)
-            model.cos.fill_(0.5), model.sin.fill_(0.5)
+            for buffer in model.buffers():
+                buffer.fill_(0.5)
     return model
 
 

@@ -60,6 +60,9 @@ ATTENTION: Final = (0.7, 0.6)
 HALF_KEYS: Final = 1500
 """Keys of a sequence on which it reaches half of that."""
 
+_TERMS: Final = 3
+"""Adding a gradient to another reads both, and writes their sum."""
+
 ATTENTION_BACKWARD: Final = 2.5
 """FLOPs of its backward for each of the forward, since scores are made again (arXiv 2307.08691, section 4.1)."""
 
@@ -210,6 +213,11 @@ def _largest_share(work: Work, device: Device, way: int) -> float | None:
 
 def _unaligned_share(dtype: str, device: Device) -> float:
     return UNALIGNED * device.fraction(dtype) * device.sustained_fraction
+
+
+def adding_seconds(bytes_: float, device: Device) -> float:
+    """Seconds of adding a gradient of so many bytes to another, as autograd does where several ops use a tensor."""
+    return _product(0, _TERMS * bytes_, "", device, 0.0, None)
 
 
 def seconds(

@@ -21,9 +21,9 @@ from autopar.cost_models.compute import Work
 from autopar.cost_models.step import Collectives
 from autopar.graph import Choice
 from autopar.mesh import Mesh
-from autopar.planner.op_costs import work_of
+from autopar.planner.op_costs import view_seconds, work_of
 from autopar.rules import lookup
-from autopar.rules.base import Op
+from autopar.rules.base import Op, Rule
 from autopar.rules.experts import DISPATCH, DISPATCH_START, EXCHANGE, ROUTE, WITHIN, told_bytes
 from autopar.spmd import R
 
@@ -31,11 +31,12 @@ _LATER = frozenset({"linear", "matmul", "grouped_linear"})
 """Functions of the runtime whose weight gradient ``W`` makes."""
 
 _RULES = {
+    "__getitem__": "aten.slice.Tensor",
     "embedding_rows": "embedding_sharded",
     "linear": "aten.linear.default",
     "matmul": "aten.matmul.default",
 }
-"""Functions of the runtime that no rule is for, since no graph has them, and those whose work they do."""
+"""What no rule is for, since no graph has it (brackets, functions of the runtime), and the ops whose work it does."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,10 @@ class Prices:
         )
 
     def backward(self, phase: Phase) -> float:
-        """What the backward of that forward takes."""
-        ops = list(once(ran for ran in phase.ops if not ran.again))
-        return math.fsum(self._backward(ran) for ran in ops) - math.fsum(
+        """What the backward of that forward takes, with the sums of gradients between its ops."""
+        ops, device = list(once(ran for ran in phase.ops if not ran.again)), self.cluster.device
+        sums = [(count - 1) * compute.adding_seconds(bytes_, device) for count, bytes_ in phase.uses.values()]
+        return math.fsum([*map(self._backward, ops), *sums]) - math.fsum(
             each for _, each in self._hidden(ops, back=True)
         )
 
@@ -187,8 +189,10 @@ class Prices:
     def compute(self, ran: Ran) -> tuple[float, float]:
         """Forward and backward of an op, without what it sends; changes of type only send."""
         op, device = ran.op, self.cluster.device
-        if op.name == DISPATCH_START or (ran.is_view and not ran.copied_bytes) or "src" in op.kwargs or not op.outputs:
+        if op.name == DISPATCH_START or "src" in op.kwargs or not op.outputs:
             return 0.0, 0.0
+        if ran.is_view and not ran.copied_bytes:
+            return view_seconds(op, _rule(op), Choice((R,) * len(op.operands), R), 1, device)
         work = _work(ran)
         backward = compute.backward_seconds(work, device) if op.result.needs_grad else 0.0
         return compute.forward_seconds(work, device), backward
@@ -205,14 +209,17 @@ def joined(messages: Iterable[Message]) -> Iterator[Message]:
 
 def _work(ran: Ran) -> Work:
     """What the cost models ask of an op: bytes from the tensors that it was given and made, products as they ran."""
-    op, flops = ran.op, flops_of(ran)
-    rule = lookup(_RULES.get(op.name, op.name))
+    op, flops, rule = ran.op, flops_of(ran), _rule(ran.op)
     work = work_of(op, rule, Choice((R,) * len(op.operands), R), 1)
     if not flops:
         return replace(work, flops=0)
     dtype = str(op.operands[0].dtype).removeprefix("torch.")
     factors = tuple(op.operands[i].numel for i in rule.factors(op))
     return replace(work, flops=flops, dtype=dtype, made=work.made or op.result.numel, factors=factors)
+
+
+def _rule(op: Op) -> Rule:
+    return lookup(_RULES.get(op.name, op.name))
 
 
 def once(ops: Iterable[Ran]) -> Iterator[Ran]:

@@ -14,12 +14,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType, FunctionType
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
@@ -174,13 +176,18 @@ class Kernel(NamedTuple):
     is_aligned: bool
 
 
+Use = tuple[int, int]
+"""A tensor that has a gradient: the id of the autograd node that takes it, and its place there."""
+
+
 @dataclass(eq=False)
 class Phase:
     """What one action did: ops of the text, and messages and products that are no op's; of a split vocabulary's passes
     all ``kernels`` beside; bytes that go to the host or come back; ``casts``, elements of masters of which copies of
     another dtype are made, by bytes of an element before and after; ``fetched`` the same of all masters on the host of
     which there are copies on the device; ``packed_bytes`` of weights that were copied to travel together, or from where
-    they did. ``copies`` of weights were made, ``sums`` begun of gradients of weights."""
+    they did. ``copies`` of weights were made, ``sums`` begun of gradients of weights. ``uses``: how many ops, or
+    messages to the next stage, took a tensor that has a gradient and is no parameter; and its bytes."""
 
     ops: list[Ran] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
@@ -192,6 +199,11 @@ class Phase:
     packed_bytes: int = 0
     copies: int = 0
     sums: int = 0
+    uses: dict[Use, tuple[int, int]] = field(default_factory=dict)
+
+    def use(self, edge: Use, bytes_: int) -> None:
+        """A gradient comes back along ``edge``."""
+        self.uses[edge] = self.uses.get(edge, (0, 0))[0] + 1, bytes_
 
 
 class Log:
@@ -236,8 +248,8 @@ class Log:
         """Whether an op of the text is running: what it calls is part of it."""
         return self._running is not None
 
-    def run(self, op: Op, function: Callable[[], Any], *, is_view: bool, is_operator: bool = False) -> Any:
-        """Run one op of the text."""
+    def run(self, op: Op, function: Callable[[], Any], given: Any, *, is_view: bool, is_operator: bool = False) -> Any:
+        """Run one op of the text, of tensors that are somewhere in what it is ``given``."""
         objects = tuple(self._objects[id(given)] for given in op.args if id(given) in self._objects)
         ran = Ran(op, _place(self.files), is_view, is_operator, again=self.kind in _BACKWARDS, objects=objects)
         self._phase.ops.append(ran)
@@ -258,8 +270,20 @@ class Log:
             self._nodes.append(result)
             self._objects[id(result)] = ran
         ran.op, self._done[key] = replace(ran.op, outputs=tuple(map(_meta, made)) or (_OBJECT,)), ran
-        self._own(ran, [result.token] if isinstance(result, Dispatched) and result.token is not None else made)
+        made = [result.token] if isinstance(result, Dispatched) and result.token is not None else made
+        self._own(ran, made)
+        if any(tensor.requires_grad for tensor in made) and not ran.again:
+            for tensor in {id(tensor): tensor for tensor in _tensors(given)}.values():
+                self.used(tensor)
         return result
+
+    def used(self, tensor: Tensor) -> None:
+        """It gets a gradient from what runs, or has run, in this phase."""
+        if not tensor.requires_grad or isinstance(tensor, nn.Parameter):
+            return
+        edge = get_gradient_edge(tensor)
+        self._nodes.append(edge.node)
+        self._phase.use((id(edge.node), edge.output_nr), tensor.nbytes)
 
     def _own(self, ran: Ran, made: Iterable[Tensor]) -> None:
         """The nodes of results belong to ``ran``, but for those of an operand that is given back."""
@@ -411,7 +435,8 @@ class Calls(TorchFunctionMode):
             return func(*args, **kwargs)
         name, is_view = _name(func)
         op = _op(name, args, kwargs)
-        return self._log.run(op, lambda: func(*args, **kwargs), is_view=is_view, is_operator="." not in name)
+        run = partial(func, *args, **kwargs)
+        return self._log.run(op, run, (args, kwargs), is_view=is_view, is_operator="." not in name)
 
 
 def _is_aligned(matrix: Tensor) -> bool:
@@ -479,7 +504,7 @@ def _watch(function: FunctionType, log: Log) -> Callable[..., Any]:
         if log.is_open:
             return function(*args, **kwargs)
         op = _op(function.__name__, args, kwargs)
-        return log.run(op, lambda: function(*args, **kwargs), is_view=False)
+        return log.run(op, partial(function, *args, **kwargs), (args, kwargs), is_view=False)
 
     return called
 

@@ -134,6 +134,8 @@ def _watch(executor: Executor, log: Log, microbatches: Collection[int], *, on_ho
     executor.on_action = log.begin
     for name, phase in (("_totals", TOTALS), ("_count_loads", LOADS), ("_loss", LOSS)):
         setattr(executor, name, _within(phase, getattr(executor, name), log))
+    for module in executor.stages.values():
+        module.register_forward_hook(lambda _, given, made: _hand_on(log, made))
     for stage, reducer in executor.reducers.items():
         _watch_sums(reducer, stage, log)
     known: set[Unit] = set()
@@ -149,6 +151,12 @@ def _watch(executor: Executor, log: Log, microbatches: Collection[int], *, on_ho
     for module in modules:
         namespace = type(module).__init__.__globals__
         namespace.update(watched(namespace, log))
+
+
+def _hand_on(log: Log, made: Tensor | tuple[Tensor, ...]) -> None:
+    """A gradient comes back of what a stage gives."""
+    for tensor in made if isinstance(made, tuple) else (made,):
+        log.used(tensor)
 
 
 def _watch_tokens(module: Any, program: VocabularyProgram, axes: Axes, log: Log) -> None:

@@ -8,13 +8,13 @@ batch (masks, rotary tables) is computed in every stage that uses it.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.cost_models import collective
+from autopar.cost_models import collective, compute
 from autopar.graph import INPUT_CALL, Meta, Model, Value, info
 from autopar.passes.edges import Edge, Wire, changed_meta, edge, needed_tables, wires
 from autopar.passes.vocabulary import vocabulary_calls
@@ -63,14 +63,17 @@ def between(
         needed = tables_of(model, wanted)
         passes = changes_sent(model, [*table_edges(model, machine, needed), *wanted], known, machine)
         changed = known.difference(taken)
+        uses = Counter(edges[call, k] for call in stage for k in range(len(model.calls[call].operands)))
+        uses.update(Edge(step.value, step.changes[:-1]) for step in changed)
         tables, _ = calls_of(node for _, node in _table_ops(needed))
         there = number + 1 < len(stages) and placement[number + 1] != placement[number]
         back = number > 0 and placement[number - 1] != placement[number]
         sent = [w for w in crossing if w.first <= number < w.last]
+        uses.update(Edge(w.value, w.changes) for w in sent)
         found.append(
             Between(
                 math.fsum(there for there, _ in passes.values()) + tables_seconds(model, needed, costs),
-                math.fsum(back for _, back in passes.values()),
+                math.fsum(back for _, back in passes.values()) + _sums(model, uses, machine),
                 _message(sent, machine) if there else 0.0,
                 _message([w for w in taken.values() if w.meta.needs_grad], machine) if back else 0.0,
                 passes,
@@ -121,6 +124,19 @@ def _transition(model: Model, step: Edge, machine: Machine) -> list[tuple[str, f
     bytes_ = way.sent_bytes(meta.bytes, after.bytes, size)
     kinds = (way.forward, way.backward if meta.needs_grad else None)
     return [(kind or "", collective.seconds(kind, bytes_, size, link) if kind else 0.0) for kind in kinds]
+
+
+def _sums(model: Model, uses: Mapping[Edge, int], machine: Machine) -> float:
+    """Of gradients of what calls, changes of type and the next stage use so many times: each gives it one."""
+    found = []
+    for into, count in uses.items():
+        if count < 2 or into.total_axes is not None or not _meta(model, into.value).needs_grad:
+            continue
+        meta = _meta(model, into.value)
+        for change in into.changes:
+            meta = changed_meta(meta, change, machine.mesh)
+        found.append((count - 1) * compute.adding_seconds(meta.bytes, machine.device))
+    return math.fsum(found)
 
 
 def _meta(model: Model, value: Value) -> Meta:

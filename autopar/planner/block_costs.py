@@ -13,18 +13,20 @@ from torch import fx
 
 from autopar.cluster import Cluster, Device, Link
 from autopar.cost_models import collective
-from autopar.graph import AxisRef, Block, Choice, Meta, RuntimeOp, info, is_getitem, op_name, operands
+from autopar.graph import Block, Choice, Meta, info, is_getitem, op_name, operands
 from autopar.mesh import AXES, Mesh
 from autopar.passes.expert_roads import exchange_axes, flat_seconds, hop_seconds, hops_of
 from autopar.passes.overlap_dispatch import meanwhile
 from autopar.passes.products import PRODUCTS, is_transposition
 from autopar.passes.routers import routes
+from autopar.planner.gradient_sums import block_sums
 from autopar.planner.local_ops import before_split
 from autopar.planner.op_costs import fullest, fullest_rows, pass_seconds
+from autopar.planner.transitions import changed_axis, is_parameter, is_transition
 from autopar.rules import lookup
 from autopar.rules.base import Op
 from autopar.rules.experts import ACROSS, EXCHANGE, WITHIN, Hop, hops, node_rows_of, told_bytes
-from autopar.spmd import I, R, Type, transition
+from autopar.spmd import R, Type, transition
 
 Wire: TypeAlias = tuple[str, str]
 """Mesh axis and kind of collective; rows of experts may travel over several axes at once, ``"ep+tp"``."""
@@ -176,13 +178,15 @@ class OpCost:
 @dataclass(frozen=True)
 class Computed:
     """Of the ops of a block that is local on all axes, what doesn't depend on where its ranks are: seconds of what they
-    compute, the other factor of those whose weights' gradients can be put off, and how many calls they are (as in
-    :class:`BlockCost`); which transitions of parameters are not hoisted (:func:`autopar.passes.hoist.unhoisted`)."""
+    compute, and of the ``sums`` of gradients between them; the other factor of those whose weights' gradients can be
+    put off, and how many calls they are (as in :class:`BlockCost`); which transitions of parameters are not hoisted
+    (:func:`autopar.passes.hoist.unhoisted`)."""
 
     seconds: Mapping[fx.Node, Both]
     factors: Mapping[fx.Node, fx.Node]
     calls: tuple[int, int]
     turned: int
+    sums: float = 0.0
     stays: frozenset[fx.Node] = frozenset()
 
     @classmethod
@@ -191,7 +195,7 @@ class Computed:
         factors = ((node, weight_product(node)) for node in block.ops)
         kept = {node: factor for node, factor in factors if factor is not None}
         turned = sum(is_transposition(node) and all(user in kept for user in node.users) for node in block.ops)
-        return cls(seconds, kept, calls_of(block.ops, stays), turned, stays)
+        return cls(seconds, kept, calls_of(block.ops, stays), turned, block_sums(block, device), stays)
 
 
 def block_cost(block: Block, machine: Machine, computed: Computed | None = None) -> BlockCost:
@@ -212,7 +216,7 @@ def block_cost(block: Block, machine: Machine, computed: Computed | None = None)
             for wire in [wire for wire in cost.exposed if wire[1] != WITHIN]:  # that hop waits for the other one
                 cost.hide(wire, way, math.fsum(found[other].seconds(way) for other in beside))
     forward = {node: cost.seconds(0) for node, cost in found.items()}
-    backward = math.fsum(cost.seconds(1) for cost in found.values())
+    backward = math.fsum([*(cost.seconds(1) for cost in found.values()), computed.sums])
     metas = [info(p).meta for p in block.placeholders("parameter")]
     held, elements = sum(m.bytes for m in metas), sum(m.numel for m in metas)
     wires, hidden = _sums(cost.exposed for cost in found.values()), _sums(cost.hidden for cost in found.values())
@@ -277,11 +281,6 @@ def _stored(weight: fx.Node) -> fx.Node:
 def _is_weight(node: fx.Node, dims: int) -> bool:
     node = _stored(node)
     return info(node).role == "parameter" and info(node).meta.needs_grad and len(info(node).meta.shape) == dims
-
-
-def is_transition(node: fx.Node) -> bool:
-    """Whether it changes a type on an axis that is solved."""
-    return isinstance(node.target, RuntimeOp) and "src" in node.kwargs
 
 
 def _computed(node: fx.Node, device: Device) -> Both:
@@ -364,13 +363,6 @@ def _whole(node: fx.Node) -> Choice:
     return Choice((R,) * len(operands(node)), R)
 
 
-def is_parameter(node: fx.Node) -> bool:
-    """Also where its gradient is summed over other axes."""
-    while isinstance(node.target, RuntimeOp) and node.kwargs.get("src") == I and node.kwargs.get("dst") == R:
-        node = operands(node)[0]
-    return info(node).role == "parameter"
-
-
 def _transition_cost(node: fx.Node, machine: Machine, stays: bool) -> OpCost:
     cost, axis = OpCost(0.0, 0.0), changed_axis(node)
     if is_parameter(operands(node)[0]) and not stays:
@@ -378,13 +370,6 @@ def _transition_cost(node: fx.Node, machine: Machine, stays: bool) -> OpCost:
     before, after = (fullest_rows(data, data.meta) for data in (info(operands(node)[0]), info(node)))
     add_change(cost, node, before, after, machine.sizes[axis], machine.links[axis])
     return cost
-
-
-def changed_axis(node: fx.Node) -> str:
-    """The axis on which it changes a type."""
-    axis = node.args[1]
-    assert isinstance(axis, AxisRef)
-    return axis.name
 
 
 def add_change(cost: OpCost, node: fx.Node, before: Meta, after: Meta, size: int, link: Link) -> None:

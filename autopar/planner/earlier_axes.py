@@ -14,7 +14,8 @@ from torch import fx
 
 from autopar.cluster import Link
 from autopar.graph import info
-from autopar.planner.block_costs import OpCost, add_change, add_form, changed_axis
+from autopar.planner.block_costs import OpCost, add_change, add_form
+from autopar.planner.transitions import changed_axis
 from autopar.rules.base import Op
 from autopar.rules.experts import EXCHANGE, FILTER
 

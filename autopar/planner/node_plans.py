@@ -9,9 +9,10 @@ from torch import fx
 from autopar.graph import AxisRef, Block, RuntimeOp, info, op_name, operands
 from autopar.passes.expert_roads import exchange_axes, hops_of
 from autopar.plan import MessagePlan, NodePlan
-from autopar.planner.block_costs import Machine, hops_by_way, is_parameter
+from autopar.planner.block_costs import Machine, hops_by_way
 from autopar.planner.local_ops import before_split
 from autopar.planner.op_costs import dtype_name
+from autopar.planner.transitions import is_parameter
 from autopar.rules import lookup
 from autopar.rules.base import Op
 from autopar.rules.experts import EXCHANGE

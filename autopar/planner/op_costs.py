@@ -28,7 +28,9 @@ def pass_seconds(
     node: fx.Node, op: Op, rule: Rule, choice: Choice, size: int, device: Device, unequal: float = 1.0
 ) -> tuple[float, float]:
     """Roofline seconds of forward and backward of the part one rank computes, ``unequal`` times the average one."""
-    return (0.0, 0.0) if moves_nothing(node, op, device) else work_seconds(op, rule, choice, size, device, unequal)
+    if moves_nothing(node, op, device):
+        return view_seconds(op, rule, choice, size, device)
+    return work_seconds(op, rule, choice, size, device, unequal)
 
 
 def moves_nothing(node: fx.Node, op: Op, device: Device) -> bool:
@@ -40,6 +42,15 @@ def moves_nothing(node: fx.Node, op: Op, device: Device) -> bool:
         return False
     made, given = op.result, op.operands[0]
     return not copies(node, device.kind) if made.dtype == given.dtype else made.numel != given.numel
+
+
+def view_seconds(op: Op, rule: Rule, choice: Choice, size: int, device: Device) -> tuple[float, float]:
+    """:func:`pass_seconds` of a view, which no kernel runs for; its backward may need one."""
+    if not op.operands or not op.result.needs_grad:
+        return 0.0, 0.0
+    made = sum(_local_bytes(m, choice.result, size) for m in op.outputs)
+    bytes_ = rule.view_bytes(made, _local_bytes(op.operands[0], choice.operands[0], size))
+    return 0.0, compute.seconds(0, bytes_, "", device) if bytes_ else 0.0
 
 
 def work_seconds(

@@ -10,14 +10,16 @@ from typing import Any, Protocol
 from torch import fx
 
 from autopar.cluster import Device, Link
-from autopar.cost_models import collective, step
+from autopar.cost_models import collective, compute, step
 from autopar.graph import AVERAGED, AxisRef, Choice, Meta, operands
-from autopar.planner.block_costs import OpCost, add_form, is_parameter, is_transition
+from autopar.planner.block_costs import OpCost, add_form
 from autopar.planner.earlier_axes import EarlierAxes
 from autopar.planner.exchange_prices import Journeys
+from autopar.planner.gradient_sums import added_operands
 from autopar.planner.local_ops import in_part, local_op
-from autopar.planner.op_costs import expert_imbalance, moves_nothing, pass_seconds, work_seconds
+from autopar.planner.op_costs import expert_imbalance, moves_nothing, pass_seconds, view_seconds, work_seconds
 from autopar.planner.placement import Change
+from autopar.planner.transitions import is_parameter, is_transition
 from autopar.rules import lookup
 from autopar.rules.base import Op, Rule
 from autopar.rules.experts import EXCHANGE, FILTER
@@ -91,6 +93,18 @@ class RankPrices:
     def ops(self, node: fx.Node, op: Op, rule: Rule, choices: Sequence[Choice]) -> list[float]:
         """:meth:`op` of each choice. What a rank computes depends only on which operands and results are split, and in
         how many pieces it is done: that is found out once for choices that have it in common."""
+        added = self._added(node, op, choices)
+        return [own + more for own, more in zip(self._own(node, op, rule, choices), added, strict=True)]
+
+    def _added(self, node: fx.Node, op: Op, choices: Sequence[Choice]) -> list[float]:
+        """What adding its gradients to those of other ops takes."""
+        positions, found = added_operands(node), []
+        for choice in choices:
+            taken = [op.operands[i].bytes // (self.size if choice.operands[i].is_shard else 1) for i in positions]
+            found.append(math.fsum(compute.adding_seconds(bytes_, self.device) for bytes_ in taken))
+        return found
+
+    def _own(self, node: fx.Node, op: Op, rule: Rule, choices: Sequence[Choice]) -> list[float]:
         if is_transition(node):
             return [self._changed(node, op, rule, choice) for choice in choices]
         known = op.found.setdefault((self.device, self.size), {})
@@ -103,9 +117,12 @@ class RankPrices:
             split = tuple(kind.is_shard for kind in choice.operands)
             key = split, choice.result.is_shard, unequal, rule.pieces(op, choice, self.size)
             if key not in known:
-                known[key] = work_seconds(op, rule, choice, self.size, self.device, unequal)
-            passes = (0.0, 0.0) if free else known[key]
-            found.append(self._with_messages(node, op, rule, choice, passes) * expert_imbalance(node, choice))
+                known[key] = (
+                    view_seconds(op, rule, choice, self.size, self.device)
+                    if free
+                    else work_seconds(op, rule, choice, self.size, self.device, unequal)
+                )
+            found.append(self._with_messages(node, op, rule, choice, known[key]) * expert_imbalance(node, choice))
         return found
 
     def _changed(self, node: fx.Node, op: Op, rule: Rule, choice: Choice) -> float:

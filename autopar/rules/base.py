@@ -17,7 +17,7 @@ and added by :func:`legal_choices`, so an op without a rule runs whole on every 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
@@ -32,6 +32,29 @@ Splits = list[set[int]]
 
 Communication = list[tuple[str, int]]
 """Collectives in the order they run: (kind, bytes as ``cost_models.collective`` counts them)."""
+
+ViewBytes = Callable[[int, int], int]
+"""What the backward of a view moves, from bytes of the view and of what it is of."""
+
+
+def nothing_moved(made: int, taken: int) -> int:
+    """The gradient of a view is a view of its gradient."""
+    return 0
+
+
+def put_in_place(made: int, taken: int) -> int:
+    """A gradient of the whole is cleared, and that of a part of it copied there."""
+    return taken + 2 * made
+
+
+def joined(made: int, taken: int) -> int:
+    """Gradients of all parts are copied into one."""
+    return 2 * taken
+
+
+def summed(made: int, taken: int) -> int:
+    """Gradients of all copies are added up."""
+    return made + taken
 
 
 @dataclass(frozen=True)
@@ -144,6 +167,9 @@ class Rule(Protocol):
         """Bytes that its backward moves beside one kernel that reads what it needs and writes all gradients (less than
         0: as many fewer). ``made`` and ``taken`` are bytes of result and operands on a rank."""
 
+    def view_bytes(self, made: int, taken: int) -> int:
+        """Bytes that its backward moves where it is a view, of ``made`` bytes, of ``taken``: a forward moves none."""
+
     def whole_bytes(self, op: Op) -> int:
         """Bytes of what its backward makes of gradients before they are as they are handed on: as large as the result
         before they are summed or cast, as of what is broadcast; or in another order."""
@@ -187,7 +213,10 @@ class Rule(Protocol):
 
 @dataclass(frozen=True)
 class Whole:
-    """The rule of an op that has none: it runs whole on every rank. Base of the others."""
+    """The rule of an op that has none: it runs whole on every rank. Base of the others. ``of_view``: what the backward
+    of a view moves."""
+
+    of_view: ViewBytes = field(default=nothing_moved, kw_only=True)
 
     @property
     def repeats(self) -> int:
@@ -213,6 +242,9 @@ class Whole:
 
     def back_bytes(self, op: Op, made: int, taken: Sequence[int]) -> int:
         return 0
+
+    def view_bytes(self, made: int, taken: int) -> int:
+        return self.of_view(made, taken)
 
     def whole_bytes(self, op: Op) -> int:
         return 0

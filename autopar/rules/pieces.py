@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from autopar.graph import Choice
-from autopar.rules.base import Local, Op, Rule
+from autopar.rules.base import Local, Op, Rule, joined, put_in_place
 from autopar.rules.lines import dim, line, names, whole
 from autopar.rules.moves import Moves, sliced, unsliced
 from autopar.rules.spec import Spec, together
@@ -60,7 +60,7 @@ def _cut(bounds: Bounds, local: Callable[[Op, int], Local]) -> Moves:
         split_here = choice.result.is_shard and choice.result.dim == bounds(op)[0]
         return local(op, size) if split_here else Local.same()
 
-    return Moves(forward, backward, localize)
+    return Moves(forward, backward, localize, of_view=put_in_place)
 
 
 def _local_slice(op: Op, size: int) -> Local:
@@ -105,7 +105,7 @@ def _pieces(dim_position: int, local: Callable[[Op, int], Local]) -> Moves:
         split_here = choice.result.is_shard and choice.result.dim == cut_dim(op)
         return local(op, size) if split_here else Local.same()
 
-    return Moves(forward, backward, localize)
+    return Moves(forward, backward, localize, of_view=joined)
 
 
 def _local_split(op: Op, size: int) -> Local:

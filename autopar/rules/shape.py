@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from autopar.graph import Choice, info, is_aten, is_view, op_name, operands
-from autopar.rules.base import Local, Op, Rule
+from autopar.rules.base import Local, Op, Rule, ViewBytes, joined, nothing_moved, put_in_place, summed
 from autopar.rules.forms import result_of
 from autopar.rules.lines import dim, dims, line, names, permuted, whole
 from autopar.rules.moves import Moves, reshaped
@@ -16,8 +16,8 @@ from autopar.rules.spec import Line, Localizer, Spec, shape_arg, through, togeth
 from autopar.spmd import Type, local_shape
 
 
-def _moved(text: Line, local: Localizer = unchanged) -> Spec:
-    return Spec(text, linear=together, local=local)
+def _moved(text: Line, local: Localizer = unchanged, of_view: ViewBytes = nothing_moved) -> Spec:
+    return Spec(text, linear=together, local=local, of_view=of_view)
 
 
 # --- reshapes -------------------------------------------------------------------------------------
@@ -220,11 +220,11 @@ RULES: dict[str, Rule] = {
     "aten.t.default": _moved(permuted(_reversed)),
     "aten.numpy_T.default": _moved(permuted(_reversed)),
     "aten.mT.default": _moved(permuted(_last_swapped)),
-    "aten.expand.default": _moved("... -> ...", shape_arg(1, "size")),
-    "aten.expand_as.default": Spec("..., ... -> ...", linear=through(0)),
-    "aten.select.int": _moved(_without_dim),
-    "aten.unbind.int": _moved(_without_dim),
-    "aten.diagonal.default": _moved(_diagonal),
+    "aten.expand.default": _moved("... -> ...", shape_arg(1, "size"), summed),
+    "aten.expand_as.default": Spec("..., ... -> ...", linear=through(0), of_view=summed),
+    "aten.select.int": _moved(_without_dim, of_view=put_in_place),
+    "aten.unbind.int": _moved(_without_dim, of_view=joined),
+    "aten.diagonal.default": _moved(_diagonal, of_view=put_in_place),
     "aten.flip.default": _moved(_kept_whole(_flipped)),
     "aten.roll.default": _moved(_kept_whole(_rolled)),
     "aten.tril.default": _moved(_kept_whole(_last_two)),

@@ -123,6 +123,50 @@ def test_a_wrong_price_of_adding_up_gradients_is_seen(monkeypatch: pytest.Monkey
     assert {row.what for row in found.different} == {"stage 0: backward", "stage 1: backward", "step"}
 
 
+class Reads(nn.Module):
+    """Takes what all layers share twice, and cuts a part of it; the last one of both has a gradient for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.gate = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, shared: Tensor) -> Tensor:
+        first, second = self.own(x).chunk(2, dim=-1)
+        return x * self.gate(shared) + torch.cat([second, first], dim=-1) * shared[:, :, :1]
+
+
+class Shared(nn.Module):
+    """Every layer takes what comes before all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.layers = nn.Linear(16, 16), nn.ModuleList([Reads() for _ in range(4)])
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        shared = self.before(x).relu()
+        for layer in self.layers:
+            x = layer(x, shared)
+        return nn.functional.mse_loss(x, y)
+
+
+@pytest.mark.parametrize("mesh", [{"pp": 2}, {"pp": 2, "tp": 2}, {"dp": 2}], ids=str)
+def test_wrong_prices_of_sums_within_a_backward_are_seen(mesh: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what several ops of a layer use, and of what several layers do, and the next stage."""
+    batch, count = (torch.randn(8, 4, 16), torch.randn(8, 4, 16)), math.prod(mesh.values())
+
+    def audit() -> Audit:
+        given = {**PINNED, "microbatches": 4, "cluster": FAST}
+        return compile_shared(Shared(), count, sample=batch, mesh=mesh, **given).audit()
+
+    check(audit())
+    for module, name in ((block_costs, "block_sums"), (between, "_sums")):
+        right = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given, right=right: 1.01 * right(*given))
+        rows = {row.what for row in audit().different}
+        assert rows == {*(f"stage {stage}: backward" for stage in range(mesh.get("pp", 1))), "step"}
+        monkeypatch.undo()
+
+
 def test_a_wrong_price_of_what_collectives_slow_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     right = contention.Contention.slowed
     monkeypatch.setattr(contention.Contention, "slowed", lambda *given: Slowed(*(1.01 * s for s in right(*given))))

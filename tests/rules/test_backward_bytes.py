@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from autopar.graph import Choice, Meta
 from autopar.planner.op_costs import work_of
@@ -20,6 +21,13 @@ from autopar.spmd import I, R, S
 aten: Any = torch.ops.aten
 
 
+_CUTS = {aten.slice_backward.default: aten.slice.Tensor, aten.select_backward.default: aten.select.int}
+"""Several kernels (aten/src/ATen/native/TensorShape.cpp): zeros, and a copy into the part of them that was cut."""
+
+_FILLS = (aten.zeros.default, aten.new_zeros.default, aten.zero_.default)
+_IN_PLACE = (aten.copy_.default,)  # it reads what is copied, and writes where it goes
+
+
 class Moved(TorchDispatchMode):
     """Bytes of all that kernels read and write."""
 
@@ -28,10 +36,16 @@ class Moved(TorchDispatchMode):
         self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _CUTS:
+            with self:
+                whole = args[0].new_zeros(args[1])
+                _CUTS[func](whole, *args[2:]).copy_(args[0])
+                return whole
         result = func(*args, **(kwargs or {}))
-        tensors = [x for x in (*args, result) if isinstance(x, Tensor)]
+        given = [] if func in _FILLS else tree_leaves(args)
+        made = [] if func in _IN_PLACE else [result]
         if not func.is_view and func is not aten.detach.default:
-            self.bytes += sum(x.nbytes for x in tensors)
+            self.bytes += sum(x.nbytes for x in (*given, *made) if isinstance(x, Tensor))
         return result
 
 
@@ -76,6 +90,34 @@ def test_as_many_bytes_as_autograd_moves(name: str, arguments: Callable[[], tupl
     op = Op(f"aten.{name}", tuple(next(counted) if isinstance(x, Tensor) else x for x in given), {}, metas, (result,))
     work = work_of(op, lookup(op.name), Choice((R,) * len(metas), R), 1)
     assert work.back_bytes == pytest.approx(moved.bytes, rel=0.02, abs=1)
+
+
+VIEWS: list[tuple[str, tuple[Any, ...]]] = [
+    ("slice.Tensor", (2, 0, 32)),
+    ("narrow.default", (1, 32, 64)),
+    ("select.int", (1, 5)),
+    ("unbind.int", (1,)),
+    ("chunk.default", (2, -1)),
+    ("split.Tensor", (32, 1)),
+    ("split_with_sizes.default", ([100, 156], 2)),
+    ("expand.default", ((64, 4, 256),)),
+    ("transpose.int", (0, 1)),
+    ("view.default", ((-1,),)),
+    ("unsqueeze.default", (1,)),
+]
+
+
+@pytest.mark.parametrize(("name", "further"), VIEWS, ids=[name for name, _ in VIEWS])
+def test_backwards_of_views_move_what_is_cut_or_copied(name: str, further: tuple[Any, ...]) -> None:
+    """With gradients of all parts."""
+    packet, overload = name.split(".")
+    given = leaf(64, 1, 256) if packet == "expand" else leaf(*WIDE)
+    made = getattr(getattr(aten, packet), overload)(given, *further)
+    parts = [made] if isinstance(made, Tensor) else list(made)
+    slopes = [torch.ones_like(part, memory_format=torch.contiguous_format) for part in parts]
+    with Moved() as moved:
+        torch.autograd.grad(parts, [given], slopes)
+    assert lookup(f"aten.{name}").view_bytes(sum(part.nbytes for part in parts), given.nbytes) == moved.bytes
 
 
 @pytest.mark.parametrize(
