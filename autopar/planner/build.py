@@ -44,7 +44,7 @@ from autopar.planner.pinned_placements import check_placements
 from autopar.planner.pipeline import SYNTHESIZED, Pipeline, Wanted, compute_only, lay_out
 from autopar.planner.placement import Solution
 from autopar.planner.plan_recompute import pins_of, points_of_call, recompute_plan, used_alternatives
-from autopar.planner.prices import STATE_COPIES, MicrobatchPrices, RankPrices
+from autopar.planner.prices import MicrobatchPrices, RankPrices
 from autopar.planner.rank_memory import Storage, rank_state, vocabulary_state
 from autopar.planner.rulings import Rulings
 from autopar.planner.sequence import orders, ways_of_attention, whole_sequences
@@ -55,6 +55,8 @@ from autopar.rules.attention import heads
 from autopar.rules.base import Op
 from autopar.schedules import Timelines
 from autopar.storages import TEMPORARIES
+
+_LEAST_SHARE = 1 / 400  # of the state of parameters that a rank may have on its device, or all is on the host
 
 
 @dataclass(frozen=True)
@@ -349,7 +351,7 @@ def _state_budget(request: Request) -> int:
     if request.state_bytes is not None:
         return request.state_bytes
     bytes_ = (request.options.budget_bytes or request.cluster.device.memory_bytes) * request.mesh.pp
-    return round(bytes_ * STATE_COPIES / max(Storage(request.options, request.mesh).copies, 0.01))
+    return round(bytes_ / max(Storage(request.options, request.mesh).share, _LEAST_SHARE))
 
 
 def _localize(model: Model, problem: AxisProblem) -> None:

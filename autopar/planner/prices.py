@@ -25,9 +25,6 @@ from autopar.rules.base import Op, Rule
 from autopar.rules.experts import EXCHANGE, FILTER
 from autopar.spmd import P, R, Transition, Type, transition
 
-STATE_COPIES = 4
-"""A trained parameter is kept with its gradient and the two moments of AdamW."""
-
 FORBIDDEN_SECONDS = 1e8
 """Price of a change that can't be executed: a solution that pays it is a refusal, and names the op."""
 

@@ -26,6 +26,9 @@ MOMENTS = 2
 """Tensors of its shape that AdamW keeps of a parameter; others keep at most as many."""
 
 
+_STATE = 2 + MOMENTS  # tensors: a parameter, its gradient, and those
+
+
 @dataclass(frozen=True)
 class State:
     """Bytes that stay from step to step, by kind, on the device and on the host."""
@@ -77,10 +80,20 @@ class Storage:
         return total
 
     @property
-    def copies(self) -> float:
-        """Device bytes of a large trained parameter's state, per byte of it."""
-        meta = Meta((self.shards({}), 1), torch.float32)
-        return parameter_state(ParameterInfo("", meta), meta, self).device_bytes / meta.bytes
+    def share(self) -> float:
+        """What a rank has on its device of the :func:`state_bytes` of a large trained parameter."""
+        is_narrow = self.options.precision in ("bf16", "fp16")
+        master = torch.float32 if is_narrow else None
+        meta = Meta((self.shards({}), 1), torch.bfloat16 if is_narrow else torch.float32)
+        known = ParameterInfo("", meta, master=master)
+        return parameter_state(known, meta, self).device_bytes / state_bytes(meta, master)
+
+
+def state_bytes(meta: Meta, master: torch.dtype | None) -> int:
+    """Of a parameter, its gradient and moments, all of them whole; and of a copy to compute with, where its ``master``
+    has another dtype."""
+    own = _STATE * meta.numel * (master or meta.dtype).itemsize
+    return own if master is None else meta.bytes + own
 
 
 def rank_state(model: Model, calls: Iterable[int], storage: Storage, parts: int = 1) -> State:

@@ -17,7 +17,8 @@ from autopar.passes.vocabulary import CASTS, VOCABULARY, head_of, is_head, vocab
 from autopar.planner.indivisible import refusal
 from autopar.planner.pinned_placements import Placements, pinned_types, restricted
 from autopar.planner.placement import Change, Edge, Problem, Solution, Vertex, WayPrices
-from autopar.planner.prices import FORBIDDEN_SECONDS, STATE_COPIES, Prices
+from autopar.planner.prices import FORBIDDEN_SECONDS, Prices
+from autopar.planner.rank_memory import state_bytes
 from autopar.planner.rulings import Changes
 from autopar.planner.solve_placement import solve
 from autopar.planner.spreading import Key, Spread, expert_types, follow
@@ -273,9 +274,7 @@ def _stored(model: Model, number: int) -> list[int]:
     names = next((call.parameters for call in model.calls if call.block == number), ())
     found = []
     for name, node in zip(names, model.blocks[number].parameters, strict=True):
-        meta, master = info(node).meta, model.parameters[name].master
-        own = STATE_COPIES * meta.bytes
-        found.append(own if master is None else meta.bytes + STATE_COPIES * meta.numel * master.itemsize)
+        found.append(state_bytes(info(node).meta, model.parameters[name].master))
     return found
 
 

@@ -62,9 +62,20 @@ def test_buffers_and_frozen_parameters_have_no_state() -> None:
         assert found == State(Counter(parameters=120), Counter())
 
 
-@pytest.mark.parametrize(("options", "copies"), [({}, 4), ({"zero": 1}, 2 + 3 / 8), ({"zero": 3}, 4 / 8)])
-def test_copies_of_a_parameter(options: dict[str, Any], copies: float) -> None:
-    assert Storage(Options.of(**options), Mesh(dp=8)).copies == copies
+@pytest.mark.parametrize(
+    ("options", "bytes_", "whole"),
+    [
+        ({}, 16, 16),
+        ({"zero": 1}, 8 + 12 / 8, 16),
+        ({"zero": 3}, 16 / 8, 16),
+        ({"precision": "bf16"}, 18, 18),
+        ({"precision": "bf16", "zero": 1}, 2 + 4 + 12 / 8, 18),
+        ({"precision": "bf16", "zero": 2}, 2 + 16 / 8, 18),
+    ],
+)
+def test_the_share_of_a_parameters_state(options: dict[str, Any], bytes_: float, whole: int) -> None:
+    """Bytes of an element: in 16 bits, a copy beside what is trained."""
+    assert Storage(Options.of(**options), Mesh(dp=8)).share == bytes_ / whole
 
 
 @pytest.mark.parametrize(("level", "formula"), [(1, ZERO_1_BYTES), (2, ZERO_2_BYTES), (3, ZERO_3_BYTES)])
