@@ -43,7 +43,7 @@ _POLISHED = 4  # points like the best
 _REGIONS_POLISHED = 2
 _AWAY_TRIED = 3  # points with activations on the host
 _LOOKED = 4  # regions next to the best that are placed
-_FACTOR, _CHANGES = 3, 3  # by which those differ, in so many degrees
+_FACTORS, _CHANGES = (8, 3, 3, 3, 3), 3  # by which those differ at most in each of their sizes, and in how many
 _SEARCHES, _AGAIN, _ELSEWHERE = 0.6, 0.1, 0.3  # of the work of a whole search: at first, then, with what is on the host
 _LONGER = 4  # times that, if what waits may still be better by much
 _NEAR = 1.4  # times the least estimate that waits: less is good enough
@@ -346,11 +346,12 @@ class _Around:
         return cls(regions, np.array([_sizes(region) for region in regions], dtype=np.int64))
 
     def next_to(self, region: Region) -> list[Region]:
-        """Those that differ from it in one to three sizes, by a factor of 3 at most each, and borrow the same axes."""
+        """Those that differ from it in one to three sizes, not by much each, and borrow the same axes: in stages by more,
+        since estimates know what these wait for, and not how well layers divide among them."""
         here = np.array(_sizes(region))
         differ = (self.sizes != here).sum(axis=1)
         factors = np.maximum(self.sizes, here) / np.minimum(self.sizes, here)
-        near = (differ >= 1) & (differ <= _CHANGES) & (factors.max(axis=1) <= _FACTOR)
+        near = (differ >= 1) & (differ <= _CHANGES) & (factors <= _FACTORS).all(axis=1)
         found = (self.regions[int(number)] for number in np.flatnonzero(near))
         return [other for other in found if other.mesh.borrowed == region.mesh.borrowed]
 
