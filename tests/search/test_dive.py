@@ -120,8 +120,14 @@ def test_degree_by_degree_it_ends_where_it_began(monkeypatch: pytest.MonkeyPatch
 
 def test_what_is_next_to_a_region() -> None:
     here = Region(Mesh(pp=2, dp=4), 2, 4)
-    near = [Region(Mesh(dp=8), 2, 4), Region(Mesh(pp=4, dp=2), 2, 4), Region(Mesh(dp=4, tp=2), 1, 8)]
-    far = [here, Region(Mesh(pp=8), 2, 4), Region(Mesh(pp=2, dp=4), 8, 1), Region(Mesh(dp=2, cp=2, tp=2), 1, 8)]
+    near = [Region(Mesh(dp=8), 2, 4), Region(Mesh(pp=8), 2, 4), Region(Mesh(dp=4, tp=2), 1, 8)]
+    far = [
+        here,
+        Region(Mesh(pp=32), 2, 4),
+        Region(Mesh(pp=2, dp=4, tp=4), 2, 4),
+        Region(Mesh(pp=2, dp=4), 8, 1),
+        Region(Mesh(dp=2, cp=2, tp=2), 1, 8),
+    ]
     borrowing = Region(Mesh(pp=2, dp=2, cp=2, borrowed=("cp",)), 1, 8)
     assert _Around.of([*far, *near, borrowing]).next_to(here) == near
 
