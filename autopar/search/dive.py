@@ -346,8 +346,8 @@ class _Around:
         return cls(regions, np.array([_sizes(region) for region in regions], dtype=np.int64))
 
     def next_to(self, region: Region) -> list[Region]:
-        """Those that differ from it in one to three sizes, not by much each, and borrow the same axes: in stages by more,
-        since estimates know what these wait for, and not how well layers divide among them."""
+        """Those that differ from it in one to three sizes, not by much each, and borrow the same axes: in stages by
+        more, since the best numbers of them may have none between them that is better than either."""
         here = np.array(_sizes(region))
         differ = (self.sizes != here).sum(axis=1)
         factors = np.maximum(self.sizes, here) / np.minimum(self.sizes, here)
