@@ -186,7 +186,7 @@ class Computed:
     factors: Mapping[fx.Node, fx.Node]
     calls: tuple[int, int]
     turned: int
-    sums: float = 0.0
+    sums: float
     stays: frozenset[fx.Node] = frozenset()
 
     @classmethod

@@ -46,10 +46,10 @@ def moves_nothing(node: fx.Node, op: Op, device: Device) -> bool:
 
 def view_seconds(op: Op, rule: Rule, choice: Choice, size: int, device: Device) -> tuple[float, float]:
     """:func:`pass_seconds` of a view, which no kernel runs for; its backward may need one."""
-    if not op.operands or not op.result.needs_grad:
+    if not op.result.needs_grad:
         return 0.0, 0.0
-    made = sum(_local_bytes(m, choice.result, size) for m in op.outputs)
-    bytes_ = rule.view_bytes(made, _local_bytes(op.operands[0], choice.operands[0], size))
+    made = sum(local_bytes(m, choice.result, size) for m in op.outputs)
+    bytes_ = rule.view_bytes(made, local_bytes(op.operands[0], choice.operands[0], size))
     return 0.0, compute.seconds(0, bytes_, "", device) if bytes_ else 0.0
 
 
@@ -69,8 +69,8 @@ def work_of(op: Op, rule: Rule, choice: Choice, size: int, unequal: float = 1.0)
     """
     split = size if choice.result.is_shard or any(kind.is_shard for kind in choice.operands) else 1
     flops = unequal * rule.flops(op) / split
-    taken = [_local_bytes(m, k, size) for m, k in zip(op.operands, choice.operands, strict=True)]
-    made = sum(_local_bytes(m, choice.result, size) for m in op.outputs)
+    taken = [local_bytes(m, k, size) for m, k in zip(op.operands, choice.operands, strict=True)]
+    made = sum(local_bytes(m, choice.result, size) for m in op.outputs)
     inner = rule.inner_bytes(op) // split
     gradients = sum(b for b, m in zip(taken, op.operands, strict=True) if m.needs_grad)
     for position in rule.looked_up(op):
@@ -142,7 +142,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _local_bytes(meta: Meta, kind: Type, size: int) -> int:
+def local_bytes(meta: Meta, kind: Type, size: int) -> int:
+    """Of a tensor's part on one of ``size`` ranks."""
     return meta.bytes // size if kind.is_shard else meta.bytes
 
 

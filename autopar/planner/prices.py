@@ -17,7 +17,14 @@ from autopar.planner.earlier_axes import EarlierAxes
 from autopar.planner.exchange_prices import Journeys
 from autopar.planner.gradient_sums import added_operands
 from autopar.planner.local_ops import in_part, local_op
-from autopar.planner.op_costs import expert_imbalance, moves_nothing, pass_seconds, view_seconds, work_seconds
+from autopar.planner.op_costs import (
+    expert_imbalance,
+    local_bytes,
+    moves_nothing,
+    pass_seconds,
+    view_seconds,
+    work_seconds,
+)
 from autopar.planner.placement import Change
 from autopar.planner.transitions import is_parameter, is_transition
 from autopar.rules import lookup
@@ -97,7 +104,7 @@ class RankPrices:
         """What adding its gradients to those of other ops takes."""
         positions, found = added_operands(node), []
         for choice in choices:
-            taken = [op.operands[i].bytes // (self.size if choice.operands[i].is_shard else 1) for i in positions]
+            taken = (local_bytes(op.operands[i], choice.operands[i], self.size) for i in positions)
             found.append(math.fsum(compute.adding_seconds(bytes_, self.device) for bytes_ in taken))
         return found
 

@@ -21,7 +21,11 @@ from autopar.spmd import I, R, S
 aten: Any = torch.ops.aten
 
 
-_CUTS = {aten.slice_backward.default: aten.slice.Tensor, aten.select_backward.default: aten.select.int}
+_CUTS = {
+    aten.slice_backward.default: aten.slice.Tensor,
+    aten.select_backward.default: aten.select.int,
+    aten.diagonal_backward.default: aten.diagonal.default,
+}
 """Several kernels (aten/src/ATen/native/TensorShape.cpp): zeros, and a copy into the part of them that was cut."""
 
 _FILLS = (aten.zeros.default, aten.new_zeros.default, aten.zero_.default)
@@ -96,11 +100,13 @@ VIEWS: list[tuple[str, tuple[Any, ...]]] = [
     ("slice.Tensor", (2, 0, 32)),
     ("narrow.default", (1, 32, 64)),
     ("select.int", (1, 5)),
+    ("diagonal.default", (0, 1, 2)),
     ("unbind.int", (1,)),
     ("chunk.default", (2, -1)),
     ("split.Tensor", (32, 1)),
     ("split_with_sizes.default", ([100, 156], 2)),
     ("expand.default", ((64, 4, 256),)),
+    ("expand_as.default", (torch.empty(64, 4, 256),)),
     ("transpose.int", (0, 1)),
     ("view.default", ((-1,),)),
     ("unsqueeze.default", (1,)),
@@ -111,7 +117,7 @@ VIEWS: list[tuple[str, tuple[Any, ...]]] = [
 def test_backwards_of_views_move_what_is_cut_or_copied(name: str, further: tuple[Any, ...]) -> None:
     """With gradients of all parts."""
     packet, overload = name.split(".")
-    given = leaf(64, 1, 256) if packet == "expand" else leaf(*WIDE)
+    given = leaf(64, 1, 256) if packet.startswith("expand") else leaf(*WIDE)
     made = getattr(getattr(aten, packet), overload)(given, *further)
     parts = [made] if isinstance(made, Tensor) else list(made)
     slopes = [torch.ones_like(part, memory_format=torch.contiguous_format) for part in parts]
