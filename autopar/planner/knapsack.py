@@ -23,7 +23,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -141,16 +141,23 @@ def _items(stages: Sequence[StageCalls], transient: int) -> list[list[_Item]] | 
     What another option of the call beats in both is left out.
     """
     known: dict[tuple[int, int], list[_Item]] = {}
+    alike: dict[tuple[_Item, ...], list[_Item]] = {}  # of equal calls, one list
     found = []
     for stage in stages:
         for options in stage.calls:
             key = stage.inflight, id(options)
             if key not in known:
-                known[key] = _useful(options, stage.inflight, transient)
+                items = _useful(options, stage.inflight, transient)
+                known[key] = alike.setdefault(tuple(items), items)
             if not known[key]:
                 return None
             found.append(known[key])
     return found
+
+
+def _by_id(calls: Iterable[Sequence[_Item]]) -> dict[int, Sequence[_Item]]:
+    """Those of equal calls once, which have one list."""
+    return {id(items): items for items in calls}
 
 
 def _useful(options: Sequence[Option], inflight: int, transient: int) -> list[_Item]:
@@ -164,27 +171,18 @@ def _useful(options: Sequence[Option], inflight: int, transient: int) -> list[_I
     return found
 
 
-class _Segment(NamedTuple):
-    """From one option to the next on the lower hull of a call: bytes that save a second, the call, bytes, seconds
-    saved, the number of the option after it."""
-
-    price: float
-    call: int
-    bytes_: int
-    saved: float
-    number: int
-
-
 class _Relaxed:
-    """The linear relaxation: calls from their leanest options on, then segments by rising price."""
+    """The linear relaxation: calls from their leanest options on, then *segments* by rising price: from one option to
+    the next on the lower hull of a call, with the bytes that this takes, and the seconds that it saves."""
 
     def __init__(self, calls: Sequence[Sequence[_Item]]) -> None:
         self.calls = calls
-        hulls = {id(items): _hull(items) for items in calls}  # equal calls have one list
-        self.segments = sorted(s for i, items in enumerate(calls) for s in _segments(i, hulls[id(items)]))
-        self.owners = np.array([s.call for s in self.segments], dtype=np.int64)
-        self.bytes_ = np.array([float(s.bytes_) for s in self.segments])
-        self.saved = np.array([s.saved for s in self.segments])
+        hulls = {key: _Hull.of(items) for key, items in _by_id(calls).items()}
+        own = [hulls[id(items)] for items in calls]
+        owners = np.repeat(np.arange(len(own)), [len(hull.price) for hull in own])
+        price, bytes_, saved = (np.concatenate(columns) for columns in zip(*own, strict=True))
+        order = np.lexsort((owners, price))
+        self.owners, self.bytes_, self.saved = owners[order], bytes_[order], saved[order]
         self.least = _sums_from([float(items[0].bytes_) for items in calls])
         self.most = _sums_from([items[0].seconds for items in calls])
 
@@ -201,14 +199,14 @@ class _Relaxed:
         """Seconds of a choice: segments by rising price, each call's as long as they fit."""
         spare, seconds = room - self.least[0], self.most[0]
         full: set[int] = set()
-        for segment in self.segments:
-            if segment.call in full:
+        for call, bytes_, saved in zip(self.owners.tolist(), self.bytes_.tolist(), self.saved.tolist(), strict=True):
+            if call in full:
                 continue
-            if segment.bytes_ > spare:
-                full.add(segment.call)
+            if bytes_ > spare:
+                full.add(call)
                 continue
-            spare -= segment.bytes_
-            seconds -= segment.saved
+            spare -= bytes_
+            seconds -= saved
         return seconds
 
 
@@ -228,19 +226,23 @@ def _sums_from(values: Sequence[float]) -> list[float]:
     return found[::-1]
 
 
-def _hull(items: Sequence[_Item]) -> list[_Item]:
-    hull: list[_Item] = []
-    for item in items:
-        while len(hull) > 1 and _is_above(hull[-2], hull[-1], item):
-            hull.pop()
-        hull.append(item)
-    return hull
+class _Hull(NamedTuple):
+    """Segments of a call: bytes that save a second, bytes, seconds saved."""
 
+    price: NDArray[np.float64]
+    bytes_: NDArray[np.float64]
+    saved: NDArray[np.float64]
 
-def _segments(call: int, hull: Sequence[_Item]) -> Iterator[_Segment]:
-    for before, after in itertools.pairwise(hull):
-        bytes_, saved = after.bytes_ - before.bytes_, before.seconds - after.seconds
-        yield _Segment(bytes_ / saved, call, bytes_, saved, after.number)
+    @classmethod
+    def of(cls, items: Sequence[_Item]) -> _Hull:
+        hull: list[_Item] = []
+        for item in items:
+            while len(hull) > 1 and _is_above(hull[-2], hull[-1], item):
+                hull.pop()
+            hull.append(item)
+        bytes_ = np.array([float(after.bytes_ - before.bytes_) for before, after in itertools.pairwise(hull)])
+        saved = np.array([before.seconds - after.seconds for before, after in itertools.pairwise(hull)])
+        return cls(bytes_ / saved, bytes_, saved)
 
 
 def _is_above(left: _Item, middle: _Item, right: _Item) -> bool:
@@ -257,11 +259,11 @@ def _labelled(calls: Sequence[Sequence[_Item]], relaxed: _Relaxed, room: int) ->
     bytes_, seconds = np.zeros(1, dtype=np.int64), np.zeros(1)
     steps: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
     columns = {
-        id(items): (
+        key: (
             np.array([item.bytes_ for item in items], dtype=np.int64),
             np.array([item.seconds for item in items]),
         )
-        for items in calls
+        for key, items in _by_id(calls).items()
     }
     for i, items in enumerate(calls):
         own_bytes, own_seconds = columns[id(items)]

@@ -349,9 +349,10 @@ class Costing:
             totals, none = np.zeros(4), Weights(0, 0, 0)
             lines: dict[tuple[str, ...], tuple[Weights, Weights, int]] = {}
             for axes, weights in profile.weights.items():
-                line, layers = mesh.data_axes(axes), profile.layers[axes]
-                before = lines.get(line, (none, none, 0))
-                summed = profile.summed.get(axes, none)
+                summed, layers = profile.summed.get(axes, none), profile.layers[axes]
+                if not axes and splits_further(point.way, profile):  # as that one has it that it is laid out on
+                    axes, weights, summed = ("tp",), weights.times(1 / mesh.tp), summed.times(1 / mesh.tp)
+                before = lines.get(line := mesh.data_axes(axes), (none, none, 0))
                 lines[line] = before[0] + weights, before[1] + summed, max(before[2], layers)  # they travel together
             for line, (weights, summed, layers) in lines.items():
                 shards = mesh.zero_shards(point.zero_ranks, line) if point.zero and line else 1

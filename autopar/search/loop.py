@@ -11,9 +11,9 @@ import heapq
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -292,7 +292,9 @@ class Search:
     def _open_family(self, bound: float, family: Family, profile: Profile) -> None:
         """Let its points wait, and where memory is what makes them slow, what saves it in other ways."""
         points = list(self.stored(family))
-        self._place_streamed(bound, points, profile)
+        further = [point for point in points if splits_further(point.way, laid_on(point, profile, self.profiler))]
+        if further and not self._is_beaten(max(bound, min(self.bounds(further, profile, memory=False)))):
+            self._place_streamed(further, profile)
         passes, kept = (self.bounds(points, profile, memory=memory) for memory in (False, True))
         saved = []
         for point, fastest, least in zip(points, passes, kept, strict=True):
@@ -301,28 +303,36 @@ class Search:
                 saved.append(point)
         self._save(bound, saved, profile)
 
-    def _place_streamed(self, bound: float, points: Sequence[Point], profile: Profile) -> None:
-        """What those of ``points`` are laid out on that split weights further than ``profile``, if any of them may be
-        the best by what is known without it."""
-        further = [point for point in points if splits_further(point.way, laid_on(point, profile, self.profiler))]
-        if further and not self._is_beaten(max(bound, min(self.bounds(further, profile, memory=False)))):
-            self._work += units.OP * self.ops
-            self.tell("place")
-            region = points[0].region
-            self.profiler.of(profile.key._replace(streamed=True), region.mesh, region.microbatches)
+    def _place_streamed(self, points: Iterable[Point], profile: Profile) -> bool:
+        """What the first of ``points`` is laid out on that splits weights further than ``profile``, where there is
+        such a point; whether it wasn't placed before."""
+        for point in points:
+            if splits_further(point.way, laid_on(point, profile, self.profiler)):
+                self._work += units.OP * self.ops
+                self.tell("place")
+                region = point.region
+                self.profiler.of(profile.key._replace(streamed=True), region.mesh, region.microbatches)
+                return True
+        return False
 
     def bounds(self, points: Sequence[Point], profile: Profile, *, memory: bool = True) -> list[float]:
         """What each of ``points`` of one family is not below, found for all at once; inf where they can't fit."""
+        return self._on_own(points, profile, partial(self._bounds, memory=memory))
+
+    def _on_own(
+        self, points: Sequence[Point], profile: Profile, of: Callable[[Sequence[Point], Profile], list[float]]
+    ) -> list[float]:
+        """What is said ``of`` those of ``points`` that are laid out on the same profile, as far as it is placed."""
         found = dict.fromkeys(points, 0.0)
         every = {point: laid_on(point, profile, self.profiler) for point in points}
         for key in dict.fromkeys(each.key for each in every.values()):
             some = [point for point in points if every[point].key == key]
-            found |= zip(some, self._bounds(some, every[some[0]], memory=memory), strict=True)
+            found |= zip(some, of(some, every[some[0]]), strict=True)
         return [found[point] for point in points]
 
     def _bounds(self, points: Sequence[Point], profile: Profile, *, memory: bool) -> list[float]:
         generated = self.costing.keeping.generated
-        if self._outlook is None or not points:
+        if self._outlook is None:
             found = [self.costing.bound(point, profile) for point in points]
         else:
             pairs = zip(points, self._outlook.bounds(points, profile, memory=memory), strict=True)
@@ -381,7 +391,14 @@ class Search:
 
     def estimates(self, points: Sequence[Point], profile: Profile) -> list[float]:
         """Seconds of likely steps of ``points`` of one family, by passes or by their host; inf where they can't fit."""
-        if self._outlook is None or not points:
+        found = self._on_own(points, profile, self._estimates)
+        pairs = zip(points, found, strict=True)
+        if self._place_streamed([p for p, seconds in pairs if seconds < self.best_seconds], profile):
+            return self._on_own(points, profile, self._estimates)
+        return found
+
+    def _estimates(self, points: Sequence[Point], profile: Profile) -> list[float]:
+        if self._outlook is None:
             return [self.costing.bound(point, profile) for point in points]
         costing, generated = self.costing, self.costing.keeping.generated
         found = self._outlook.estimates(points, profile)

@@ -151,7 +151,7 @@ class Outlook:
         layers, ways = self.scaler.scaled(region.key, times), list(ways)
         layers = layers.slower(self.scaler.with_units(like.key, like.units), region.rows / like.key.rows)
         count = region.microbatches
-        every = [self._of_profile(region.mesh, like, way, count, split=False) for way in ways]
+        every = [self._of_way(region.mesh, like, way, count, split=False) for way in ways]
         stored = [every[place] for place in _undominated(every)]
         last = np.array(self.scaler.last_bytes(region.key))
         return float(self._likely_seconds(region, layers, stored, last, away=_any_away(ways)).min())

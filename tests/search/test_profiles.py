@@ -142,8 +142,8 @@ def test_what_is_laid_out_on_another_placement_is_bounded_as_if_all_were_split(
     really, whole = (outlook._of_profile(region.mesh, each, way, 2, split=False) for each in (own, plain))
     assert bounded.gathered <= really.gathered <= whole.gathered
     assert bounded.state <= really.state <= whole.state
-    moved, much = (search.costing._moves(point, each)[0] for each in (own, plain))
-    assert moved < much
+    moved, least = (search.costing._moves(point, each)[0] for each in (own, plain))
+    assert least <= moved
     assert search.costing.bound(point, plain) == search.costing._pass_seconds(point, plain), "not what it doesn't move"
     assert search.costing.memory_bound(point, plain) == 0.0
 
@@ -161,11 +161,30 @@ def test_once_that_placement_is_there_it_is_what_bounds(monkeypatch: pytest.Monk
     assert {point.zero for point in further} == {0, 1, 2, 3}, "what lives on the host moves with each microbatch, too"
     search.profiler.known.pop(plain.key._replace(streamed=True), None)
     before = dict(zip(points, search.bounds(points, plain), strict=True))
-    search._place_streamed(0.0, points, plain)
+    assert search._place_streamed(points, plain)
+    assert not search._place_streamed(points, plain)
     after = dict(zip(points, search.bounds(points, plain), strict=True))
     assert {point for point in points if after[point] != before[point]} == further
     for point in points:
         assert before[point] <= after[point] <= search.lay_out(point).step_seconds * (1 + 1e-9)
+
+
+def test_estimates_are_of_what_points_are_laid_out_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that tp leaves whole, and a scatter of all of them for each microbatch, look far worse than they are."""
+    monkeypatch.setattr(space, "_near", lambda microbatches: microbatches)  # just two have that effect here
+    search = search_of("gpt2", 8, 4, BUSY, mesh={"dp": 2, "tp": 2}, offload=(), head_chunks=1)
+    search._begin()
+    region = Region(Mesh(dp=2, tp=2), 2, 2)
+    plain = search.place(region)
+    assert plain is not None
+    points = [point for point in search.points_of(region) if splits_further(point.way, plain)]
+    assert points
+    least = [search.costing._moves(point, plain)[1] for point in points]
+    for point, estimate, scattered in zip(points, search.estimates(points, plain), least, strict=True):
+        own = search.profiler.known[search.key_of(point)]
+        assert own.weights[()].elements < plain.weights[()].elements
+        assert [estimate] == search._estimates([point], own)
+        assert scattered <= search.costing._moves(point, own)[1]
 
 
 def test_where_weights_move_for_less_another_head_may_leave_more_of_them_whole() -> None:
