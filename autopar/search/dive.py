@@ -45,6 +45,7 @@ _AWAY_TRIED = 3  # points with activations on the host
 _LOOKED = 4  # regions next to the best that are placed
 _FACTORS, _CHANGES = (8, 3, 3, 3, 3), 3  # by which those differ at most in each of their sizes, and in how many
 _SEARCHES, _AGAIN, _ELSEWHERE = 0.6, 0.1, 0.3  # of the work of a whole search: at first, then, with what is on the host
+_STORED = 0.3  # of the work of a whole search, for other ways to store what is on the host
 _LONGER = 4  # times that, if what waits may still be better by much
 _NEAR = 1.4  # times the least estimate that waits: less is good enough
 _LAST = 2  # points of placed regions, where that was all the work
@@ -76,8 +77,9 @@ def dive(search: Search, regions: list[Region]) -> None:
         if best.is_tight and not best.point.offload:
             pipelines = [region for region in near if _ACTIVATIONS in _ways_away(search, region)]
             _Dive(search, _ACTIVATIONS, learned, _ELSEWHERE).run(pipelines)
-        if offload := search.ranked()[0].point.offload:
+        if offload := _worth_away(search, search.ranked()[0]):
             _climb(search, around, learned, offload)
+            _polish_away(search, learned)
 
 
 @dataclass
@@ -110,8 +112,9 @@ class _Learned:
         kind, *others = _kinds(point)
         kinds = [kind] if len(self.known[kind]) >= (_SEVERAL if others else 1) else others
         kinds += _kinds(point._replace(offload=()))
-        times = next((min(self.known[kind]) for kind in kinds if self.known[kind]), 1.0)
-        return estimate * max(1.0, times * (1 - _DOUBT))
+        known = next((self.known[kind] for kind in kinds if self.known[kind]), [1.0])
+        off = max(0.0, min(known) * (1 - _DOUBT) - 1.0)
+        return estimate * (1.0 + (off if len(known) >= _SEVERAL else off / 2))
 
     def lay_out(self, search: Search, point: Point, estimate: float) -> None:
         """Raises AutoparError where it can't run or doesn't fit."""
@@ -293,6 +296,14 @@ def _ways_away(search: Search, region: Region) -> set[tuple[str, ...]]:
     return {offload for offload, _ in saving(region, search.costing.cluster, search.pins)}
 
 
+def _worth_away(search: Search, best: Outcome) -> tuple[str, ...]:
+    """What is on the host of points that may be better than the ``best``: as much as of that, or activations where it
+    is short of memory; nothing of these where that can't be."""
+    if best.point.offload or not best.is_tight:
+        return best.point.offload
+    return _ACTIVATIONS if _ACTIVATIONS in _ways_away(search, best.point.region) else ()
+
+
 def _climb(search: Search, around: _Around, learned: _Learned, offload: tuple[str, ...]) -> None:
     """Lay out the likely best of regions that differ from the best in a few degrees, while that finds any: of those
     that put as much on the host."""
@@ -302,7 +313,7 @@ def _climb(search: Search, around: _Around, learned: _Learned, offload: tuple[st
         seen.add(best.region)
         known = seen | {o.point.region for o in search.outcomes if o.point.offload == offload}
         near = [
-            (learned.laid_out(_kind(search, region), search.likely(region, offload)), number, region)
+            (_likely_best(search, region, best._replace(offload=offload), learned), number, region)
             for number, region in enumerate(around.next_to(best.region))
             if region not in known
         ]
@@ -314,6 +325,21 @@ def _climb(search: Search, around: _Around, learned: _Learned, offload: tuple[st
                 if offload:
                     families = _alike(search, region, best._replace(offload=offload))
                 _try_likely(search, region, families, limit, learned, tries=1)
+
+
+def _likely_best(search: Search, region: Region, best: Point, learned: _Learned) -> float:
+    """What ``region`` is likely to take, with as much on the host as the ``best`` has: where it is placed, its points;
+    if there is anything on the host, those of the best's schedule with as many chunks."""
+    profile = search.profile(region)
+    if profile is None:
+        return learned.laid_out(_kind(search, region), search.likely(region, best.offload))
+    if not best.offload:
+        found = [search.promising[region]] if region in search.promising else []
+    else:
+        families = [points for points in _alike(search, region, best) if points[0].chunks == best.chunks]
+        estimates = (zip(search.estimates(points, profile), points, strict=True) for points in families)
+        found = [(seconds * promise(point), point) for seconds, point in itertools.chain.from_iterable(estimates)]
+    return min((learned.likely(point, seconds) for seconds, point in found), default=math.inf)
 
 
 def _by_mesh(near: Sequence[tuple[float, int, Region]]) -> list[tuple[float, int, Region]]:
@@ -366,6 +392,18 @@ def _polish(search: Search, learned: _Learned) -> None:
     limit = max(search.most_work, search.work + search.most_work / 3)
     for region in list(_by_region(search))[:_REGIONS_POLISHED]:
         _try_likely(search, region, [list(search.stored(f)) for f in search.families_of(region)], limit, learned)
+
+
+def _polish_away(search: Search, learned: _Learned) -> None:
+    """Lay out the best with its activations on the host, and weights stored otherwise: each way what is likely the
+    best, of the regions of the best."""
+    limit = search.work + _STORED * search.most_work
+    away = [(region, outcome) for region, outcome in _by_region(search).items() if outcome.point.offload]
+    for region, outcome in away[:_REGIONS_POLISHED]:
+        families = _alike(search, region, outcome.point)
+        for zero in sorted({point.zero for points in families for point in points} - {outcome.point.zero}):
+            some = [[point for point in points if point.zero == zero] for points in families]
+            _try_likely(search, region, some, limit, learned, tries=1)
 
 
 def _put_away(search: Search, learned: _Learned) -> None:
