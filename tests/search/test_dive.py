@@ -258,7 +258,8 @@ def test_the_first_with_activations_on_the_host_are_laid_out_whatever_others_too
 def short_of_memory() -> tuple[Search, Region]:
     """With a host, and a region with a pipeline that is placed."""
     host = replace(FAST, device=replace(FAST.device, host_memory_bytes=10**12, host_bytes_per_second=1e12))
-    search, region = search_of("gpt2", BATCH, 4, host, budget_bytes=10**6, head_chunks=1), Region(Mesh(pp=2, dp=2), 1, 4)
+    region = Region(Mesh(pp=2, dp=2), 1, 4)
+    search = search_of("gpt2", BATCH, 4, host, budget_bytes=10**6, head_chunks=1)
     search._begin()
     search.place(region)
     return search, region
