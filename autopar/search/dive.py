@@ -107,8 +107,8 @@ class _Learned:
         return self.unplaced(kind, estimate) * max(1.0, times)
 
     def likely(self, point: Point, estimate: float) -> float:
-        """What it takes, if it does as well as any like it, or a little better; of what is on the host, if several are
-        known, else as any that has as much there, or else as what is on the device."""
+        """What it takes, if it does as well as any like it, or a little better (halfway, if one is known); of what
+        is on the host, if several are known, else as any that has as much there, or else as what is on the device."""
         kind, *others = _kinds(point)
         kinds = [kind] if len(self.known[kind]) >= (_SEVERAL if others else 1) else others
         kinds += _kinds(point._replace(offload=()))
@@ -331,10 +331,10 @@ def _likely_best(search: Search, region: Region, best: Point, learned: _Learned)
     """What ``region`` is likely to take, with as much on the host as the ``best`` has: where it is placed, its points;
     if there is anything on the host, those of the best's schedule with as many chunks."""
     profile = search.profile(region)
-    if profile is None:
+    if profile is None or not (best.offload or region in search.promising):
         return learned.laid_out(_kind(search, region), search.likely(region, best.offload))
     if not best.offload:
-        found = [search.promising[region]] if region in search.promising else []
+        found = [search.promising[region]]
     else:
         families = [points for points in _alike(search, region, best) if points[0].chunks == best.chunks]
         estimates = (zip(search.estimates(points, profile), points, strict=True) for points in families)
