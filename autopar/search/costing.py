@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -431,6 +431,21 @@ def laid_on(point: Point, profile: Profile, profiler: Profiler) -> Profile:
         here = moved_seconds(replace(request, mesh=point.region.mesh))
         return found if here >= moved_seconds(request) else profile  # passes take more where weights that move do
     return found
+
+
+def on_own(
+    points: Sequence[Point],
+    profile: Profile,
+    profiler: Profiler,
+    of: Callable[[Sequence[Point], Profile], list[float]],
+) -> list[float]:
+    """What is said ``of`` those of ``points`` that are laid out on the same profile, as far as it is placed."""
+    found = dict.fromkeys(points, 0.0)
+    every = {point: laid_on(point, profile, profiler) for point in points}
+    for key in dict.fromkeys(each.key for each in every.values()):
+        some = [point for point in points if every[point].key == key]
+        found |= zip(some, of(some, every[some[0]]), strict=True)
+    return [found[point] for point in points]
 
 
 def splits_head(family: Family) -> bool:

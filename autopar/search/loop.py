@@ -11,7 +11,7 @@ import heapq
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from autopar.mesh import Mesh
 from autopar.options import activations_on_host
 from autopar.search import work as units
 from autopar.search.bounds import scaled
-from autopar.search.costing import Costing, Found, Outcome, laid_on, rank, splits_further
+from autopar.search.costing import Costing, Found, Outcome, laid_on, on_own, rank, splits_further
 from autopar.search.dive import dive
 from autopar.search.hulls import Array
 from autopar.search.outlook import Outlook
@@ -306,29 +306,13 @@ class Search:
     def _place_streamed(self, points: Iterable[Point], profile: Profile) -> bool:
         """What the first of ``points`` is laid out on that splits weights further than ``profile``, where there is
         such a point; whether it wasn't placed before."""
-        for point in points:
-            if splits_further(point.way, laid_on(point, profile, self.profiler)):
-                self._work += units.OP * self.ops
-                self.tell("place")
-                region = point.region
-                self.profiler.of(profile.key._replace(streamed=True), region.mesh, region.microbatches)
-                return True
-        return False
+        further = (p.region for p in points if splits_further(p.way, laid_on(p, profile, self.profiler)))
+        own = profile.key._replace(streamed=True)
+        return self._make(next(((own, region.mesh, region.microbatches) for region in further), None))
 
     def bounds(self, points: Sequence[Point], profile: Profile, *, memory: bool = True) -> list[float]:
         """What each of ``points`` of one family is not below, found for all at once; inf where they can't fit."""
-        return self._on_own(points, profile, partial(self._bounds, memory=memory))
-
-    def _on_own(
-        self, points: Sequence[Point], profile: Profile, of: Callable[[Sequence[Point], Profile], list[float]]
-    ) -> list[float]:
-        """What is said ``of`` those of ``points`` that are laid out on the same profile, as far as it is placed."""
-        found = dict.fromkeys(points, 0.0)
-        every = {point: laid_on(point, profile, self.profiler) for point in points}
-        for key in dict.fromkeys(each.key for each in every.values()):
-            some = [point for point in points if every[point].key == key]
-            found |= zip(some, of(some, every[some[0]]), strict=True)
-        return [found[point] for point in points]
+        return on_own(points, profile, self.profiler, partial(self._bounds, memory=memory))
 
     def _bounds(self, points: Sequence[Point], profile: Profile, *, memory: bool) -> list[float]:
         generated = self.costing.keeping.generated
@@ -391,10 +375,10 @@ class Search:
 
     def estimates(self, points: Sequence[Point], profile: Profile) -> list[float]:
         """Seconds of likely steps of ``points`` of one family, by passes or by their host; inf where they can't fit."""
-        found = self._on_own(points, profile, self._estimates)
+        found = on_own(points, profile, self.profiler, self._estimates)
         pairs = zip(points, found, strict=True)
         if self._place_streamed([p for p, seconds in pairs if seconds < self.best_seconds], profile):
-            return self._on_own(points, profile, self._estimates)
+            return on_own(points, profile, self.profiler, self._estimates)
         return found
 
     def _estimates(self, points: Sequence[Point], profile: Profile) -> list[float]:
