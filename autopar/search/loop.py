@@ -294,7 +294,7 @@ class Search:
         points = list(self.stored(family))
         further = [point for point in points if splits_further(point.way, laid_on(point, profile, self.profiler))]
         if further and not self._is_beaten(max(bound, min(self.bounds(further, profile, memory=False)))):
-            self._place_streamed(further, profile)
+            self._place_streamed(family.region, profile)
         passes, kept = (self.bounds(points, profile, memory=memory) for memory in (False, True))
         saved = []
         for point, fastest, least in zip(points, passes, kept, strict=True):
@@ -303,12 +303,11 @@ class Search:
                 saved.append(point)
         self._save(bound, saved, profile)
 
-    def _place_streamed(self, points: Iterable[Point], profile: Profile) -> bool:
-        """What the first of ``points`` is laid out on that splits weights further than ``profile``, where there is
-        such a point; whether it wasn't placed before."""
-        further = (p.region for p in points if splits_further(p.way, laid_on(p, profile, self.profiler)))
+    def _place_streamed(self, region: Region, profile: Profile) -> bool:
+        """What those points of ``region`` are laid out on that split weights further than its ``profile``; whether it
+        wasn't tried before."""
         own = profile.key._replace(streamed=True)
-        return self._make(next(((own, region.mesh, region.microbatches) for region in further), None))
+        return not self.profiler.was_tried(own, region.mesh) and self._make((own, region.mesh, region.microbatches))
 
     def bounds(self, points: Sequence[Point], profile: Profile, *, memory: bool = True) -> list[float]:
         """What each of ``points`` of one family is not below, found for all at once; inf where they can't fit."""
@@ -376,8 +375,9 @@ class Search:
     def estimates(self, points: Sequence[Point], profile: Profile) -> list[float]:
         """Seconds of likely steps of ``points`` of one family, by passes or by their host; inf where they can't fit."""
         found = on_own(points, profile, self.profiler, self._estimates)
-        pairs = zip(points, found, strict=True)
-        if self._place_streamed([p for p, seconds in pairs if seconds < self.best_seconds], profile):
+        better = (point for point, seconds in zip(points, found, strict=True) if seconds < self.best_seconds)
+        further = any(splits_further(point.way, profile) for point in better)
+        if further and self._place_streamed(points[0].region, profile):
             return on_own(points, profile, self.profiler, self._estimates)
         return found
 

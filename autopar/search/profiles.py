@@ -327,6 +327,11 @@ class Profiler:
         """The same, where there is one yet."""
         return self.known.get(self.key_for(key, mesh))
 
+    def was_tried(self, key: Key, mesh: Mesh) -> bool:
+        """Whether it is placed, or refused."""
+        key = self.key_for(key, mesh)
+        return key in self.known or key in self.refused
+
     def cuts_rows(self, batch: int) -> bool:
         """Whether a ``batch`` may be cut into microbatches: its rows are computed each by itself, and of the whole
         batch there are but sums."""

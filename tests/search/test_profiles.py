@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from autopar import Cluster
+from autopar.errors import ShardingError
 from autopar.mesh import Mesh
 from autopar.passes.hoist import unhoisted
 from autopar.planner.block_costs import Computed, Machine, block_cost
 from autopar.planner.build import Request, moved_seconds
 from autopar.planner.pipeline import Wanted
-from autopar.search import profiles, space
+from autopar.search import outlook, profiles, space
 from autopar.search.costing import laid_on, splits_further
 from autopar.search.profiles import Key, Profile
 from autopar.search.space import Region, moves_each_time
@@ -161,8 +162,8 @@ def test_once_that_placement_is_there_it_is_what_bounds(monkeypatch: pytest.Monk
     assert {point.zero for point in further} == {0, 1, 2, 3}, "what lives on the host moves with each microbatch, too"
     search.profiler.known.pop(plain.key._replace(streamed=True), None)
     before = dict(zip(points, search.bounds(points, plain), strict=True))
-    assert search._place_streamed(points, plain)
-    assert not search._place_streamed(points, plain)
+    assert search._place_streamed(region, plain)
+    assert not search._place_streamed(region, plain)
     after = dict(zip(points, search.bounds(points, plain), strict=True))
     assert {point for point in points if after[point] != before[point]} == further
     for point in points:
@@ -185,6 +186,34 @@ def test_estimates_are_of_what_points_are_laid_out_on(monkeypatch: pytest.Monkey
         assert own.weights[()].elements < plain.weights[()].elements
         assert [estimate] == search._estimates([point], own)
         assert scattered <= search.costing._moves(point, own)[1]
+
+
+def test_regions_are_estimated_as_if_weights_were_split_that_others_left_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(space, "_near", lambda microbatches: microbatches)
+    search = search_of("gpt2", 8, 4, BUSY, mesh={"dp": 2, "tp": 2}, offload=(), head_chunks=1)
+    search._begin()
+    region = Region(Mesh(dp=2, tp=2), 2, 2)
+    plain, known = search.place(region), search._outlook
+    assert plain is not None
+    assert known is not None
+    times = search.scaling.layers(region.key, likely=True)
+    way = next(point.way for point in search.points_of(region) if splits_further(point.way, plain))
+    found = known.likely(region, [way], times, plain)
+    monkeypatch.setattr(outlook, "splits_further", lambda way, profile: False)
+    assert found < known.likely(region, [way], times, plain)
+
+
+def test_a_placement_that_was_refused_takes_no_more_work() -> None:
+    search = search_of("gpt2", 8, 4, BUSY, mesh={"dp": 2, "tp": 2}, microbatch=2)
+    search._begin()
+    region = Region(Mesh(dp=2, tp=2), 2, 2)
+    plain = search.place(region)
+    assert plain is not None
+    own = plain.key._replace(streamed=True)
+    search.profiler.known.pop(own, None)
+    search.profiler.refused[own], before = ShardingError("refused"), search.work
+    assert not search._place_streamed(region, plain)
+    assert search.work == before
 
 
 def test_where_weights_move_for_less_another_head_may_leave_more_of_them_whole() -> None:
