@@ -40,6 +40,7 @@ from autopar.graph import (
 )
 from autopar.liveness import Memory, live_of_loss, memory_of
 from autopar.loop_capture import EveryExpert
+from autopar.quick_export import quick_export
 from autopar.row_capture import ASKED, Somewhere, largest
 from autopar.source_lines import line_of_error, line_of_trace
 from autopar.state_capture import Kept, check_averages
@@ -271,7 +272,7 @@ def _export(
 ) -> torch.export.ExportedProgram:
     try:
         with contextlib.ExitStack() as scoped:
-            for override in (_training_path(documents), _no_cache(wrapper), expert_operations(wrapper)):
+            for override in (_training_path(documents), _no_cache(wrapper), expert_operations(wrapper), quick_export()):
                 scoped.enter_context(override)
             for mode in (traceable_calls(), rows, EveryExpert(), TracedValues(), Freezes(), known):
                 scoped.enter_context(mode)

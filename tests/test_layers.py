@@ -55,6 +55,7 @@ ARROWS: dict[str, set[str]] = {
     "liveness": {"errors", "graph", "source_lines"},
     "expert_capture": {"errors", "source_lines"},
     "loop_capture": {"errors"},
+    "quick_export": set(),
     "row_capture": {"errors"},
     "ctc_loss": {"errors", "source_lines"},
     "state_capture": {"errors", "graph", "value_capture"},
@@ -68,6 +69,7 @@ ARROWS: dict[str, set[str]] = {
         "expert_capture",
         "function_capture",
         "liveness",
+        "quick_export",
         "loop_capture",
         "row_capture",
         "source_lines",
@@ -116,6 +118,7 @@ ARROWS: dict[str, set[str]] = {
 PRIVATE_TORCH = {
     "autopar/function_capture.py": "torch._C.DisableTorchFunction",  # has no public name
     "autopar/planner/saved_by_op.py": "torch._subclasses.fake_tensor.",  # runs ops on shapes alone
+    "autopar/quick_export.py": "torch.fx._lazy_graph_module.",  # export has no option for what it does otherwise
     "autopar/row_capture.py": "torch._check",  # the documented way to say what is known of a size in an export
     "autopar/graph.py": "torch._ops.OpOverload",  # the type of an ATen op has no public name
     "autopar/runtime/recomputation.py": "torch._C._current_graph_task_id",  # as torch.utils.checkpoint asks it
