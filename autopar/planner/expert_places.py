@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from ortools.sat.python import cp_model
+from autopar.planner.cp import new_model, solve
 
-from autopar.planner.cp import solve
+if TYPE_CHECKING:
+    from ortools.sat.python import cp_model
 
 _NEAR: Final = 1.005  # of the bound: not worth a solver's time
 _LARGEST: Final = 2048  # experts times ranks that are given to CP-SAT
@@ -118,7 +119,7 @@ def _solved(found: Ranks, load: Sequence[float], bound: float) -> tuple[Ranks, f
 
 
 def _model(found: Ranks, load: Sequence[int]) -> tuple[cp_model.CpModel, dict[tuple[int, int], cp_model.IntVar]]:
-    model = cp_model.CpModel()
+    model = new_model()
     experts, ranks, each = range(len(load)), range(len(found)), len(found[0])
     lies = {(e, r): model.new_bool_var(f"{e} on {r}") for e in experts for r in ranks}
     fullest = model.new_int_var(0, sum(load), "fullest")

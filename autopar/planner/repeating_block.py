@@ -28,19 +28,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from ortools.sat.python import cp_model
-
+from autopar.planner import cp
 from autopar.schedules.actions import ABSENT, Action
 from autopar.schedules.exchanges import exchanges, passes
 from autopar.schedules.greedy import Job, Plan, Run
+
+if TYPE_CHECKING:
+    from ortools.sat.python import cp_model
 
 _TICKS: Final = 400
 """Of the shortest interval: how finely passes are placed. The schedule that comes of it is timed exactly."""
 
 _STRETCHES: Final = (1.0, 1.03, 1.08, 1.15, 1.3, 1.5)
 """Intervals that are tried, over the shortest."""
+
+_GAP: Final = 0.02
+"""A block whose span is proven to be this close to the least (relative) is taken."""
 
 _LONGEST: Final = 8
 """A microbatch's span is at most this many forward-and-backward passes through the pipeline."""
@@ -111,7 +116,7 @@ class _Model:
 
     def __init__(self, job: Job, ticks: Mapping[Pass, int], tick: float, interval: int) -> None:
         self.job, self.ticks, self.tick, self.interval = job, ticks, tick, interval
-        self.model = cp_model.CpModel()
+        self.model = cp.new_model()
         self.table = exchanges(job.head, job.embedding)
         self.horizon = _LONGEST * (sum(t for item, t in ticks.items() if item.stage >= 0) + 4 * interval)
         self.turn, self.offset = self._starts()
@@ -136,12 +141,8 @@ class _Model:
             ticks = round(start / self.tick)
             self.model.add_hint(self.turn[item], ticks // self.interval)
             self.model.add_hint(self.offset[item], ticks % self.interval)
-        solver = cp_model.CpSolver()
-        solver.parameters.num_workers = 1  # the same block on every machine
-        solver.parameters.random_seed = 0
-        solver.parameters.max_deterministic_time = deterministic_seconds
-        solver.parameters.relative_gap_limit = 0.02
-        if solver.solve(self.model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        solver = cp.solve(self.model, deterministic_seconds, _GAP)
+        if solver is None:
             return None
         return {item: solver.value(start) for item, start in self.start.items()}
 

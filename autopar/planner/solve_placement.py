@@ -12,7 +12,6 @@ from math import inf
 
 from autopar.errors import ShardingError
 from autopar.planner.elimination import LARGEST, eliminate
-from autopar.planner.onehot import solve_milp
 from autopar.planner.placement import Problem, Solution
 from autopar.planner.placement_network import PlacementNetwork, network_of
 
@@ -35,11 +34,17 @@ def solve(problem: Problem, *, largest: int = LARGEST, time_limit_seconds: float
     network = network_of(problem)
     free = None if network is None else _cheapest(problem, network, 0.0, largest)
     if network is None or free is None:
-        return solve_milp(problem, time_limit_seconds=time_limit_seconds)
+        return _by_milp(problem, time_limit_seconds)
     if problem.budget_bytes is None or free.bytes <= problem.budget_bytes:
         return Solution(free.choices, free.seconds, min(free.priced_seconds, free.seconds))
     found = _within(problem, network, problem.budget_bytes, free, largest)
-    return found or solve_milp(problem, time_limit_seconds=time_limit_seconds)
+    return found or _by_milp(problem, time_limit_seconds)
+
+
+def _by_milp(problem: Problem, time_limit_seconds: float) -> Solution:
+    from autopar.planner.onehot import solve_milp  # its solver takes a second to import, and most plans do without
+
+    return solve_milp(problem, time_limit_seconds=time_limit_seconds)
 
 
 @dataclass(frozen=True)
