@@ -7,6 +7,7 @@ out after it (:func:`compared`); and where a user asks for whole fronts, the poi
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,6 +34,7 @@ _NEAR = 1.1  # times the best step
 _SAME_DEGREES = 2  # of them
 _FURTHER = 6  # points that are laid out for them at most
 _LOOKS = 500  # of those that are looked at
+_OTHERS = 60  # families whose points are bounded for them alone
 _WORK = 3.5e4  # of one: about two thirds of a second
 _ALL_WORK = 6e4  # of all
 _PLACING = 5e4  # of placing regions for them
@@ -80,7 +82,7 @@ def _place_next(search: Search) -> None:
     """Place regions of the best bounds that the proof did without, of each mesh one, unless enough is known that is
     nearly as good as the best: what looks best of them may be among the next."""
     limit, first = search.work + _PLACING, dict[Mesh, Region]()
-    for region in search.unplaced():
+    for region in unplaced(search):
         first.setdefault(region.mesh, region)
     for region in first.values():
         enough = _NEAR * search.best_seconds
@@ -102,7 +104,34 @@ def _candidates(search: Search) -> Iterator[tuple[float, Point]]:
     known = {outcome.point for outcome in search.outcomes} | set(search.refusals)
     promising = (pair for pair in search.promising.values() if pair[1] not in known)
     yield from sorted(promising, key=itemgetter(0))
-    yield from ((math.inf, point) for point in search.others())
+    yield from ((math.inf, point) for point in others(search))
+
+
+def others(search: Search) -> Iterator[Point]:
+    """What wasn't laid out of the regions that were placed (of the first of those), the best bound first."""
+    heap = [item for item in search.left() if search.is_placed(item.what)]  # sorted, so it is one
+    numbers, opened = itertools.count(max((item.number for item in heap), default=0) + 1), 0
+    while heap:
+        item = heapq.heappop(heap)
+        if isinstance(item.what, Point):
+            yield item.what
+            continue
+        if opened > _OTHERS:
+            continue
+        profile = search.profile(item.what)
+        assert profile is not None
+        for family in search.families_of(item.what):
+            opened += 1
+            points = [point for point in search.stored(family) if search.is_placed(point)]
+            for point, least in zip(points, search.bounds(points, profile), strict=True):
+                if not math.isinf(least):
+                    heapq.heappush(heap, item._replace(bound=max(item.bound, least), number=next(numbers), what=point))
+
+
+def unplaced(search: Search) -> list[Region]:
+    """Regions that aren't placed, the best bound first."""
+    regions = (item.what for item in search.left() if isinstance(item.what, Region))
+    return [region for region in regions if search.profile(region) is None]
 
 
 def _may_fit(search: Search, point: Point) -> bool:

@@ -54,10 +54,9 @@ WORK = 2e5
 """Units (:mod:`autopar.search.work`) that a search may take; what is left then counts with its bound."""
 
 _PROOF = 0.3  # of the work, for bounds at least
-_OTHERS = 60  # families whose points are bounded for runners-up alone
 
 
-class _Item(NamedTuple):
+class Item(NamedTuple):
     """What waits: that of the least bound is next, since nothing more can be proven before it is looked at."""
 
     bound: float
@@ -84,14 +83,14 @@ class Search:
     promising: dict[Region, tuple[float, Point]] = field(default_factory=dict, init=False)
     """By region that was placed, what looks best, with the seconds that it is likely to take."""
     points: int = field(default=0, init=False)
-    _waiting: list[_Item] = field(default_factory=list, init=False)
+    _waiting: list[Item] = field(default_factory=list, init=False)
     _work: float = field(default=0.0, init=False)
     _limit: float = field(default=0.0, init=False)  # that it may take
     _keys: dict[Region, Key] = field(default_factory=dict, init=False)  # of regions that are placed in a tight budget
     _saved: set[Point] = field(default_factory=set, init=False)  # what saves memory in other ways waits, too
     _roomy: set[Point] = field(default_factory=set, init=False)  # what was laid out, and fits as it is
     _numbers: int = field(default=0, init=False)
-    _passed: list[_Item] = field(default_factory=list, init=False)  # what was left out
+    _passed: list[Item] = field(default_factory=list, init=False)  # what was left out
     _before: int = field(default=0, init=False)  # profiles that others made
     _references: References | None = field(default=None, init=False)
     _counted: dict[object, int] = field(default_factory=dict, init=False)
@@ -212,36 +211,14 @@ class Search:
         """All outcomes, the best first."""
         return sorted(self.outcomes, key=rank)
 
-    def others(self) -> Iterator[Point]:
-        """What wasn't laid out of the regions that were placed (of the first of those), the best bound first."""
-        heap = [(i.bound, i.number, i.what) for i in (*self._waiting, *self._passed) if self._is_placed(i.what)]
-        heapq.heapify(heap)
-        numbers, opened = itertools.count(self._numbers + 1), 0
-        while heap:
-            bound, _, item = heapq.heappop(heap)
-            if isinstance(item, Point):
-                yield item
-                continue
-            if opened > _OTHERS:
-                continue
-            profile = self.profile(item)
-            assert profile is not None
-            for family in self.families_of(item):
-                opened += 1
-                points = [point for point in self.stored(family) if self._is_placed(point)]
-                for point, least in zip(points, self.bounds(points, profile), strict=True):
-                    if not math.isinf(least):
-                        heapq.heappush(heap, (max(bound, least), next(numbers), point))
+    def left(self) -> list[Item]:
+        """What neither was laid out nor is all laid out, the best bound first."""
+        return sorted((*self._waiting, *self._passed))
 
-    def unplaced(self) -> list[Region]:
-        """Regions that aren't placed, the best bound first."""
-        found = (item.what for item in sorted((*self._waiting, *self._passed)))
-        return [what for what in found if isinstance(what, Region) and self.profile(what) is None]
-
-    def _is_placed(self, item: Region | Point) -> bool:
-        if isinstance(item, Point):
-            return self.key_of(item)._replace(streamed=False) in self.profiler.known
-        return self.profile(item) is not None
+    def is_placed(self, what: Region | Point) -> bool:
+        if isinstance(what, Point):
+            return self.key_of(what)._replace(streamed=False) in self.profiler.known
+        return self.profile(what) is not None
 
     def _goes_on(self) -> bool:
         if self._work >= self._limit:
@@ -259,12 +236,12 @@ class Search:
             self._pass(bound, what)
         else:
             self._numbers += 1
-            heapq.heappush(self._waiting, _Item(bound, self._numbers, what))
+            heapq.heappush(self._waiting, Item(bound, self._numbers, what))
 
     def _pass(self, bound: float, what: Region | Point) -> None:
         """Leave it out; what is proven counts with its bound."""
         self._numbers += 1
-        self._passed.append(_Item(bound, self._numbers, what))
+        self._passed.append(Item(bound, self._numbers, what))
 
     def tell(self, phase: str) -> None:
         if self.watch is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopar.search.costing import Found, Outcome
-from autopar.search.fronts import _place_next, compared, gpus_front, memory_front, runners_up, why
+from autopar.search.fronts import _place_next, compared, gpus_front, memory_front, runners_up, unplaced, why
 from autopar.search.loop import Search
 from autopar.search.space import regions
 from tests.fast_cluster import FAST
@@ -49,16 +49,16 @@ def test_what_looks_best_of_other_degrees_is_laid_out() -> None:
     search = experts_on(FAST, GPUS)
     found = search.run()
     known = {outcome.point for outcome in found.outcomes}
-    meshes, unplaced = {point.region.mesh for point in known}, search.unplaced()
-    assert unplaced
+    meshes, left = {point.region.mesh for point in known}, unplaced(search)
+    assert left
     laid_out = len(search.outcomes)
     compared(search, found)
-    assert search.profile(unplaced[0]) is not None
+    assert search.profile(left[0]) is not None
     looks = sorted(pair for pair in search.promising.values() if pair[1] not in known)
     _, first = next((seconds, point) for seconds, point in looks if point.region.mesh not in meshes)
     assert all(search.profile(point.region) is not None for _, point in looks)
     assert search.outcomes[laid_out].point == first
-    assert {point.region for _, point in looks} & set(unplaced)
+    assert {point.region for _, point in looks} & set(left)
 
 
 def test_what_is_compared_is_counted(searched: tuple[Search, Found]) -> None:
@@ -89,7 +89,7 @@ def test_other_numbers_of_gpus(searched: tuple[Search, Found]) -> None:
 def test_nothing_is_placed_for_runners_up_where_enough_is_nearly_as_good() -> None:
     search = search_of("gpt2", 8, 8, FAST, vocabulary="redistributed", offload=())
     search.run()
-    left = search.unplaced()
+    left = unplaced(search)
     point = search.ranked()[0].point
     meshes = list({region.mesh: region for region in regions(search.sizes, search.pins)}.values())
     before = len(search.profiler.known)
