@@ -103,9 +103,10 @@ class Info:
 
 
 def info(node: fx.Node) -> Info:
-    found = node.meta.get(_KEY)
-    if not isinstance(found, Info):
-        raise GraphError(f"node {node.name} ({node.target}) carries no metadata")
+    try:
+        found: Info = node.meta[_KEY]
+    except KeyError:
+        raise GraphError(f"node {node.name} ({node.target}) carries no metadata") from None
     return found
 
 
@@ -461,10 +462,11 @@ def verify(model: Model, after: str) -> None:
     """Check what every pass must keep. Raises GraphError naming the pass, the node and the rule broken."""
     for block in model.blocks:
         _verify_block(block, after)
+    counts = [(len(block.inputs), len(block.parameters)) for block in model.blocks]
     for index, call in enumerate(model.calls):
-        block = model.block_of(call)
-        _require(len(call.operands) == len(block.inputs), after, call.path, "one operand per block input")
-        _require(len(call.parameters) == len(block.parameters), after, call.path, "one name per block parameter")
+        inputs, parameters = counts[call.block]
+        _require(len(call.operands) == inputs, after, call.path, "one operand per block input")
+        _require(len(call.parameters) == parameters, after, call.path, "one name per block parameter")
         for value in call.operands:
             _require(value.call < index, after, call.path, "operands come from earlier calls")
         for name in call.parameters:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from autopar.errors import GraphError
-from autopar.graph import AxisRef, Block, Choice, Info, Model, RuntimeOp, info, is_getitem, set_info, where
+from autopar.graph import AxisRef, Block, Choice, Info, Model, RuntimeOp, info, is_getitem, operands, set_info, where
 from autopar.spmd import Type, transition
 
 
@@ -26,7 +26,12 @@ def insert_collectives(model: Model, axis: str) -> Model:
 def _insert(block: Block, axis: str) -> None:
     made: dict[tuple[fx.Node, Type], fx.Node] = {}
     for node in block.ops:
-        wanted = iter(info(node).choices[axis].operands)
+        kinds = info(node).choices[axis].operands
+        if is_getitem(node) or all(
+            info(operand).choices[axis].result == kind for operand, kind in zip(operands(node), kinds, strict=True)
+        ):
+            continue
+        wanted = iter(kinds)
 
         def replacement(operand: fx.Node, node: fx.Node = node, wanted: Iterator[Type] = wanted) -> fx.Node:
             kind = next(wanted)
@@ -38,9 +43,6 @@ def _insert(block: Block, axis: str) -> None:
                     made[operand, kind] = _transition(block.graph, operand, given, kind, axis)
             return made[operand, kind]
 
-        if is_getitem(node):
-            next(wanted)
-            continue
         arguments: Any = fx.map_arg((node.args, node.kwargs), replacement)
         node.args, node.kwargs = arguments
 

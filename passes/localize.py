@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from autopar.graph import AxisRef, Block, Model, RuntimeOp, aten_overload, info
+from autopar.graph import AxisRef, Block, Model, RuntimeOp, aten_overload, info, is_aten
 from autopar.rules import lookup
 from autopar.rules.base import Local, Op
 from autopar.spmd import local_shape
@@ -41,6 +41,8 @@ def _localize_block(block: Block, ref: AxisRef) -> None:
 
 def _apply(node: fx.Node, local: Local, ref: AxisRef) -> None:
     """What names the axis in the call, a transition's too, says what it is like."""
+    if local == Local.same() and is_aten(node):
+        return  # no op of ATen names an axis
     told: Any = lambda argument: ref if argument == AxisRef(ref.name) else argument  # noqa: E731
     called: Any = local.call(node.args, dict(node.kwargs))
     node.args, node.kwargs = map_aggregate(called, told)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TypeAlias
@@ -21,7 +21,7 @@ from autopar.passes.products import PRODUCTS, is_transposition
 from autopar.passes.routers import routes
 from autopar.planner.gradient_sums import block_sums
 from autopar.planner.local_ops import before_split
-from autopar.planner.op_costs import fullest, fullest_rows, pass_seconds
+from autopar.planner.op_costs import fullest, fullest_rows, moves_nothing, view_seconds, work_seconds
 from autopar.planner.transitions import changed_axis, is_parameter, is_transition
 from autopar.rules import lookup
 from autopar.rules.base import Op
@@ -33,6 +33,9 @@ Wire: TypeAlias = tuple[str, str]
 
 Both: TypeAlias = tuple[float, float]
 """Seconds of the forward and of the backward."""
+
+OpOf: TypeAlias = Callable[[fx.Node], Op]
+"""A node as rules see it."""
 
 
 @dataclass(frozen=True)
@@ -190,9 +193,10 @@ class Computed:
     stays: frozenset[fx.Node] = frozenset()
 
     @classmethod
-    def of(cls, block: Block, device: Device, stays: frozenset[fx.Node] = frozenset()) -> Computed:
-        seconds = {node: _computed(node, device) for node in block.ops}
-        factors = ((node, weight_product(node)) for node in block.ops)
+    def of(cls, block: Block, device: Device, stays: frozenset[fx.Node] = frozenset(), op_of: OpOf = Op.of) -> Computed:
+        """``op_of`` makes one op of all nodes that are alike, where several blocks have such nodes."""
+        seconds = {node: _computed(node, device, op_of) for node in block.ops}
+        factors = ((node, weight_product(node, op_of)) for node in block.ops)
         kept = {node: factor for node, factor in factors if factor is not None}
         turned = sum(is_transposition(node) and all(user in kept for user in node.users) for node in block.ops)
         return cls(seconds, kept, calls_of(block.ops, stays), turned, block_sums(block, device), stays)
@@ -254,14 +258,14 @@ def _sums(parts: Iterable[Mapping[Wire, Sequence[float]]]) -> dict[Wire, Both]:
     return {wire: both for wire, both in sorted(sums.items()) if any(both)}
 
 
-def weight_product(node: fx.Node) -> fx.Node | None:
+def weight_product(node: fx.Node, op_of: OpOf = Op.of) -> fx.Node | None:
     """The other factor of a product with a trained parameter, whose gradient can be put off; else None."""
     both = [operand for operand in operands(node) if not info(operand).is_object]
     dims = 2 if len(both) == len(operands(node)) else 3  # a weight for each expert, and the routing to them
     factors = [operand for operand in both if not _is_weight(operand, dims)]
     if len(factors) != 1 or len(both) != 2 or (dims == 2 and (op_name(node) not in PRODUCTS or factors != both[:1])):
         return None
-    return factors[0] if lookup(op_name(node)).flops(Op.of(node)) else None
+    return factors[0] if lookup(op_name(node)).flops(op_of(node)) else None
 
 
 def put_off_weights(block: Block) -> Iterator[fx.Node]:
@@ -283,11 +287,17 @@ def _is_weight(node: fx.Node, dims: int) -> bool:
     return info(node).role == "parameter" and info(node).meta.needs_grad and len(info(node).meta.shape) == dims
 
 
-def _computed(node: fx.Node, device: Device) -> Both:
+def _computed(node: fx.Node, device: Device, op_of: OpOf = Op.of) -> Both:
     if is_transition(node):
         return 0.0, 0.0
-    op = fullest(node, Op.of(node))
-    return pass_seconds(node, op, lookup(op.name), _whole(node), 1, device)
+    op = fullest(node, op_of(node))
+    is_free = moves_nothing(node, op, device)
+    key = "whole", device, is_free
+    if key not in op.found:
+        take = view_seconds if is_free else work_seconds
+        op.found[key] = take(op, lookup(op.name), _whole(node), 1, device)
+    seconds: Both = op.found[key]
+    return seconds
 
 
 def _op_cost(node: fx.Node, machine: Machine, computed: Both, stays: bool = False) -> OpCost:

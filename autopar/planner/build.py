@@ -371,8 +371,8 @@ def _check_heads(model: Model, request: Request) -> None:
     """Attention that tp can't split by heads would be computed whole on every rank: refuse instead."""
     tp = request.mesh.tp
     for node in (n for block in model.blocks for n in block.ops if tp > 1):
-        counts = heads(Op.of(node))
-        if counts and not info(node).choices["tp"].result.is_shard and any(count % tp for count in counts):
+        counts = heads(Op.of(node)) if not info(node).choices["tp"].result.is_shard else None
+        if counts and any(count % tp for count in counts):
             fits = [t for t in range(1, max(counts) + 1) if all(c % t == 0 for c in counts)]
             raise ShardingError(
                 f"{where(node)} has {' and '.join(map(str, dict.fromkeys(counts)))} heads, which tp={tp} doesn't "

@@ -35,7 +35,8 @@ def added_operands(node: fx.Node) -> tuple[int, ...]:
     if not _takes_part(node):
         return ()
     given = operands(node)
-    firsts = {value: next(_uses(value)) for value in given if _has_gradient(value)}
+    shared = (value for value in given if len(value.users) > 1)
+    firsts = {value: next(_uses(value)) for value in shared if _has_gradient(value)}
     return tuple(given.index(value) for value, first in firsts.items() if first is not node)
 
 

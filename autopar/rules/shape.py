@@ -187,9 +187,18 @@ def _laid_out(node: fx.Node, device: str, depth: int) -> torch.Tensor:
         return result_of(Op.of(node), device, query)
     if not depth or not _follows(node):
         return torch.empty(shape, dtype=dtype, device="meta")
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda each: _laid_out(each, device, depth - 1))
+    given = [_laid_out(each, device, depth - 1) for each in operands(node)]
+    if not is_view(node) and all(each.is_contiguous() for each in given) and not _is_ordered(node):
+        return torch.empty(shape, dtype=dtype, device="meta")  # as the op would make it, in less time
+    left = iter(given)
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda _: next(left))
     made: torch.Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
     return made
+
+
+def _is_ordered(node: fx.Node) -> bool:
+    """Whether an argument says how the result is to lie."""
+    return any(isinstance(argument, torch.memory_format) for argument in (*node.args, *node.kwargs.values()))
 
 
 def _follows(node: fx.Node) -> bool:

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
+from typing import NamedTuple
 
-from autopar.graph import Choice, Meta
+from autopar.graph import Choice
 from autopar.rules.base import Communication, Local, Op, Splits, Whole
 from autopar.spmd import I, P, R, S, Type, local_shape
 
@@ -236,61 +237,62 @@ def extents(op: Op, letters: Letters) -> dict[str, int]:
 
 def match(line: str, op: Op) -> Letters | None:
     """Assign the letters of a line to the dims of an op; None where ranks or sizes don't fit."""
+    metas = [*op.operands, op.result]
+    rows = _rows(line, tuple(len(meta.shape) for meta in metas))
+    if rows is None:
+        return None
+    sizes: dict[str, set[int]] = {"1": set()}
+    for row, meta in zip(rows, metas, strict=True):
+        for token, extent in zip(row, meta.shape, strict=True):
+            known = sizes.setdefault(token.letter, set())
+            if extent != 1:
+                known.add(extent)
+    grouped = {token.letter for row in rows for token in row if token.grouped} | {"1"}
+    if any(len(found) > 1 and letter not in grouped for letter, found in sizes.items()):
+        return None
+    *dims, result = (
+        tuple(token.dim(extent, sizes) for token, extent in zip(row, meta.shape, strict=True))
+        for row, meta in zip(rows, metas, strict=True)
+    )
+    return Letters(tuple(dims), result, frozenset(token.letter for row in rows for token in row if token.whole))
+
+
+class _Token(NamedTuple):
+    """What stands for one dim of one tensor."""
+
+    letter: str
+    whole: bool
+    grouped: bool
+
+    @classmethod
+    def of(cls, text: str) -> _Token:
+        return cls(text.rstrip("!*"), "!" in text, "*" in text)
+
+    def dim(self, extent: int, sizes: dict[str, set[int]]) -> str:
+        """The letter, or "" where the dim is broadcast or can't be split by notation."""
+        return "" if self.letter == "1" or (extent == 1 and sizes[self.letter]) else self.letter
+
+
+@lru_cache(maxsize=4096)  # models have some hundred
+def _rows(line: str, ranks: tuple[int, ...]) -> tuple[tuple[_Token, ...], ...] | None:
+    """Tokens of tensors with so many dims, the result last; None where the line doesn't fit them."""
     left, right = line.split("->")
     specs = left.split(",") if left.strip() else []
-    if len(specs) < len(op.operands):
+    if len(specs) < len(ranks) - 1:
         return None
-    metas = [*op.operands, op.result]
-    specs = [*specs[: len(op.operands)], right]
-    rows = [_row(spec, meta) for spec, meta in zip(specs, metas, strict=True)]
-    tokens = [token for row in rows if row is not None for token in row]
-    sizes = _sizes(tokens)
-    if any(row is None for row in rows) or sizes is None:
-        return None
-    *dims, result = (tuple(token.dim(sizes) for token in row or ()) for row in rows)
-    return Letters(tuple(dims), result, frozenset(token.letter for token in tokens if token.whole))
+    rows = [_row(spec, rank) for spec, rank in zip([*specs[: len(ranks) - 1], right], ranks, strict=True)]
+    found = tuple(row for row in rows if row is not None)
+    return found if len(found) == len(rows) else None
 
 
-@dataclass(frozen=True)
-class _Token:
-    """One dim of one tensor: the token that stands for it, and its size."""
-
-    text: str
-    extent: int
-
-    @property
-    def letter(self) -> str:
-        return self.text.rstrip("!*")
-
-    @property
-    def whole(self) -> bool:
-        return "!" in self.text
-
-    def dim(self, sizes: dict[str, set[int]]) -> str:
-        """The letter, or "" where the dim is broadcast or can't be split by notation."""
-        return "" if self.letter == "1" or (self.extent == 1 and sizes[self.letter]) else self.letter
-
-
-def _sizes(tokens: Sequence[_Token]) -> dict[str, set[int]] | None:
-    """The sizes of every letter other than 1; None where a letter that isn't grouped has two."""
-    sizes: dict[str, set[int]] = {}
-    for token in tokens:
-        sizes.setdefault(token.letter, set()).update({token.extent} - {1})
-    grouped = {token.letter for token in tokens if "*" in token.text} | {"1"}
-    fits = all(len(found) < 2 or letter in grouped for letter, found in sizes.items())
-    return sizes if fits else None
-
-
-def _row(spec: str, meta: Meta) -> list[_Token] | None:
+def _row(spec: str, rank: int) -> tuple[_Token, ...] | None:
     """Tokens of one tensor; ``...`` becomes ``.1`` (last), ``.2`` … so that it aligns right. None: no fit."""
     texts: list[str] = []
     words = spec.split()
-    spare = len(meta.shape) - sum(not word.startswith("...") for word in words)
+    spare = rank - sum(not word.startswith("...") for word in words)
     for word in words:
         if word.startswith("..."):
             texts += [f".{spare - i}{word[3:]}" for i in range(spare)]
         else:
             texts.append(word)
-    if len(texts) != len(meta.shape):
-        return None
-    return [_Token(text, extent) for text, extent in zip(texts, meta.shape, strict=True)]
+    return tuple(map(_Token.of, texts)) if len(texts) == rank else None

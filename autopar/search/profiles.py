@@ -358,7 +358,7 @@ class Profiler:
         placed = place_inner(self._rows(key, request), request)
         machine = Machine.of(self.cluster, placed.request.mesh, options.zero_ranks)
         stays = unhoisted(placed.model)
-        computed = [Computed.of(block, machine.device, stays) for block in placed.model.blocks]
+        computed = [Computed.of(block, machine.device, stays, self._rulings.op) for block in placed.model.blocks]
         pairs = zip(placed.model.blocks, computed, strict=True)
         costs = [block_cost(block, machine, compute) for block, compute in pairs]
         return Profile(key, placed, costs, units_of(placed.model, costs), computed)
