@@ -6,6 +6,9 @@ PYTHON ?= python3
 VENV   ?= .venv
 JOBS   ?= 2
 
+## Tests start many processes: where bytecode isn't kept, each would compile every module anew
+export PYTHONDONTWRITEBYTECODE :=
+
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
 

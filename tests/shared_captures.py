@@ -17,6 +17,7 @@ from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 
 import autopar
+from autopar.graph import Model
 from autopar.preparation import Captured
 
 _MOST: Final = 64  # that are remembered
@@ -49,6 +50,11 @@ def captured(
         vars(found)["flat"] = known.flat
         found._prepared.update(known._prepared)
     return found
+
+
+def graph_of(model: nn.Module, sample: Any, loss: Any = None, *, splits_sequences: bool = False) -> Model:
+    """What :func:`autopar.api.prepare` makes, as planning starts from it; it may be changed."""
+    return captured(model, sample, loss).on("cpu")[splits_sequences].copy()
 
 
 def _key(*given: Any) -> bytes | None:

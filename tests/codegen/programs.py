@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopar import simulate
-from autopar.api import prepare
 from autopar.batch import flatten
 from autopar.capture import loss_of
 from autopar.codegen import EmittedStage, emit
@@ -27,6 +26,7 @@ from autopar.runtime.weights import StateSource
 from autopar.schedules import generate, lower
 from autopar.spmd import P, transition
 from tests.models import Case
+from tests.shared_captures import graph_of
 
 Result = tuple[float, dict[str, Tensor]]
 """Loss and gradients by name."""
@@ -39,7 +39,7 @@ def cut(model: Model, stages: int) -> list[list[int]]:
 
 
 def folded(case: Case) -> Model:
-    return prepare(case.model, case.batch, case.loss)[0]
+    return graph_of(case.model, case.batch, case.loss)
 
 
 def emit_alone(model: Model, stages: int = 1) -> tuple[EmittedStage, ...]:

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.api import prepare
 from autopar.errors import CaptureError
 from autopar.graph import Model, info, op_name
 from tests.expert_loop_models import (
@@ -33,11 +32,12 @@ from tests.fast_cluster import FAST
 from tests.models import Case, prepared
 from tests.pinned import compile_pinned
 from tests.ranks.test_parity import optimizer
+from tests.shared_captures import graph_of
 
 
 def captured(mixture: Callable[[], nn.Module], *, layers: int = 1) -> Model:
     case = prepared(lambda: looped(mixture, 2, layers=layers))
-    return prepare(case.model, case.batch)[0]
+    return graph_of(case.model, case.batch)
 
 
 def slow_but(name: Any, fast: Sequence[Any]) -> Any:
@@ -126,7 +126,7 @@ class Tied(Mixture):
 @pytest.mark.parametrize("mixture", [Regularised, pytest.param(Tied, marks=pytest.mark.slow)])
 def test_parameters_that_are_read_elsewhere_are_never_there_twice(mixture: Callable[[], nn.Module]) -> None:
     case = prepared(lambda: looped(mixture, 2, layers=1))
-    model = prepare(case.model, case.batch)[0]
+    model = graph_of(case.model, case.batch)
     stacked = {name for parameter in model.parameters.values() for name in parameter.stacked}
     assert not stacked & set(model.parameters)
     assert verified(case).ok
@@ -159,7 +159,7 @@ class WideSum(ByWhere):
 
 def test_rows_are_added_up_in_the_dtype_that_they_are_cast_to() -> None:
     case = prepared(lambda: looped(WideSum, 2, layers=1), torch.float32)
-    model = prepare(case.model, case.batch)[0]
+    model = graph_of(case.model, case.batch)
     nodes = [node for block in model.blocks for node in block.ops]
     (sums,) = (info(node).meta.dtype for node in nodes if "combine" in op_name(node))
     assert sums == torch.float64

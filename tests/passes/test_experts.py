@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autopar.api import prepare
 from autopar.capture import capture
 from autopar.errors import CaptureError
 from autopar.graph import Model, info, op_name
@@ -18,6 +17,7 @@ from autopar.passes.captured_loops import check_loops
 from autopar.passes.functionalize import functionalize
 from tests.models import Case, Float64, prepared
 from tests.moe_models import experts_of, family
+from tests.shared_captures import graph_of
 
 FIVE = ["route", "dispatch", "grouped_linear", "grouped_linear", "combine"]
 
@@ -29,7 +29,7 @@ def mixtral() -> Case:
 
 def captured(case: Case) -> Model:
     with Float64():
-        return prepare(case.model, case.batch)[0]
+        return graph_of(case.model, case.batch)
 
 
 def expert_ops(model: Model) -> list[str]:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from autopar.api import prepare
 from autopar.cluster import Cluster
 from autopar.cost_models import collective
 from autopar.graph import Choice, Model, RuntimeOp, info, op_name
@@ -21,6 +20,7 @@ from autopar.planner.pipeline import Wanted
 from autopar.rules import lookup
 from autopar.rules.base import Op
 from autopar.spmd import I, R
+from tests.shared_captures import graph_of
 
 H100 = Cluster.load("h100")
 
@@ -39,7 +39,7 @@ def captured() -> Model:
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(torch.bfloat16).train()
     ids = torch.zeros(8, 1024, dtype=torch.long, device="meta")
-    return prepare(model, {"input_ids": ids, "labels": ids}, splits_sequences=True)[0]
+    return graph_of(model, {"input_ids": ids, "labels": ids}, splits_sequences=True)
 
 
 def planned(captured: Model, **sizes: int) -> Built:
@@ -132,7 +132,7 @@ def test_complex_numbers_and_their_parts_are_views_and_casts_are_none() -> None:
 
     with torch.device("meta"):
         model, sample = Turned(), torch.zeros(8, 1024, 64)
-    captured = prepare(model, sample)[0]
+    captured = graph_of(model, sample)
     built = build(captured, Request(Mesh.of({"dp": 1}, 1), 1, H100, Wanted("1f1b", "stage"), Options()))
     nodes = [node for block in built.model.blocks for node in block.ops]
     free = {op_name(node): moves_nothing(node, Op.of(node), H100.device) for node in nodes}

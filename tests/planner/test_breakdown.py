@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.api import prepare
 from autopar.cluster import Cluster
 from autopar.cost_models import collective
 from autopar.graph import Model
@@ -30,6 +29,7 @@ from autopar.schedules.weight_moves import WeightMoves
 from tests.fast_cluster import BUSY, FAST
 from tests.models import llama
 from tests.pinned import compile_pinned
+from tests.shared_captures import graph_of
 
 SLOW_LINK = replace(FAST.intra_node, bytes_per_second=1e6)
 """So slow that communication can't hide."""
@@ -40,7 +40,7 @@ def prepared(layers: int, splits_sequences: bool = False) -> Model:
     """A small Llama; copies of it are planned."""
     with torch.device("meta"):
         case = llama(16, layers=layers)
-    return prepare(case.model, case.batch, None, splits_sequences=splits_sequences)[0]
+    return graph_of(case.model, case.batch, None, splits_sequences=splits_sequences)
 
 
 def built(mesh: dict[str, int], *, cluster: Cluster = FAST, microbatches: int = 8, **options: Any) -> Built:

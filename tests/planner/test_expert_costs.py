@@ -12,7 +12,6 @@ import torch
 from torch import fx, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from autopar.api import prepare
 from autopar.cluster import Cluster
 from autopar.graph import Model, info, op_name
 from autopar.mesh import Mesh
@@ -26,7 +25,7 @@ from autopar.planner.saved import BlockSaved, saved_tensors
 from tests.fast_cluster import FAST
 from tests.pinned import PINNED
 from tests.random_models import Gated, Recipe, case_of
-from tests.shared_captures import compile_shared
+from tests.shared_captures import compile_shared, graph_of
 
 H100 = Cluster.load("h100")
 PROPORTIONAL = replace(
@@ -52,7 +51,7 @@ def mixtral() -> Model:
     with torch.device("meta"):
         model = MixtralForCausalLM(config).to(torch.bfloat16)
     ids = torch.zeros(4, 16384, dtype=torch.long)
-    return prepare(model, {"input_ids": ids, "labels": ids})[0]
+    return graph_of(model, {"input_ids": ids, "labels": ids})
 
 
 def planned(imbalance: float = 1.0, load: dict[str, Sequence[float]] | None = None) -> Built:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from autopar.api import prepare
 from autopar.command_options import _placements
 from autopar.errors import ArgumentError, ShardingError
 from autopar.graph import Model, info
@@ -18,12 +17,13 @@ from autopar.planner.pipeline import Wanted
 from tests.fast_cluster import FAST
 from tests.models import make
 from tests.ranks.test_parity import verification
+from tests.shared_captures import graph_of
 
 
 @cache
 def llama() -> Model:
     case = make("llama", 8)
-    return prepare(case.model, case.batch, case.loss)[0]
+    return graph_of(case.model, case.batch, case.loss)
 
 
 def stored(placements: dict[str, dict[str, str]], **mesh: int) -> dict[str, dict[str, str]]:

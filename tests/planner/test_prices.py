@@ -11,7 +11,6 @@ import torch
 from torch import fx, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from autopar.api import prepare
 from autopar.cluster import Cluster
 from autopar.graph import AxisRef, Choice, Model, info, op_name
 from autopar.mesh import Mesh
@@ -30,6 +29,7 @@ from autopar.planner.spreading import Spread
 from autopar.rules import lookup
 from autopar.rules.base import Op
 from autopar.spmd import I, S
+from tests.shared_captures import graph_of
 
 
 def llama() -> Model:
@@ -62,7 +62,7 @@ def prepared(family: Callable[[Any], nn.Module], config: Any, sequence: int) -> 
     with torch.device("meta"):
         model = family(config).to(torch.bfloat16)
     ids = torch.zeros(8, sequence, dtype=torch.long)
-    return prepare(model, {"input_ids": ids, "labels": ids})[0]
+    return graph_of(model, {"input_ids": ids, "labels": ids})
 
 
 def placed(model: Model, sizes: dict[str, int], attention: str) -> Placed:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.api import prepare
 from autopar.errors import ArgumentError, BudgetError, PlanError
 from autopar.mesh import Mesh
 from autopar.options import Options
@@ -26,6 +25,7 @@ from benchmarks.models import MegatronGPT
 from tests.fast_cluster import FAST
 from tests.models import Case, tokens
 from tests.pinned import compile_pinned
+from tests.shared_captures import graph_of
 
 TABLE_4 = Path(__file__).parents[2] / "benchmarks/measurements/korthikanti_table4_layer_times.csv"
 
@@ -271,7 +271,7 @@ def planned(
     case: Case, *, pp: int = 4, vocabulary: str = "redistributed", schedule: str = "1f1b", **options: Any
 ) -> Plan:
     """The plan by what solvers count, which buffers and temporaries aren't part of."""
-    model = prepare(case.model, case.batch, case.loss)[0]
+    model = graph_of(case.model, case.batch, case.loss)
     return build(model, Request(Mesh(pp=pp), 8, FAST, Wanted(schedule, vocabulary), Options.of(**options))).plan
 
 

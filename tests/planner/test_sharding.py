@@ -12,7 +12,6 @@ import torch
 from torch import fx, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from autopar.api import prepare
 from autopar.cluster import Cluster
 from autopar.graph import Choice, Meta, Model, info, op_name
 from autopar.mesh import Mesh
@@ -29,6 +28,7 @@ from autopar.rules.base import Op, Rule
 from autopar.spmd import I, P, R, S
 from tests.fast_cluster import NODES
 from tests.pinned import compile_pinned
+from tests.shared_captures import graph_of
 
 
 def llama(layers: int) -> Model:
@@ -43,7 +43,7 @@ def llama(layers: int) -> Model:
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(torch.bfloat16)
     ids = torch.zeros(1, 4096, dtype=torch.long)
-    return prepare(model, {"input_ids": ids, "labels": ids})[0]
+    return graph_of(model, {"input_ids": ids, "labels": ids})
 
 
 def batch_of(rows: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
@@ -85,7 +85,7 @@ def test_llama_becomes_megatron_with_sequence_parallelism() -> None:
 
 def test_problems_that_are_equal_but_for_their_size_are_solved_once() -> None:
     """Of several axes on one model; each as on a model of its own."""
-    model, cluster, prices = prepare(*batch_of(24))[0], Cluster.load("h100"), MicrobatchPrices()
+    model, cluster, prices = graph_of(*batch_of(24)), Cluster.load("h100"), MicrobatchPrices()
     known = Spread.of(model)
     problems = [AxisProblem("mb", size, prices, "batch") for size in (2, 4, 3)]
     problems += [

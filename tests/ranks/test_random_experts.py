@@ -16,7 +16,7 @@ from tests.random_experts import LOOPS, Mixture, case_of, random_mixture, random
 from tests.random_models import Recipe
 from tests.ranks.test_random_models import agrees
 
-FAST_TIER, SLOW_TIER = (4, 5, 25, 31), range(6, 25)
+FAST_TIER, SLOW_TIER = (4, 5, 25, 31), range(6, 16)
 LEAST_COMPILED = 0.6  # of all seeds; others draw plans that don't fit their model
 
 

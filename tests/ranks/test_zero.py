@@ -145,30 +145,31 @@ def test_a_sample_in_other_messages(mesh: dict[str, int], options: dict[str, Any
     check_sizes(sizes, lambda: make("mlp", 24), mesh, **options)
 
 
-def _named(given: dict[str, Any]) -> str:
+def _named(given: dict[str, Any] | str) -> str:
+    if isinstance(given, str):
+        return given
     return str({name: getattr(value, "__name__", value) for name, value in given.items()})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize(
-    ("mesh", "options"),
+    ("sizes", "mesh", "options"),
     [
-        ({"pp": 2, "dp": 2}, {"zero": 1}),
-        ({"pp": 2, "dp": 2}, {"zero": 1, "schedule": "interleaved", "chunks": 2, "microbatches": 4}),
-        ({"dp": 3}, {"zero": 1, "recompute": "full"}),
-        ({"dp": 3}, {"zero": 2}),
-        ({"pp": 2, "dp": 2}, {"zero": 3, "schedule": "zb-v", "microbatches": 4}),
-        ({"dp": 2, "tp": 2}, {"zero": 3, "recompute": "full"}),
-        ({"pp": 2, "dp": 2}, {"zero": 2, "schedule": "v-half", "vocabulary": "vocab-2", "microbatches": 4}),
-        ({"pp": 2, "dp": 2}, {"zero": 1, "offload": ("optimizer",)}),
-        ({"dp": 2}, {"zero": 1, "offload": ("parameters",)}),
-        ({"dp": 2}, {"zero": 1, "optimizer_of": muon_and_adamw}),
-        ({"dp": 2}, {"zero": 3, "optimizer_of": muon_and_adamw}),
+        ("apart", {"pp": 2, "dp": 2}, {"zero": 1}),
+        ("several", {"pp": 2, "dp": 2}, {"zero": 1, "schedule": "interleaved", "chunks": 2, "microbatches": 4}),
+        ("apart", {"dp": 3}, {"zero": 1, "recompute": "full"}),
+        ("several", {"dp": 3}, {"zero": 2}),
+        ("apart", {"pp": 2, "dp": 2}, {"zero": 3, "schedule": "zb-v", "microbatches": 4}),
+        ("several", {"dp": 2, "tp": 2}, {"zero": 3, "recompute": "full"}),
+        ("apart", {"pp": 2, "dp": 2}, {"zero": 2, "schedule": "v-half", "vocabulary": "vocab-2", "microbatches": 4}),
+        ("several", {"pp": 2, "dp": 2}, {"zero": 1, "offload": ("optimizer",)}),
+        ("apart", {"dp": 2}, {"zero": 1, "offload": ("parameters",)}),
+        ("several", {"dp": 2}, {"zero": 1, "optimizer_of": muon_and_adamw}),
+        ("apart", {"dp": 2}, {"zero": 3, "optimizer_of": muon_and_adamw}),
     ],
     ids=_named,
 )
-def test_other_messages(mesh: dict[str, int], options: dict[str, Any], sizes: str) -> None:
+def test_other_messages(sizes: str, mesh: dict[str, int], options: dict[str, Any]) -> None:
     check_sizes(sizes, model(24, tied=True), mesh, **options)
 
 
