@@ -39,7 +39,7 @@ class _Stack:
         self._frame = frame
 
     @classmethod
-    def extract(cls) -> _Stack:
+    def extract(cls, **_: object) -> _Stack:
         return cls(sys._getframe(1))
 
     def summary(self) -> traceback.StackSummary:
