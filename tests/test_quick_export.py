@@ -22,12 +22,21 @@ class Layer(nn.Module):
         return x.relu() + 1
 
 
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Layer(), Layer()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
 def exported(model: nn.Module) -> torch.export.ExportedProgram:
     return torch.export.export(model, (torch.ones(2, 4),), strict=False)
 
 
 def test_graphs_lines_and_code_are_those_of_torch_export() -> None:
-    model = nn.Sequential(Layer(), Layer())
+    model = Layers()
     plain = exported(model)
     with quick_export():
         quick = exported(model)
