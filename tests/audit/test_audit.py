@@ -109,8 +109,8 @@ def test_a_wrong_price_of_a_collective_is_seen(module: Any, what: str, monkeypat
 
 
 def test_a_wrong_price_of_an_op_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = block_costs.pass_seconds
-    monkeypatch.setattr(block_costs, "pass_seconds", lambda *given: (1.01 * right(*given)[0], right(*given)[1]))
+    right = block_costs.work_seconds
+    monkeypatch.setattr(block_costs, "work_seconds", lambda *given: (1.01 * right(*given)[0], right(*given)[1]))
     found = SMALL.compile().audit()
     assert {row.what for row in found.different} == {"stage 0: forward", "stage 1: forward", "step"}
     assert 0 < found.different[0].difference < 0.01
