@@ -62,6 +62,7 @@ def test_every_schedule(schedule: str, vocabulary: str, pp: int) -> None:
 
 
 TURNS = [[pair for pair in SUPPORTED if pair[0] == name] for name in SYNCHRONOUS]
+"""By schedule. With other axes each has one way to compute the vocabulary, another than the schedule before."""
 
 
 @pytest.mark.slow

@@ -82,7 +82,7 @@ def test_the_largest_schedule_is_right(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "head"), HEADED)
-@pytest.mark.parametrize(("ranks", "microbatches"), [(8, 96), (32, 33)])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(8, 96), (64, 16)])
 def test_every_schedule_of_every_size_is_right(name: str, head: str, ranks: int, microbatches: int) -> None:
     microbatches = max(microbatches, SCHEDULES[name].least_per_rank * ranks)
     schedule = lower(generate(name, ranks, microbatches, head=head, embedding=bool(head)))
@@ -91,7 +91,7 @@ def test_every_schedule_of_every_size_is_right(name: str, head: str, ranks: int,
 
 
 LARGEST = ("naive", "1f1b", "interleaved", "zb-h1", "zb-v")
-"""One of each family; the others are as large in their ranks or in their microbatches."""
+"""One of each family; all others are checked on as many ranks, with fewer microbatches."""
 
 
 @pytest.mark.slow
