@@ -21,7 +21,7 @@ from autopar.passes.products import PRODUCTS, is_transposition
 from autopar.passes.routers import routes
 from autopar.planner.gradient_sums import block_sums
 from autopar.planner.local_ops import before_split
-from autopar.planner.op_costs import fullest, fullest_rows, moves_nothing, view_seconds, work_seconds
+from autopar.planner.op_costs import fullest, fullest_rows, moves_nothing, own_seconds
 from autopar.planner.transitions import changed_axis, is_parameter, is_transition
 from autopar.rules import lookup
 from autopar.rules.base import Op
@@ -291,11 +291,10 @@ def _computed(node: fx.Node, device: Device, op_of: OpOf = Op.of) -> Both:
     if is_transition(node):
         return 0.0, 0.0
     op = fullest(node, op_of(node))
-    is_free = moves_nothing(node, op, device)
-    key = "whole", device, is_free
+    is_view = moves_nothing(node, op, device)
+    key = "whole", device, is_view
     if key not in op.found:
-        take = view_seconds if is_free else work_seconds
-        op.found[key] = take(op, lookup(op.name), _whole(node), 1, device)
+        op.found[key] = own_seconds(op, lookup(op.name), _whole(node), 1, device, is_view=is_view)
     seconds: Both = op.found[key]
     return seconds
 

@@ -28,7 +28,14 @@ def pass_seconds(
     node: fx.Node, op: Op, rule: Rule, choice: Choice, size: int, device: Device, unequal: float = 1.0
 ) -> tuple[float, float]:
     """Roofline seconds of forward and backward of the part one rank computes, ``unequal`` times the average one."""
-    if moves_nothing(node, op, device):
+    return own_seconds(op, rule, choice, size, device, unequal, is_view=moves_nothing(node, op, device))
+
+
+def own_seconds(
+    op: Op, rule: Rule, choice: Choice, size: int, device: Device, unequal: float = 1.0, *, is_view: bool
+) -> tuple[float, float]:
+    """:func:`pass_seconds`, where it is known whether it is a view."""
+    if is_view:
         return view_seconds(op, rule, choice, size, device)
     return work_seconds(op, rule, choice, size, device, unequal)
 

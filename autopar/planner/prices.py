@@ -21,8 +21,8 @@ from autopar.planner.op_costs import (
     expert_imbalance,
     local_bytes,
     moves_nothing,
+    own_seconds,
     pass_seconds,
-    view_seconds,
     work_seconds,
 )
 from autopar.planner.placement import Change
@@ -121,11 +121,7 @@ class RankPrices:
             split = tuple(kind.is_shard for kind in choice.operands)
             key = split, choice.result.is_shard, unequal, rule.pieces(op, choice, self.size)
             if key not in known:
-                known[key] = (
-                    view_seconds(op, rule, choice, self.size, self.device)
-                    if free
-                    else work_seconds(op, rule, choice, self.size, self.device, unequal)
-                )
+                known[key] = own_seconds(op, rule, choice, self.size, self.device, unequal, is_view=free)
             found.append(self._with_messages(node, op, rule, choice, known[key]) * expert_imbalance(node, choice))
         return found
 

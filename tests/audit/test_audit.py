@@ -18,7 +18,7 @@ import autopar
 from autopar.audit import Audit
 from autopar.audit.run import see
 from autopar.audit.step import step_seconds
-from autopar.planner import between, block_costs, contention, gradients, pass_costs, table_gradients
+from autopar.planner import between, block_costs, contention, gradients, op_costs, pass_costs, table_gradients
 from autopar.planner import zero as zero_costs
 from autopar.planner.activations import Activations
 from autopar.planner.contention import Slowed
@@ -109,8 +109,8 @@ def test_a_wrong_price_of_a_collective_is_seen(module: Any, what: str, monkeypat
 
 
 def test_a_wrong_price_of_an_op_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = block_costs.work_seconds
-    monkeypatch.setattr(block_costs, "work_seconds", lambda *given: (1.01 * right(*given)[0], right(*given)[1]))
+    right = op_costs.work_seconds
+    monkeypatch.setattr(op_costs, "work_seconds", lambda *given: (1.01 * right(*given)[0], right(*given)[1]))
     found = SMALL.compile().audit()
     assert {row.what for row in found.different} == {"stage 0: forward", "stage 1: forward", "step"}
     assert 0 < found.different[0].difference < 0.01
