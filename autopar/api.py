@@ -48,7 +48,7 @@ from autopar.runtime.optimizers import GivenOptimizer, SchedulerMaker, adamw, ma
 from autopar.runtime.weights import RecipeSource, Source, StateSource
 from autopar.schedules import Schedule
 from autopar.search import Pins, choose
-from autopar.search.watching import Watcher, tell
+from autopar.search.watching import tell
 from autopar.simulate.predict import Known, predicted_memory, waiting_bytes
 from autopar.storages import BUFFERS, KINDS
 from autopar.verification import Verification, verify_job
@@ -133,6 +133,7 @@ def compile(
     seed: int = 0,
     progress: Progress | None = None,
     fronts: bool = False,
+    effort: float = 1.0,
     **options: Unpack[Given],
 ) -> ParallelModel:
     """Compile ``model`` for ``gpus`` ranks; the model is never modified.
@@ -153,7 +154,8 @@ def compile(
     ``batch_dim`` of batch tensors (0), ``cp`` their ``seq_dim`` (1). ``expert_load`` is what experts had to do
     (:attr:`SimulationResult.expert_load`, or a file): hot ones are stored apart. ``options``: fields of
     :class:`autopar.Options`. A captured model (:func:`capture`) has its own sample, loss, dims and precision.
-    ``progress`` is told how the search goes; ``fronts`` searches with less memory and on other numbers of GPUs, too
+    ``progress`` is told how the search goes, which takes ``effort`` times the work that it usually may, or less where
+    nothing can be better; ``fronts`` searches with less memory and on other numbers of GPUs, too
     (:attr:`Plan.search`). Under ``torchrun``, rank 0 plans. Raises BudgetError with what would fit where nothing does;
     CaptureError, BatchError, ShardingError, StageError, PlanError, ArgumentError.
     """
@@ -168,7 +170,8 @@ def compile(
         _check_plan(prepared[sizes is not None and sizes.cp > 1], pins, plan)
         given = (_source(captured, seed), maker(optimizer, captured.model), scheduler, clip_norm, seed)
         measured, watch = partial(_measured, given, Known()), progress and partial(tell, progress)
-        built = _built(prepared, pins, target, plan, read_load(expert_load or {}), measured, watch, fronts=fronts)
+        search = partial(choose, measured=measured, watch=watch, fronts=fronts, effort=effort)
+        built = _built(prepared, pins, target, plan, read_load(expert_load or {}), search)
         return _compiled(captured, given, built)
 
 
@@ -565,18 +568,15 @@ def _built(
     cluster: Cluster,
     plan: Plan | None,
     expert_load: Mapping[str, Sequence[float]],
-    measured: Callable[[Built], Built],
-    watch: Watcher | None,
-    *,
-    fronts: bool,
+    search: Callable[[Prepared, Pins, Cluster, Mapping[str, Sequence[float]]], Built],
 ) -> Built:
     """Under torchrun rank 0 plans; the others wait for its plan and take its decisions: all run the same program."""
     if plan is not None:
         return _as_planned(prepared, plan, cluster, expert_load)
     if not _launched():
-        return choose(prepared, pins, cluster, expert_load, measured, watch, fronts=fronts)
+        return search(prepared, pins, cluster, expert_load)
     if join_world()[0] == 0:
-        built = choose(prepared, pins, cluster, expert_load, measured, watch, fronts=fronts)
+        built = search(prepared, pins, cluster, expert_load)
         text_of_rank_zero(built.plan.to_json())
         return built
     return _as_planned(prepared, Plan.from_json(text_of_rank_zero("")), cluster, expert_load)

@@ -89,6 +89,7 @@ def plan_command(
     fronts: Annotated[
         bool, typer.Option("--fronts", help="search with less memory and other numbers of GPUs, too")
     ] = False,
+    effort: Annotated[float, typer.Option(help="times as long as the search may usually take")] = 1.0,
     json_: Json = False,
 ) -> None:
     """Plan a job: what isn't pinned is searched for. The model stays on the meta device unless the job is written;
@@ -98,7 +99,7 @@ def plan_command(
         check_target(write)
     named = options.resolved(meta=True)
     with live_progress(Console(stderr=True, quiet=json_)) as progress:
-        job = options.job(named, gpus, progress, fronts=fronts)
+        job = options.job(named, gpus, progress, fronts=fronts, effort=effort)
     if out is not None:
         _write_atomically(out, job.plan.to_json())
     if write is not None:

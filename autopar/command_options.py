@@ -82,7 +82,15 @@ class JobOptions:
         """The model and its sample batch. Raises ArgumentError."""
         return resolve(self.model, batch=self.batch, sequence=self.sequence, dtype=self.dtype, meta=meta)
 
-    def job(self, named: Named, gpus: int, progress: Progress | None = None, *, fronts: bool = False) -> ParallelModel:
+    def job(
+        self,
+        named: Named,
+        gpus: int,
+        progress: Progress | None = None,
+        *,
+        fronts: bool = False,
+        effort: float = 1.0,
+    ) -> ParallelModel:
         """Compile it for ``gpus`` ranks; raises what :func:`autopar.compile` does."""
         return compile(
             named.model,
@@ -101,6 +109,7 @@ class JobOptions:
             expert_load=self.expert_load,
             progress=progress,
             fronts=fronts,
+            effort=effort,
             **self._given(),
         )
 

@@ -18,7 +18,7 @@ from autopar.planner.pipeline import Wanted
 from autopar.search.costing import Costing, Found, Outcome
 from autopar.search.fronts import compared, gpus_front, memory_front, runners_up
 from autopar.search.infeasible import no_degrees, refusal
-from autopar.search.loop import Search
+from autopar.search.loop import WORK, Search
 from autopar.search.pins import Pins
 from autopar.search.profiles import Models, Profiler
 from autopar.search.space import SPLIT_HEADS, Point, Region, Sizes, moves_each_time, regions
@@ -41,10 +41,12 @@ def choose(
     watch: Watcher | None = None,
     *,
     fronts: bool = False,
+    effort: float = 1.0,
 ) -> Built:
     """The best that ``pins`` leave, built; with ``fronts``, its plan says what less memory and other numbers of GPUs
-    would bring. Raises what is wrong with the pins, and where nothing fits what would."""
-    search = searching(models, pins, cluster, expert_load, watch)
+    would bring. A search takes ``effort`` times the work that it usually may. Raises what is wrong with the pins, and
+    where nothing fits what would."""
+    search = searching(models, pins, cluster, expert_load, watch, effort=effort)
     if (only := _only(search)) is not None:
         built = _build(search, only, measured)
         return _with_fronts(search, built, only) if fronts else built
@@ -92,15 +94,19 @@ def searching(
     cluster: Cluster,
     expert_load: Mapping[str, Sequence[float]],
     watch: Watcher | None = None,
+    *,
+    effort: float = 1.0,
 ) -> Search:
     """A search that hasn't begun. Raises ArgumentError or ShardingError where ``pins`` leave nothing."""
     _check_budget(pins, cluster)
+    _check_effort(effort)
     model = models[False]
     split = _split(model)
     sizes = Sizes.of(model, _units(model), _units(split) if split is not None else 0)
     profiler = Profiler(models, cluster, pins.options, expert_load)
     costing = Costing(cluster, pins.options)
-    return Search(pins, sizes, profiler, costing, () if split is None else SPLIT_HEADS, watch)
+    heads = () if split is None else SPLIT_HEADS
+    return Search(pins, sizes, profiler, costing, heads, watch, most_work=effort * WORK)
 
 
 def _check_budget(pins: Pins, cluster: Cluster) -> None:
@@ -111,6 +117,13 @@ def _check_budget(pins: Pins, cluster: Cluster) -> None:
             f"budget_bytes={budget} is {bytes_text(budget)}, but a device of cluster {cluster.name!r} has "
             f"{bytes_text(has)}; use budget_bytes={has} or less, or leave it out"
         )
+
+
+def _check_effort(effort: float) -> None:
+    """Raises ArgumentError for what is no number of times."""
+    is_number = isinstance(effort, int | float) and not isinstance(effort, bool)
+    if not (is_number and 0 < effort < math.inf):
+        raise ArgumentError(f"effort={effort!r}; it must be more than 0: with 10, a search may take ten times as long")
 
 
 def _units(model: Model) -> int:

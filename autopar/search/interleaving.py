@@ -43,11 +43,14 @@ class Counts:
         more, spare = each - least, len(units) - stages
         return float(least.sum()) + math.fsum(float(more[s : s + spare + 1, s].min()) for s in range(stages))
 
-    def layer_seconds(self, count: int, passes: tuple[float, float], ahead: int, behind: int) -> float:
-        """The same of so many equal layers, and of no other calls, of which so many may be at each end."""
-        each = passes[0] * self.forward + passes[1] * self.backward
-        least = float(each.min())
-        return count * least + float((each - least)[ahead : max(ahead, len(each) - behind)].sum())
+    def layer_seconds(self, count: int, passes: Array, ahead: int, behind: int) -> Array:
+        """The same of so many equal layers, and of no other calls, of which so many may be at each end: for each row of
+        ``passes``, the seconds of a forward and of a backward."""
+        each = passes[:, :1] * self.forward + passes[:, 1:] * self.backward
+        least = each.min(axis=1, keepdims=True)
+        inner = (each - least)[:, ahead : max(ahead, each.shape[1] - behind)]
+        found: Array = count * least[:, 0] + inner.sum(axis=1)
+        return found
 
 
 @dataclass

@@ -55,11 +55,13 @@ class _Level(NamedTuple):
 @dataclass(frozen=True)
 class _Rank:
     """How many microbatches of its stages, on average, a rank keeps at most: from forward to backward, with all on the
-    device (``here``) or all ``away`` on the host that can be; and from there to their weights' gradients."""
+    device (``here``) or all ``away`` on the host that can be; and from there to their weights' gradients. ``beside``:
+    how many still wait for a backward, both ways, when one has left something for them: of each stage at some time."""
 
     here: float
     away: float
     later: float
+    beside: tuple[float, float]
     levels: tuple[_Level, ...]
 
 
@@ -102,6 +104,16 @@ class Keeping:
             return 0.0
         return max(rank.later for rank in self._ranks(name, ranks, microbatches, chunks, head))
 
+    def beside(
+        self, name: str, ranks: int, microbatches: int, chunks: int | None, head: str, *, away: bool
+    ) -> Array | None:
+        """By rank, how many microbatches wait for a backward while what another one left for weights' gradients is
+        there, for each stage at some time at least; with all ``away`` that can be. None where backwards leave
+        nothing."""
+        if not SCHEDULES[name].splits_backward or ranks == 1:
+            return None
+        return np.array([rank.beside[away] for rank in self._ranks(name, ranks, microbatches, chunks, head)])
+
     def likely(self, name: str, ranks: int, microbatches: int, chunks: int | None, head: str) -> Likely:
         """What many ranks do is read off a few, which keep and wait in proportion; and what they do with a split head
         off what they do without."""
@@ -132,7 +144,7 @@ class Keeping:
 
     def _ranks(self, name: str, ranks: int, microbatches: int, chunks: int | None, head: str) -> tuple[_Rank, ...]:
         if ranks == 1:
-            return (_Rank(1.0, 1.0, 0.0, ()),)
+            return (_Rank(1.0, 1.0, 0.0, (0.0, 0.0), ()),)
         key = _key(name, ranks, microbatches, chunks, head)
         if key not in self._known:
             schedule = generate(*key[:3], chunks=chunks, head=head)
@@ -187,14 +199,25 @@ def _spill(level: _Level, microbatches: int, seconds: float) -> Spill:
 
 
 def _rank(actions: Sequence[Action], chunks: int) -> _Rank:
-    away = with_offloads(actions, dict.fromkeys((action.stage for action in actions), ALL))
+    away = list(with_offloads(actions, dict.fromkeys((action.stage for action in actions), ALL)))
     here, rest, later = (_most(*each) / chunks for each in ((actions, _KEEPS), (away, _KEEPS), (actions, _LATER)))
-    return _Rank(here, rest, later, tuple(_levels(actions, chunks)))
+    beside = _beside(actions) / chunks, _beside(away) / chunks
+    return _Rank(here, rest, later, beside, tuple(_levels(actions, chunks)))
 
 
 def _most(actions: Iterable[Action], changes: Mapping[str, int]) -> int:
     """Of what actions change by so much, the most at any time."""
     return max(accumulate((changes.get(action.kind, 0) for action in actions), initial=0))
+
+
+def _beside(actions: Iterable[Action]) -> int:
+    """How many wait for a backward after one of theirs, for each stage at some time at least."""
+    waiting, most = 0, dict[int, int]()
+    for action in actions:
+        waiting += _KEEPS.get(action.kind, 0)
+        if action.kind in ("F", "I"):
+            most[action.stage] = max(waiting * (action.kind == "I"), most.get(action.stage, 0))
+    return min(most.values(), default=0)
 
 
 def _levels(actions: Sequence[Action], chunks: int) -> Iterator[_Level]:

@@ -128,16 +128,20 @@ class Scaler:
         blocks = self.root.model.blocks, profile.model.blocks
         return all(self.block < len(each) for each in blocks) and len({each[self.block].name for each in blocks}) == 1
 
-    def with_units(self, key: Key, units: Sequence[Unit]) -> Layers:
-        """Of a placement with these ``units``, whose layers may keep as little as the root's do by scaling."""
-        layers = _timed(self._kept(key), figures(units, self.block))
-        return replace(layers, last=0.0 if units[-1].block == self.block else units[-1].seconds)
+    def timed(self, profile: Profile) -> Layers:
+        """Of a placement, whose layers may keep as little as the root's do by scaling."""
+        layers, last = _timed(self._kept(profile.key), figures(profile.units, self.block)), profile.units[-1]
+        return replace(
+            layers,
+            last=0.0 if last.block == self.block else last.seconds,
+            later=float(profile.costs[self.block].later_bytes),
+        )
 
     def placed(self, profile: Profile) -> Layers:
         """Of a placement, with what its own layers keep and work in."""
         first = next(i for i, call in enumerate(profile.model.calls) if call.block == self.block)
         saved, extra = profile.hull(self.block, first, self.recompute)
-        layers = self.with_units(profile.key, profile.units)
+        layers = self.timed(profile)
         return replace(
             layers, saved=saved, extra=extra, share=1.0, working=float(profile.activations.working_bytes[self.block])
         )

@@ -22,11 +22,12 @@ from autopar.errors import AutoparError, BudgetError
 from autopar.mesh import Mesh
 from autopar.options import activations_on_host
 from autopar.search import work as units
+from autopar.search.ahead import Ahead
 from autopar.search.bounds import scaled
 from autopar.search.costing import Costing, Found, Outcome, laid_on, on_own, rank, splits_further
 from autopar.search.dive import dive
 from autopar.search.hulls import Array
-from autopar.search.outlook import Outlook
+from autopar.search.outlook import Outlook, View
 from autopar.search.pins import Pins
 from autopar.search.profiles import Key, Profile, Profiler
 from autopar.search.references import Reference, References
@@ -98,6 +99,7 @@ class Search:
     _raised: int = field(default=0, init=False)  # bounds of regions, by so many profiles
     _learned: int = field(default=0, init=False)  # from so many profiles
     _outlook: Outlook | None = field(default=None, init=False)  # None: there are no layers
+    _ahead: Ahead | None = field(default=None, init=False)  # of a search with a proof
 
     @property
     def best_seconds(self) -> float:
@@ -161,12 +163,13 @@ class Search:
             return Found([], math.inf, self.points, self.placed, 0, {})
         dive(self, found)
         self._limit = max(self.most_work, self._work + _PROOF * self.most_work)
-        for bound, region in zip(self._all_at_first(found), found, strict=True):
-            self._push(float(bound), region)
+        self._ahead = Ahead.of(self, found)
+        for bound, region in zip(self.all_at_first(found).tolist(), found, strict=True):
+            self._push(bound, region)
         while self._waiting and self._goes_on():
-            self._raise_regions()
+            self._learn()
             item = heapq.heappop(self._waiting)
-            if self._is_beaten(item.bound):
+            if self.is_beaten(item.bound):
                 self._passed.append(item)
             elif isinstance(item.what, Region):
                 self._open(item.bound, item.what)
@@ -176,17 +179,21 @@ class Search:
         proven = min(self.bound_seconds, self.best_seconds)
         return Found(self.ranked(), proven, self.points, self.placed, self.laid_out, dict(self.refusals))
 
+    def _learn(self) -> None:
+        """What was placed since the last time raises the bounds of others."""
+        if self._raised != len(self.profiler.known):
+            self._raised = len(self.profiler.known)
+            self._raise_regions()
+
     def _raise_regions(self) -> None:
-        """Of all regions that wait, by what was placed since: all at once."""
-        if self._raised == len(self.profiler.known):
-            return
-        self._raised = len(self.profiler.known)
+        """The bounds of all regions that wait, by all that is known: at once."""
+        assert self._ahead is not None
         found = [(place, item.what) for place, item in enumerate(self._waiting) if isinstance(item.what, Region)]
         self._work += units.RAISED * len(found)
-        bounds = self._all_at_first([region for _, region in found])
-        for (place, _), bound in zip(found, bounds.tolist(), strict=True):
+        bounds = self.all_at_first([region for _, region in found]).tolist()
+        for (place, region), bound in zip(found, bounds, strict=True):
             item = self._waiting[place]
-            self._waiting[place] = item._replace(bound=max(item.bound, bound))
+            self._waiting[place] = item._replace(bound=max(item.bound, bound, self._ahead.known_bound(region)))
         heapq.heapify(self._waiting)
 
     @property
@@ -199,7 +206,7 @@ class Search:
         """What nothing has to be below."""
         return self.best_seconds * (1 - self.tolerance)
 
-    def _is_beaten(self, bound: float) -> bool:
+    def is_beaten(self, bound: float) -> bool:
         return bound >= self._good
 
     def again(self, spared_bytes: int) -> Search:
@@ -232,7 +239,7 @@ class Search:
     def _push(self, bound: float, what: Region | Point) -> None:
         if math.isinf(bound):
             return
-        if self._is_beaten(bound):
+        if self.is_beaten(bound):
             self._pass(bound, what)
         else:
             self._numbers += 1
@@ -255,14 +262,15 @@ class Search:
         if profile is None and self.place_reference(region):  # which bounds many others, too
             self._push(max(bound, self.at_first(region)), region)
             return
-        self._work += units.REGION
-        better = self.region_bound(region)
+        assert self._ahead is not None
+        better = self._ahead.bound(region)
         if better > bound:
             self._push(better, region)
         elif profile is None:
             if self._make(self.references.fastest(region)) or self.place(region) is not None:
                 self._push(max(bound, self.at_first(region)), region)
         else:
+            self._ahead.open(region)
             for family in self.families_of(region):
                 self._open_family(bound, family, profile)
 
@@ -270,13 +278,13 @@ class Search:
         """Let its points wait, and where memory is what makes them slow, what saves it in other ways."""
         points = list(self.stored(family))
         further = [point for point in points if splits_further(point.way, laid_on(point, profile, self.profiler))]
-        if further and not self._is_beaten(max(bound, min(self.bounds(further, profile, memory=False)))):
+        if further and not self.is_beaten(max(bound, min(self.bounds(further, profile, memory=False)))):
             self._place_streamed(family.region, profile)
         passes, kept = (self.bounds(points, profile, memory=memory) for memory in (False, True))
         saved = []
         for point, fastest, least in zip(points, passes, kept, strict=True):
             self._push(max(bound, least), point)
-            if least > fastest and not self._is_beaten(max(bound, fastest)):  # what only saves memory is no faster
+            if least > fastest and not self.is_beaten(max(bound, fastest)):  # what only saves memory is no faster
                 saved.append(point)
         self._save(bound, saved, profile)
 
@@ -305,12 +313,21 @@ class Search:
 
     def region_bound(self, region: Region) -> float:
         """What no point of ``region`` is below, by the profiles that are known; inf where none fits."""
-        found = self.at_first(region)
-        if self._outlook is None or self._is_beaten(found):
-            return found
-        ways, families = self._ways(region, saving=True), list(self.families_of(region))
-        times, profile = self.scaling.layers(region.key), self.profile(region)
-        return self._outlook.region_bound(region, families, ways, times, profile, found, self._good)
+        return self.region_bounds([region])[0]
+
+    def region_bounds(self, regions_: Sequence[Region]) -> list[float]:
+        """The same of each of ``regions_``, found at once for those with as many pipeline ranks and microbatches."""
+        found = {region: self.at_first(region) for region in regions_}
+        left = [region for region, bound in found.items() if not self.is_beaten(bound)]
+        for some in together(left) if self._outlook is not None else ():
+            assert self._outlook is not None
+            views = [
+                View(r, self._ways(r, saving=True), self.scaling.layers(r.key), self.profile(r), found[r]) for r in some
+            ]
+            bounds = self._outlook.region_bounds(views, list(self.families_of(some[0])), self._good)
+            self._work += units.REGION * len(some)
+            found |= zip(some, bounds.tolist(), strict=True)
+        return [found[region] for region in regions_]
 
     def likely(self, region: Region, offload: tuple[str, ...] = ()) -> float:
         """Seconds of a likely step of ``region``, with this on the host; inf where none leaves room for activations."""
@@ -454,7 +471,7 @@ class Search:
         forward, inputs, *_ = self.scaling.layers(region.key)
         return max(found, float(self._outlook.scaler.layers.count * (forward + inputs)))
 
-    def _all_at_first(self, regions_: Sequence[Region]) -> Array:
+    def all_at_first(self, regions_: Sequence[Region]) -> Array:
         """:meth:`at_first` of all regions."""
         figures = self.scaling.all([region.key for region in regions_])
         cut = np.array([(region.microbatches, region.mesh.pp) for region in regions_], dtype=np.float64).reshape(-1, 2)
@@ -515,7 +532,7 @@ class Search:
         assert profile is not None
         known = laid_on(point, profile, self.profiler)
         passes = max(bound, self.costing.bound(point, known))
-        kept = passes if self._is_beaten(passes) else self.costing.memory_bound(point, known)
+        kept = passes if self.is_beaten(passes) else self.costing.memory_bound(point, known)
         if kept > passes:
             self._save(bound, [point], profile)
         if max(passes, kept) > bound:

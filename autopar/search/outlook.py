@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -48,6 +48,28 @@ _BOUNDLESS: Final = 1e30
 _UNEVEN: Final = 0.2  # of what the longest stage takes more than the mean, ranks wait for it
 
 
+_Kept = tuple[Stored, Adding]
+
+
+class View(NamedTuple):
+    """What is known of a region: the ``ways`` in which its points store weights, what layers take at least
+    (``times``, :class:`autopar.search.scaling.Scaling`), or its own ``profile``, and another bound."""
+
+    region: Region
+    ways: Sequence[Way]
+    times: Array
+    profile: Profile | None
+    known: float = 0.0
+
+
+class _Row(NamedTuple):
+    """A region's layers, and ways to store them that are worth it; and those if there was room for everything."""
+
+    layers: Layers
+    stored: list[Stored]
+    roomy: list[Stored]
+
+
 @dataclass
 class Outlook:
     """Of one search: :class:`autopar.search.layers.Scaler` knows what layers take, ``costing`` the rest."""
@@ -56,7 +78,7 @@ class Outlook:
     scaler: Scaler
     expert_share: float  # of a layer's parameters
     _ways: dict[tuple[object, ...], Stored] = field(default_factory=dict)
-    _best: dict[tuple[object, ...], list[tuple[Stored, Adding]]] = field(default_factory=dict)
+    _best: dict[tuple[object, ...], tuple[list[_Kept], list[_Kept]]] = field(default_factory=dict)
     _added: dict[tuple[object, ...], Adding] = field(default_factory=dict)
     _sums: dict[tuple[object, ...], Adding] = field(default_factory=dict)
     _kinds: dict[Key, Counter[Kind]] = field(default_factory=dict)
@@ -73,73 +95,82 @@ class Outlook:
         """Bytes of each weight of a layer that isn't split."""
         return layer_sizes(self.scaler.root, self.scaler.block).get((), [])
 
-    def region_bound(
-        self,
-        region: Region,
-        families: Sequence[Family],
-        ways: Sequence[Way],
-        times: Array,
-        profile: Profile | None,
-        known: float = 0.0,
-        enough: float = math.inf,
-    ) -> float:
-        """No step of any point of ``region`` is below, whose ``families`` store weights in these ``ways``; another
-        bound is ``known``. One that is ``enough`` isn't made any better. Layers take what the region's own ``profile``
-        says, or where there is none, these ``times`` at least (:class:`autopar.search.scaling.Scaling`)."""
+    def region_bounds(self, views: Sequence[View], families: Sequence[Family], enough: float = math.inf) -> Array:
+        """No step of any point of these regions is below, by region, which have as many pipeline ranks and microbatches
+        and so the same ``families``. A bound that is ``enough`` isn't made any better."""
+        known = np.array([view.known for view in views])
         if any(family.schedule not in SCHEDULES for family in families):
             return known
         alone = any(SCHEDULES[family.schedule].asynchronous for family in families)
-        count, found = 1 if alone else region.microbatches, math.inf
+        region, found = views[0].region, np.full(len(views), math.inf)
+        rows = [self._row(view, 1 if alone else region.microbatches) for view in views]
+        away = any(_any_away(view.ways) for view in views)
+        for ranks, chunks in _kinds(region, rows[0].layers, families):
+            some = np.flatnonzero(found > known)  # of the others it says nothing
+            if not some.size:
+                break
+            fastest = self._fastest([rows[place] for place in some], ranks, chunks, region.microbatches)
+            is_open = fastest < np.minimum(found[some], enough)
+            if is_open.any():
+                host = self._host(ranks, region, away=away, fills=bool(chunks))
+                pairs = [(rows[place].layers, rows[place].stored) for place in some[is_open]]
+                least = _least_of(pairs, ranks, region.microbatches, self.costing.budget_bytes, host)
+                fastest[is_open] = np.maximum(fastest[is_open], least)
+            found[some] = np.minimum(found[some], fastest)
+        result: Array = np.maximum(known, found)
+        return result
+
+    def _row(self, view: View, microbatches: int) -> _Row:
+        mesh, profile = view.region.mesh, view.profile
         if profile is None or not self.scaler.suits(profile):
-            layers, stored = self.scaler.scaled(region.key, times), self._best_ways(region.mesh, ways, count)
-        else:
-            layers = self.scaler.with_units(profile.key, profile.units)
-            every = [self._of_way(region.mesh, profile, way, count, split=True) for way in ways]
-            stored = [every[place] for place in _undominated(every)]
-        away = _any_away(ways)
-        free = without_memory(layers)
+            layers = self.scaler.scaled(view.region.key, view.times)
+            return _Row(layers, *self._best_ways(mesh, view.ways, microbatches))
+        every = [self._of_way(mesh, profile, way, microbatches, split=True) for way in view.ways]
+        stored = [every[place] for place in _undominated(every)]
         free_of_state = [way._replace(state=0.0) for way in stored]
         roomy = [free_of_state[place] for place in _undominated(free_of_state)]
-        for ranks, chunks in _kinds(region, layers, families):
-            seconds = least_seconds(free, roomy, ranks, region.microbatches, _BOUNDLESS)
-            fastest = max(float(seconds.min()), self._by_paths(region, layers, roomy, chunks, ranks))
-            if fastest < min(found, enough):
-                host = self._host(ranks, region, away=away, fills=bool(chunks))
-                seconds = least_seconds(layers, stored, ranks, region.microbatches, self.costing.budget_bytes, host)
-            found = min(found, max(fastest, float(seconds.min())))
-            if found <= known:
-                break
-        return max(known, found)
+        return _Row(self.scaler.timed(profile), stored, roomy)
 
-    def _by_paths(
-        self, region: Region, layers: Layers, ways: Sequence[Stored], chunks: Sequence[int], ranks: Ranks
-    ) -> float:
+    def _fastest(self, rows: Sequence[_Row], ranks: Ranks, chunks: Sequence[int], microbatches: int) -> Array:
+        """As if all fitted."""
+        pairs = [(without_memory(row.layers), row.roomy) for row in rows]
+        found = _least_of(pairs, ranks, microbatches, _BOUNDLESS)
+        result: Array = np.maximum(found, self._by_paths(rows, ranks, chunks, microbatches))
+        return result
+
+    def _by_paths(self, rows: Sequence[_Row], ranks: Ranks, chunks: Sequence[int], microbatches: int) -> Array:
         """The passes of the fastest of interleaved schedules with these ``chunks``, or of those on a V (no chunks)."""
         if not ranks.goes_on:
-            return 0.0
-        paths, sizes = self.costing.interleaving, (region.microbatches, layers.count)
-        each = float(layers.forward), float(layers.inputs + layers.weights) + min(way.added for way in ways)
-        forward, backward = map(float, layers.beside)
-        shared = region.microbatches * (forward + backward) / ranks.count if ranks.spreads_head else math.inf
+            return np.zeros(len(rows))
+        paths, first = self.costing.interleaving, rows[0].layers
+        sizes = microbatches, first.count
+        added = np.array([min(way.added for way in row.roomy) for row in rows])
+        each = np.array([(row.layers.forward, row.layers.inputs + row.layers.weights) for row in rows])
+        each[:, 1] += added
+        beside = np.array([row.layers.beside for row in rows], dtype=np.float64)
+        shared = microbatches * beside.sum(axis=1) / ranks.count if ranks.spreads_head else np.full(len(rows), np.inf)
 
-        def inner(counts: Counts) -> float:
-            return counts.layer_seconds(layers.count, each, layers.ahead, layers.behind)
+        def inner(counts: Counts) -> Array:
+            return counts.layer_seconds(first.count, each, first.ahead, first.behind)
 
-        def whole(counts: Counts) -> float:
+        def whole(counts: Counts) -> Array:
             """With the other calls: in any stage, or as ranks share them."""
-            least = forward * float(counts.forward.min()) + backward * float(counts.backward.min())
-            return inner(counts) + min(shared, least)
+            least = beside[:, 0] * counts.forward.min() + beside[:, 1] * counts.backward.min()
+            found: Array = inner(counts) + np.minimum(shared, least)
+            return found
 
         if not chunks:
             return whole(paths.on_v(ranks.count, *sizes))
-        found = []
+        found: list[Array] = []
         for number in chunks:
             ends = paths.counts(ranks.count, number, *sizes, ends=True)
             if ranks.spreads_head:  # it may be computed while the last backwards run
-                found.append(max(inner(ends), whole(paths.counts(ranks.count, number, *sizes, ends=False))))
+                free = paths.counts(ranks.count, number, *sizes, ends=False)
+                found.append(np.maximum(inner(ends), whole(free)))
             else:
                 found.append(whole(ends))
-        return min(found)
+        least: Array = np.min(found, axis=0)
+        return least
 
     def likely(self, region: Region, ways: Iterable[Way], times: Array, like: Profile | None) -> float:
         """Seconds of a likely step of ``region``, with one stage on each rank, or with many.
@@ -149,7 +180,7 @@ class Outlook:
         if like is None or not self.scaler.suits(like):
             return float(self.all_likely([region], [list(ways)], [times])[0])
         layers, ways = self.scaler.scaled(region.key, times), list(ways)
-        layers = layers.slower(self.scaler.with_units(like.key, like.units), region.rows / like.key.rows)
+        layers = layers.slower(self.scaler.timed(like), region.rows / like.key.rows)
         count = region.microbatches
         every = [self._of_way(region.mesh, like, way, count, split=False) for way in ways]
         stored = [every[place] for place in _undominated(every)]
@@ -159,7 +190,7 @@ class Outlook:
     def all_likely(self, regions: Sequence[Region], ways: Sequence[Sequence[Way]], times: Sequence[Array]) -> Array:
         """The same of ``regions`` with as many pipeline ranks and microbatches, like which nothing is known."""
         count = regions[0].microbatches
-        stored = [self._best_ways(region.mesh, some, count) for region, some in zip(regions, ways, strict=True)]
+        stored = [self._best_ways(region.mesh, some, count)[0] for region, some in zip(regions, ways, strict=True)]
         each = [self.scaler.scaled(region.key, its) for region, its in zip(regions, times, strict=True)]
         numbers = [len(some) for some in stored]
         layers = side_by_side(list(zip(each, numbers, strict=True)))
@@ -194,7 +225,7 @@ class Outlook:
         family = points[0].family
         if family.schedule not in SCHEDULES or not self.scaler.suits(profile):
             return np.array([self.costing.bound(point, profile) for point in points])
-        layers = self.scaler.placed(profile) if kept else self.scaler.with_units(profile.key, profile.units)
+        layers = self.scaler.placed(profile) if kept else self.scaler.timed(profile)
         stored = [self._of_point(point, profile) for point in points]
         region, count = family.region, family.region.microbatches
         asked = (family.schedule, region.mesh.pp, count, family.chunks, MODES[family.vocabulary].head)
@@ -216,7 +247,7 @@ class Outlook:
         row, region = SCHEDULES.get(family.schedule), family.region
         if row is None or not self.scaler.suits(profile):
             return np.zeros(len(points))
-        layers = self.scaler.with_units(profile.key, profile.units)
+        layers = self.scaler.timed(profile)
         stored = [self._of_point(point, profile) for point in points]
         head, count = MODES[family.vocabulary].head, region.microbatches
         asked = (family.schedule, region.mesh.pp, count, family.chunks, head)
@@ -229,12 +260,13 @@ class Outlook:
         host, budget = self._copies(points[0]), self.costing.budget_bytes
         if host is not None:
             kinds = [_ranks(family, layers, kinds[0].kept)]  # copies take time where paths are elsewhere
+        beside = self.costing.keeping.beside(*asked, away=host is not None)
         last = np.array(self.scaler.last_bytes(region.key))
         whole = np.array([point.head_chunks == 1 and not splits_head(family) for point in points])
         for is_whole in set(whole.tolist()):
             those = [way for way, same in zip(stored, whole == is_whole, strict=True) if same]
             for ranks in kinds:
-                ranks = replace(ranks, passing=(int(layers.behind <= 1), 0))
+                ranks = replace(ranks, passing=(int(layers.behind <= 1), 0), beside=beside)
                 ranks = _with_last(ranks, last, row.placement) if is_whole else ranks
                 found = least_seconds(layers, those, ranks, count, budget, host)
                 passes[whole == is_whole] = np.maximum(passes[whole == is_whole], found)
@@ -284,15 +316,17 @@ class Outlook:
         times = steady / np.maximum(1.0, ranks.kept)
         return Host(rate, ranks.kept[None], times[None], (ahead[0][None], ahead[1][None]), none)
 
-    def _best_ways(self, mesh: Mesh, ways: Sequence[Way], microbatches: int) -> list[Stored]:
+    def _best_ways(self, mesh: Mesh, ways: Sequence[Way], microbatches: int) -> tuple[list[Stored], list[Stored]]:
         """Of regions with this mesh: those that no other one is as good as in everything, however many microbatches
-        there are."""
+        there are; and if there was room for everything."""
         key = (mesh.dp, mesh.ep, mesh.cp, mesh.tp, mesh.borrowed, tuple(ways))
         if key not in self._best:
             pairs = [self._split_in(mesh, way) for way in ways]
-            best = _undominated([(*stored, *added) for stored, added in pairs])
-            self._best[key] = [pairs[number] for number in best]
-        return [stored._replace(added=added.each(microbatches)) for stored, added in self._best[key]]
+            none = {"state": 0.0, "gathered_bytes": 0.0, "flying_bytes": 0.0}
+            free = [(stored._replace(**none), added) for stored, added in pairs]
+            self._best[key] = _best_of(pairs), _best_of(free)
+        both = ([stored._replace(added=added.each(microbatches)) for stored, added in some] for some in self._best[key])
+        return next(both), next(both)
 
     def _of_region(self, mesh: Mesh, way: Way, microbatches: int) -> Stored:
         stored, added = self._split_in(mesh, way)
@@ -447,6 +481,27 @@ class Outlook:
                 scattered += seconds
                 held += seconds * machine.device.held_share(link)
         return Stored(state, gathered, scattered, held=held / (gathered + scattered) if held else 0.0)
+
+
+def _least_of(
+    rows: Sequence[tuple[Layers, Sequence[Stored]]],
+    ranks: Ranks,
+    microbatches: int,
+    budget: float,
+    host: Host | None = None,
+) -> Array:
+    """Of each row the way that takes the least."""
+    numbers = [len(ways) for _, ways in rows]
+    layers = side_by_side([(layers, number) for (layers, _), number in zip(rows, numbers, strict=True)])
+    every = list(itertools.chain.from_iterable(ways for _, ways in rows))
+    found = least_seconds(layers, every, ranks, microbatches, budget, host)
+    least: Array = np.minimum.reduceat(found, [0, *itertools.accumulate(numbers[:-1])])
+    return least
+
+
+def _best_of(pairs: Sequence[_Kept]) -> list[_Kept]:
+    """Those that no other one is as good as in everything."""
+    return [pairs[place] for place in _undominated([(*stored, *added) for stored, added in pairs])]
 
 
 def _any_away(ways: Iterable[Way]) -> bool:

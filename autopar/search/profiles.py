@@ -21,7 +21,7 @@ from autopar.errors import AutoparError
 from autopar.graph import AxisRef, Info, Model, info
 from autopar.mesh import Mesh
 from autopar.options import Options
-from autopar.passes.expert_roads import nodes_of, travelling
+from autopar.passes.expert_roads import exchange_axes, nodes_of, travelling
 from autopar.passes.hoist import parameter_sums, unhoisted
 from autopar.passes.pad_head import Table, table_of
 from autopar.passes.vocabulary import STAGELESS
@@ -176,8 +176,8 @@ class Profile:
     @cached_property
     def exchange_slack(self) -> list[tuple[float, float]]:
         """By block, by how much the passes of a call may be shorter, forward and backward, because tokens travel by way
-        of other nodes: at least as many as here, where ranks are further apart; as if all pass on as many rows, and
-        links within a node had all of its wires."""
+        of other nodes along ``ep``: at least as many as here, where ranks are further apart; as if all pass on as many
+        rows, and links within a node had all of its wires."""
         request, own = self.placed.request, self.key.cp * self.key.tp
         per_node, ways = request.cluster.devices_per_node, set[int]()
         if self.key.ep > 1 and request.options.dispatch != FLAT:
@@ -187,7 +187,8 @@ class Profile:
         machine = Machine.of(replace(request.cluster, intra_node=near), self.mesh(request.mesh))
         found = []
         for block, computed, cost in zip(self.model.blocks, self.computed, self.costs, strict=True):
-            tries = [block_cost(block, machine.at_least(way), computed) for way in ways - {1} if travelling(block)]
+            along = {axis for routing in travelling(block) for axis in exchange_axes(routing)}
+            tries = [block_cost(block, machine.at_least(way), computed) for way in ways - {1} if "ep" in along]
             forward = min((each.forward_seconds for each in tries), default=math.inf)
             backward = min((each.backward_seconds for each in tries), default=math.inf)
             found.append((max(0.0, cost.forward_seconds - forward), max(0.0, cost.backward_seconds - backward)))

@@ -54,8 +54,6 @@ _HEAD_CHUNKS: Final = (1, 8)
 _MOST_CHUNKS: Final = 8
 """Stages per rank that are tried: each halves the bubble that is left, and doubles the messages."""
 
-_TOGETHER: Final = 16  # regions: of more at once, arrays are large
-
 
 @dataclass(frozen=True)
 class Sizes:
@@ -124,6 +122,10 @@ def expert_share(block: Block) -> float:
     experts = sum(info(node).meta.numel for node in _of_experts(block))
     total = sum(info(node).meta.numel for node in block.placeholders("parameter"))
     return experts / total if total else 0.0
+
+
+TOGETHER: Final = 16
+"""Regions that are looked at at once: of more, arrays are large."""
 
 
 class Region(NamedTuple):
@@ -391,11 +393,16 @@ def savers(region: Region, cluster: Cluster, pins: Pins) -> Iterator[tuple[tuple
 
 def together(regions_: Iterable[Region]) -> Iterator[list[Region]]:
     """Some at a time that have as many pipeline ranks and microbatches, and so the same schedules."""
-    alike: dict[tuple[int, int], list[Region]] = {}
+    alike: dict[object, list[Region]] = {}
     for region in regions_:
-        alike.setdefault((region.mesh.pp, region.microbatches), []).append(region)
+        alike.setdefault(works_of(region), []).append(region)
     for some in alike.values():
-        yield from (some[first : first + _TOGETHER] for first in range(0, len(some), _TOGETHER))
+        yield from (some[first : first + TOGETHER] for first in range(0, len(some), TOGETHER))
+
+
+def works_of(region: Region) -> tuple[int, int]:
+    """What the schedules of a region depend on: its pipeline ranks and microbatches."""
+    return region.mesh.pp, region.microbatches
 
 
 def stages_of(point: Point) -> int:

@@ -32,8 +32,9 @@ class Layers:
     all count as if they were at both ends. Of a microbatch: seconds of a layer's ``forward``, of the part of its
     backward that the next one waits for (``inputs``), and of its ``weights``' gradients; seconds of all other calls
     (``beside``: forward, backward), of the last one alone at least (``last``). A layer may keep ``saved`` bytes
-    (falling) for ``extra`` seconds more (rising, convex), a ``share`` of both, and works in ``working`` bytes. What
-    isn't counted may differ by way to store them: then it is an array."""
+    (falling) for ``extra`` seconds more (rising, convex), a ``share`` of both, and works in ``working`` bytes; what its
+    weights' gradients need takes ``later`` bytes. What isn't counted may differ by way to store them: then it is an
+    array."""
 
     count: int
     ahead: int
@@ -47,6 +48,7 @@ class Layers:
     working: Figure
     share: Figure = 1.0
     last: float = 0.0
+    later: Figure = 0.0
 
     def slower(self, other: Layers, share: float) -> Layers:
         """With passes that take as long as that part of those of ``other``, if they don't already."""
@@ -88,7 +90,8 @@ class Ranks:
     in time that counts with that of layers or (``skips_head``) doesn't. A rank works in ``working`` bytes at least,
     whatever its layers do, and holds the gathered weights of so many layers and the messages of so many (``passing``).
     What a layer computes again may be taken to be there as a whole in its backward (``transient``). ``last`` is the
-    rank that has the last call, if that isn't spread."""
+    rank that has the last call, if that isn't spread. ``beside``: so many microbatches wait for a backward while what
+    weights' gradients of another one of a stage need is there (None: backwards leave nothing)."""
 
     share: Array
     waits: tuple[Array, Array]
@@ -106,6 +109,7 @@ class Ranks:
     passing: tuple[int, int] = (0, 0)
     transient: bool = False
     last: int | None = None
+    beside: Array | None = None
 
     @property
     def count(self) -> int:
@@ -156,6 +160,7 @@ def side_by_side(rows: Sequence[tuple[Layers, int]]) -> Layers:
         weights=column(layers.weights for layers, _ in rows),
         beside=(column(layers.beside[0] for layers, _ in rows), column(layers.beside[1] for layers, _ in rows)),
         working=column(layers.working for layers, _ in rows),
+        later=column(layers.later for layers, _ in rows),
         share=column(layers.share for layers, _ in rows),
     )
 
@@ -246,8 +251,10 @@ def _least(
     count = np.arange(1.0, most + 1)
     working = np.maximum(np.asarray(layers.working)[..., None], ranks.working + np.zeros(ranks.count))  # [way, rank]
     passing = stored[:, 5] * ranks.passing[0] + stored[:, 6] * ranks.passing[1]
-    room = budget - working[..., None] - (stored[:, :1] * count + passing[:, None])[:, None, :]  # [way, rank, n]
-    rows = _rows(layers, stored, ranks, microbatches, room, count, host)
+    state = (stored[:, :1] * count)[:, None, :]
+    room = budget - working[..., None] - passing[:, None, None] - state  # [way, rank, n]
+    beside = None if ranks.beside is None else _beside_later(layers, ranks, budget - state, count)
+    rows = _rows(layers, stored, ranks, microbatches, (room, beside), count, host)
     more = rows.copy()
     with np.errstate(invalid="ignore"):
         more[:, :, 1:] -= rows[:, :, :-1]
@@ -281,11 +288,27 @@ def _lowest(values: Array, count: int) -> Array:
     return np.partition(flat, count - 1, axis=1)[:, :count] if count else flat[:, :0]
 
 
+def _beside_later(layers: Layers, ranks: Ranks, room: Array, count: Array) -> Array:
+    """What is left of ``room`` beside what the weights' gradients of a stage need: of the largest."""
+    return room - _by_way(layers.later) * np.ceil(count / ranks.stages)
+
+
 def _rows(
-    layers: Layers, stored: Array, ranks: Ranks, microbatches: int, room: Array, count: Array, host: Host | None
+    layers: Layers,
+    stored: Array,
+    ranks: Ranks,
+    microbatches: int,
+    rooms: tuple[Array, Array | None],
+    count: Array,
+    host: Host | None,
 ) -> Array:
-    """``[way, rank, n]``: seconds of the passes of a rank with n layers, for which it has ``room``."""
+    """``[way, rank, n]``: seconds of the passes of a rank with n layers, for which it has so much room: in passes, and
+    where a stage's weights' gradients are due."""
+    room, left = rooms
     each = _room_of_each(layers, ranks, room, count, host.stays if host is not None else ranks.kept)
+    if left is not None:
+        assert ranks.beside is not None
+        each = np.minimum(each, _shared(left, ranks.beside[:, None] * count))
     share = _by_way(layers.share)
     extra = share * np.interp(-each / np.maximum(share, _TINY), -layers.saved, layers.extra)
     rows = microbatches * count * _layer_passes(layers, stored, ranks, count, extra)[1]
@@ -293,7 +316,7 @@ def _rows(
         # The first gather is over when the first forward begins.
         rows = rows - count * np.maximum(0.0, stored[:, 1] - layers.forward)[:, None, None]
     if host is not None:
-        rows = np.maximum(rows, _copied(layers, stored, ranks, microbatches, room, count, host))
+        rows = np.maximum(rows, _copied(layers, stored, ranks, microbatches, rooms, count, host))
     result: Array = np.where(each < share * layers.saved[-1] * (1 - 1e-9), np.inf, rows)
     return result
 
@@ -302,11 +325,18 @@ def _room_of_each(layers: Layers, ranks: Ranks, room: Array, count: Array, kept:
     """``[way, rank, n]``: bytes of a microbatch that each of n layers may keep on average, if a rank keeps so many;
     negative where it has no room at all."""
     waiting, most = kept[:, None] * count, _by_way(layers.share) * layers.saved[0]
+    each = _shared(room, waiting)
     with np.errstate(divide="ignore", invalid="ignore"):
-        each: Array = np.where(waiting > 0, room / waiting, np.where(room < 0, -np.inf, np.inf))
         if ranks.transient:
             again = (room - most) / np.maximum(waiting - 1, 1e-9)
             each = np.where((waiting > 1) & (each < most), np.minimum(each, again), each)
+    return each
+
+
+def _shared(room: Array, waiting: Array) -> Array:
+    """Of each of so many that wait."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        each: Array = np.where(waiting > 0, room / waiting, np.where(room < 0, -np.inf, np.inf))
     return each
 
 
@@ -344,7 +374,13 @@ def _slowed(seconds: Array, moved: Array, held: Array) -> Array:
 
 
 def _copied(
-    layers: Layers, stored: Array, ranks: Ranks, microbatches: int, room: Array, count: Array, host: Host
+    layers: Layers,
+    stored: Array,
+    ranks: Ranks,
+    microbatches: int,
+    rooms: tuple[Array, Array | None],
+    count: Array,
+    host: Host,
 ) -> Array:
     """The passes and the copies beside them, for the best of what layers may keep: between two values of that, no less
     is recomputed than with the larger one, and no less copied than with the smaller one. What is copied ahead of the
@@ -353,9 +389,12 @@ def _copied(
     each, share = np.interp(-values, -layers.saved, layers.extra), _by_way(layers.share)
     saved, extra = (share * some[:, None, None, None] for some in (values[:-1], each[1:]))  # [value, way, rank, n]
     forward, passes = (microbatches * count * each for each in _layer_passes(layers, stored, ranks, count, extra))
-    best: Array = passes
+    best, (room, left) = passes, rooms
     for kept, times, forwards, backwards in zip(host.kept, host.times, *host.ahead, strict=True):
-        copy = np.maximum(0.0, (kept[:, None] * count) * saved - room) / host.rate
+        more = (kept[:, None] * count) * saved - room
+        if left is not None:  # each time that so many wait, a backward ends beside the others
+            more = np.maximum(more, ((kept[:, None] - 1 / ranks.stages) * count) * saved - left)
+        copy = np.maximum(0.0, more) / host.rate
         ahead = ((forwards[:, None] * forward) + backwards[:, None] * (passes - forward)) / microbatches
         taken = np.maximum(ahead, copy) + np.maximum(passes - ahead, copy)
         best = np.maximum(best, np.maximum(taken, times[:, None] * copy))

@@ -18,8 +18,8 @@ FAMILY: Final = 90
 LIKELY: Final = 60
 """Of estimates of them."""
 
-REGION: Final = 200
-"""Of a region's bound by itself."""
+REGION: Final = 50
+"""Of a region's bound by itself, where those of several are found at once."""
 
 RAISED: Final = 1 / 8
 """Of that by all that is placed, where those of all regions are found at once."""

@@ -118,7 +118,7 @@ def test_the_looped_bound_counts_half_of_the_bubble_at_least(ranks: int, chunks:
     bubble = (ranks - 1) * layers * 3 / ranks / chunks
     none = Unit(0, 0.0, 0.0, 0.0)
     assert busy + 0.5 * bubble < by_paths([none, *units_of([(1.0, 1.0, 1.0)] * layers), none], counts) <= busy + bubble
-    assert counts.layer_seconds(layers, (1.0, 2.0), 1, 1) <= busy + bubble
+    assert counts.layer_seconds(layers, np.array([[1.0, 2.0]]), 1, 1)[0] <= busy + bubble
 
 
 def test_where_there_is_one_unit_for_each_stage_the_looped_bound_is_met() -> None:

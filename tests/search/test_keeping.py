@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 
+from autopar.schedules import generate
+from autopar.schedules.offloads import ALL, with_offloads
 from autopar.search.keeping import Keeping
 
 
@@ -33,6 +37,37 @@ def test_what_waits_for_weights_gradients_alone_counts_apart() -> None:
     assert [rank.most for rank in keeping.here("zb-h1", 4, 16)] == [4, 3, 2, 1], "as of 1F1B"
     assert keeping.later("zb-h1", 4, 16, None, "") == 4, "of the last rank"
     assert keeping.later("1f1b", 4, 16, None, "") == 0
+
+
+@pytest.mark.parametrize("away", [False, True])
+@pytest.mark.parametrize(("name", "head"), [("zb-h1", ""), ("zb-v", ""), ("v-min", "vocab-2"), ("dualpipe-v", "")])
+def test_of_each_stage_a_backward_leaves_something_beside_others(name: str, head: str, *, away: bool) -> None:
+    """In the list itself: of each stage there is a backward after which as many others wait, or more."""
+    ranks, microbatches = 4, 12
+    beside = Keeping().beside(name, ranks, microbatches, None, head, away=away)
+    assert beside is not None
+    schedule = generate(name, ranks, microbatches, head=head)
+    for rank, row in enumerate(schedule.lists):
+        stages = [stage for stage, home in enumerate(schedule.placement) if home == rank]
+        actions = list(with_offloads(row, dict.fromkeys(stages, ALL))) if away else row
+        changes = {"F": 1, "FETCH": 1, "B": -1, "I": -1, "OFFLOAD": -1}
+        waiting = list(accumulate(changes.get(action.kind, 0) for action in actions))
+        most = [
+            max((n for n, a in zip(waiting, actions, strict=True) if a.kind == "I" and a.stage == stage), default=0)
+            for stage in stages
+        ]
+        assert beside[rank] == min(most) / len(stages)
+
+
+def test_whole_backwards_leave_nothing() -> None:
+    assert Keeping().beside("1f1b", 4, 16, None, "", away=False) is None
+    assert Keeping().beside("zb-h1", 1, 16, None, "", away=False) is None
+
+
+def test_of_one_stage_all_others_wait() -> None:
+    beside = Keeping().beside("zb-h1", 4, 16, None, "", away=False)
+    assert beside is not None
+    assert beside.tolist() == [3, 2, 1, 0]
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "v-half"])

@@ -16,9 +16,10 @@ from autopar.planner.build import Request, moved_seconds
 from autopar.planner.pipeline import Wanted
 from autopar.search import outlook, profiles, space
 from autopar.search.costing import laid_on, splits_further
+from autopar.search.outlook import _Row
 from autopar.search.profiles import Key, Profile
-from autopar.search.space import Region, moves_each_time
-from autopar.search.wholesale import Stored, folded
+from autopar.search.space import Region, moves_each_time, regions
+from autopar.search.wholesale import Ranks, Stored, folded
 from tests.fast_cluster import BUSY, FAST
 from tests.search.spaces import every_point, search_of
 
@@ -239,15 +240,34 @@ def test_interleaved_regions_are_bounded_by_their_best_number_of_stages() -> Non
     assert outlook is not None
     layers = outlook.scaler.scaled(region.key, search.scaling.layers(region.key))
     ranks = folded(layers, 2, np.ones(2), ends=True, stages=3)
-    two, three, both = (outlook._by_paths(region, layers, [WAY], some, ranks) for some in ([2], [3], [2, 3]))
+    row = _Row(layers, [WAY], [WAY])
+
+    def by_paths(chunks: list[int], ranks: Ranks) -> float:
+        found, again = outlook._by_paths([row, row], ranks, chunks, region.microbatches)
+        assert found == again
+        return float(found)
+
+    two, three, both = (by_paths(some, ranks) for some in ([2], [3], [2, 3]))
     assert two != three
     assert both == min(two, three) > 0.0
     counts = search.costing.interleaving.counts(2, 2, 8, layers.count, ends=True)
-    each = float(layers.forward), float(layers.inputs + layers.weights) + WAY.added
-    inner = counts.layer_seconds(layers.count, each, layers.ahead, layers.behind)
+    each = np.array([[layers.forward, layers.inputs + layers.weights + WAY.added]])
+    (inner,) = counts.layer_seconds(layers.count, each, layers.ahead, layers.behind)
     assert inner < two <= inner + region.microbatches * sum(layers.beside), "the other calls are on some rank"
     head = replace(ranks, spreads_head=True)
-    least = outlook._by_paths(region, layers, [WAY], [2], head)
+    least = by_paths([2], head)
     assert inner <= least < inner + region.microbatches * sum(layers.beside) / 2, "it may run while others end"
-    assert outlook._by_paths(region, layers, [WAY], [], ranks) > 0.0, "on a V"
-    assert outlook._by_paths(region, layers, [WAY], [], replace(ranks, goes_on=False)) == 0.0
+    assert by_paths([], ranks) > 0.0, "on a V"
+    assert by_paths([], replace(ranks, goes_on=False)) == 0.0
+
+
+@pytest.mark.parametrize("budget", [None, 400_000])
+def test_regions_are_bounded_together_as_alone(budget: int | None) -> None:
+    """But for how ranks count in the mean: all as those of the first region."""
+    search = search_of("llama", 8, 4, BUSY, budget_bytes=budget)
+    search._begin()
+    found = regions(search.sizes, search.pins)
+    search.place(found[1])
+    each = [search.region_bound(region) for region in found]
+    assert len(set(each)) > len(found) // 2
+    assert search.region_bounds(found) == pytest.approx(each, rel=1e-3)

@@ -9,6 +9,7 @@ import pytest
 
 from autopar.cost_models.collective import marginal_seconds
 from autopar.mesh import Mesh
+from autopar.passes.expert_roads import exchange_axes, travelling
 from autopar.planner.block_costs import Machine, block_cost
 from autopar.search.bounds import scaled
 from autopar.search.loop import Search
@@ -250,3 +251,15 @@ def test_between_nodes_bounds_of_experts_stay_as_they_are() -> None:
         profile = search.profiler.of(search.root.key._replace(rows=8 // ep, ep=ep), Mesh(ep=ep), 1)
         assert profile is not None
         assert not any(any(less) for less in profile.exchange_slack)
+
+
+def test_tokens_that_travel_along_tp_alone_stay_within_their_node() -> None:
+    """With most experts of a token on the ranks of ep, tokens are gathered there: no other nodes are in between."""
+    near, far = (replace(link, bytes_per_second=1e8) for link in (NODES.intra_node, NODES.inter_node))
+    search = experts_on(replace(NODES, intra_node=near, inter_node=far), 8, 4)
+    search.glance()
+    key = search.root.key._replace(rows=1, ep=4, tp=2, borrowed=("tp",), counted=16)
+    profile = search.profiler.of(key, Mesh(ep=4, tp=2, borrowed=("tp",)), 2)
+    assert profile is not None
+    assert {exchange_axes(node) for block in profile.model.blocks for node in travelling(block)} == {("tp",)}
+    assert not any(any(less) for less in profile.exchange_slack)

@@ -451,6 +451,40 @@ def test_what_is_recomputed_is_there_as_a_whole() -> None:
     assert np.isinf(least_seconds(layers, [FREE], alone, 4, 8.9)).all()
 
 
+def test_what_weights_gradients_need_is_there_beside_other_microbatches() -> None:
+    """Six layers of one stage, which leave 3 bytes each, beside one microbatch that keeps 1 to 4 of each."""
+    layers = replace(layers_of(6), later=3.0)
+    alone = straight(layers, 1, 4, np.ones(1), ends=False)
+    after = replace(alone, beside=np.ones(1))
+
+    def extra(room: float, ranks: Ranks, host: Host | None = None) -> float:
+        return float(least_seconds(layers, [FREE], ranks, 4, room, host)[0] / 24 - 3.0)
+
+    assert extra(24.0, alone) == pytest.approx(0.0)
+    assert extra(42.0, after) == pytest.approx(0.0)
+    assert extra(30.0, after) == pytest.approx(0.3), "they keep 12 bytes"
+    assert extra(24.0, after) == pytest.approx(1.0)
+    assert math.isinf(extra(23.9, after)), "they keep 6 at least"
+    two = replace(after, stages=2, beside=np.array([0.5]))
+    assert extra(24.0, two) == pytest.approx(0.0), "only one of its stages leaves something at a time"
+    assert math.isinf(extra(17.9, replace(after, beside=np.zeros(1)))), "nothing else is there"
+    assert extra(24.0, replace(after, working=np.array([6.0]), beside=np.zeros(1))) > 0, "in passes all count"
+    assert extra(42.0, replace(after, working=np.array([6.0]))) == pytest.approx(0.0), "what they work in is free then"
+
+
+def test_what_weights_gradients_need_makes_more_be_copied() -> None:
+    """Where three microbatches wait for a backward, two still do when one has left something."""
+    layers = replace(layers_of(8), later=8.0)
+    ranks = straight(layers, 2, 8, np.array([3.0, 3.0]), ends=False)
+    host = Host(0.5, ranks.kept[None], np.full((1, 2), 4.0), (ranks.kept[None], np.zeros((1, 2))), np.zeros(2))
+    (without,) = least_seconds(layers, [FREE], ranks, 8, 40.0, host)
+    (found,) = least_seconds(layers, [FREE], replace(ranks, beside=np.zeros(2)), 8, 40.0, host)
+    assert found > without
+    assert least_seconds(layers, [FREE], replace(ranks, beside=np.zeros(2)), 8, 1e9, host) == pytest.approx(
+        least_seconds(layers, [FREE], ranks, 8, 1e9, host)
+    )
+
+
 def test_copies_keep_up_whenever_a_rank_keeps_much() -> None:
     """The tightest number of microbatches counts, and not the most alone."""
     layers, microbatches, rate = replace(layers_of(8), extra=10 * np.array(EXTRA)), 8, 0.7
