@@ -25,7 +25,7 @@ from autopar.planner.pipeline import Pipeline, Wanted, lay_out
 from autopar.planner.rank_memory import MOMENTS, Storage, rank_state
 from autopar.schedules import Timelines
 from autopar.schedules.registry import SCHEDULES
-from autopar.search.bounds import Held, by_paths, folded, recomputed, scaled, shared_out, straight
+from autopar.search.bounds import Held, by_paths, folded, recomputed, shared_out, straight
 from autopar.search.gradients import Sums
 from autopar.search.interleaving import Interleaving
 from autopar.search.keeping import Keeping
@@ -79,7 +79,7 @@ class Found:
 @dataclass
 class Costing:
     """Costs of points of one search; ``spared_bytes`` of a budget are left for what no solver counts. ``root`` is
-    the profile of the whole batch on one rank: what its layers may keep says, by scaling, what those of others may.
+    the profile of the whole batch on one rank.
 
     What several points share is kept: passes of a cut, microbatches in flight, what layers may keep, timelines.
     """
@@ -270,7 +270,7 @@ class Costing:
         shards = {axes: mesh.zero_shards(point.zero_ranks, axes) for axes in mesh.data_lines()}
         key = (profile.key, point.zero, tuple(shards.items()), point.offload)
         if key not in self._holdings:
-            self._holdings[key] = held_by(profile, storage, self.options.recompute, self.root or profile)
+            self._holdings[key] = held_by(profile, storage, self.options.recompute)
         return self._holdings[key]
 
     def trained_bytes(self, weights: Weights) -> int:
@@ -500,26 +500,25 @@ def parts_of(pipeline: Pipeline, costs: Sequence[BlockCost], model: Model) -> di
     return {name: seconds for name, seconds in found.items() if seconds}
 
 
-def held_by(profile: Profile, storage: Storage, recompute: str, root: Profile) -> Held | None:
-    """What units take and hold, their layers as little as those of ``root`` do by scaling; None where no block is
-    called twice."""
-    block, share = layer_block(profile), scaled(root.key, profile.key) or 0.0
-    if block is None or root.model.blocks[block].name != profile.model.blocks[block].name:
+def held_by(profile: Profile, storage: Storage, recompute: str) -> Held | None:
+    """What units take and hold; None where no block is called twice."""
+    block = layer_block(profile)
+    if block is None:
         return None
     first = {unit.block: _first_call(profile, unit.block) for unit in profile.units}
     states = {b: rank_state(profile.model, [i], storage).device_bytes for b, i in first.items()}
-    leanest = {b: share * _least_bytes(root, i, recompute) for b, i in first.items() if b != block}
-    saved, extra = root.hull(block, first[block], recompute)
+    leanest = {b: _least_bytes(profile, i, recompute) for b, i in first.items() if b != block}
+    saved, extra = profile.hull(block, first[block], recompute)
     blocks = [unit.block for unit in profile.units]
     return Held(
         seconds=np.array([unit.seconds for unit in profile.units]),
         forward=np.array([unit.forward for unit in profile.units]),
         state=np.array([float(states[b]) for b in blocks]),
-        least=np.array([leanest.get(b, 0.0) for b in blocks]),
+        least=np.array([float(leanest.get(b, 0)) for b in blocks]),
         layers=np.array([float(b == block) for b in blocks]),
         working=np.array([float(profile.activations.working_bytes[b]) for b in blocks]),
-        saved=share * saved,
-        extra=share * extra,
+        saved=saved,
+        extra=extra,
     )
 
 

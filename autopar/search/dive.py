@@ -15,13 +15,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
+from autopar.options import activations_on_host
 from autopar.search.space import Family, Point, Region, promise
 from autopar.search.space import savers as saving
 from autopar.search.work import work_of
@@ -78,31 +79,44 @@ def dive(search: Search, regions: list[Region]) -> None:
             pipelines = [region for region in near if _ACTIVATIONS in _ways_away(search, region)]
             _Dive(search, _ACTIVATIONS, learned, _ELSEWHERE).run(pipelines)
         if offload := _worth_away(search, search.ranked()[0]):
+            _polish_away(search, learned)
             _climb(search, around, learned, offload)
             _polish_away(search, learned)
+
+
+class _Kind(NamedTuple):
+    """Of regions whose estimates are off alike: whether others with their axes are placed, they are pipelines, and
+    have activations on the host."""
+
+    is_like_others: bool
+    has_pipeline: bool
+    is_away: bool
+
+    @classmethod
+    def of(cls, search: Search, region: Region, offload: tuple[str, ...]) -> _Kind:
+        return cls(search.is_like_others(region), region.mesh.pp > 1, activations_on_host(offload))
 
 
 @dataclass
 class _Learned:
     """How many times its estimate a step takes, of those that were laid out: by schedule and what is stored where
     (``known``), and of those with and without a pipeline (``times``). And how many times the estimate of a region the
-    least of its points' is, once it is placed: of those with and without a pipeline, on whose axes others were before
-    or none."""
+    least of its points' is, once it is placed, by kind (``placed``)."""
 
     known: defaultdict[object, list[float]] = field(default_factory=lambda: defaultdict(list))
-    placed: defaultdict[tuple[bool, bool], list[float]] = field(default_factory=lambda: defaultdict(list))
+    placed: defaultdict[_Kind, list[float]] = field(default_factory=lambda: defaultdict(list))
     times: defaultdict[bool, list[float]] = field(default_factory=lambda: defaultdict(list))
 
-    def unplaced(self, kind: tuple[bool, bool], estimate: float) -> float:
+    def unplaced(self, kind: _Kind, estimate: float) -> float:
         """What the least of a region's points is likely to be estimated at, if it does as well as any other, or a
         little better."""
         known = self.placed[kind]
         return estimate * max(1.0, min(known) * (1 - _DOUBT) if len(known) >= _PLACED else 1.0)
 
-    def laid_out(self, kind: tuple[bool, bool], estimate: float) -> float:
+    def laid_out(self, kind: _Kind, estimate: float) -> float:
         """What the best point of an unplaced region is likely to take, if it does as well as any that was laid out, or
         a little better."""
-        known = self.times[kind[1]]
+        known = self.times[kind.has_pipeline]
         times = min(known) * (1 - _DOUBT) if len(known) >= _PLACED else 1.0
         return self.unplaced(kind, estimate) * max(1.0, times)
 
@@ -122,11 +136,6 @@ class _Learned:
         self.times[point.region.mesh.pp > 1].append(times)
         for kind in _kinds(point):
             self.known[kind].append(times)
-
-
-def _kind(search: Search, region: Region) -> tuple[bool, bool]:
-    """Of regions whose estimates are off alike."""
-    return search.is_like_others(region), region.mesh.pp > 1
 
 
 def _kinds(point: Point) -> list[tuple[object, ...]]:
@@ -192,7 +201,7 @@ class _Dive:
             return
         if any(mesh.pp <= pp and region.rows >= rows for pp, rows in full):
             return
-        likely, kind = max(first, search.likely(region, self.offload)), _kind(search, region)
+        likely, kind = max(first, search.likely(region, self.offload)), _Kind.of(search, region, self.offload)
         better = self.learned.unplaced(kind, likely)
         if self.learned.laid_out(kind, likely) >= search.best_seconds:
             return
@@ -317,10 +326,12 @@ def _climb(search: Search, around: _Around, learned: _Learned, offload: tuple[st
             for number, region in enumerate(around.next_to(best.region))
             if region not in known
         ]
-        for seconds, _, region in _by_mesh(sorted(near))[:_LOOKED]:
+        placed = 0
+        for seconds, _, region in _by_mesh(sorted(near)):
             if seconds >= search.best_seconds or search.work >= limit:
                 break
-            if search.place(region) is not None:
+            placed += search.profile(region) is None
+            if (search.profile(region) is not None or placed <= _LOOKED) and search.place(region) is not None:
                 families = [list(search.stored(family)) for family in search.families_of(region)]
                 if offload:
                     families = _alike(search, region, best._replace(offload=offload))
@@ -332,7 +343,7 @@ def _likely_best(search: Search, region: Region, best: Point, learned: _Learned)
     if there is anything on the host, those of the best's schedule with as many chunks."""
     profile = search.profile(region)
     if profile is None or not (best.offload or region in search.promising):
-        return learned.laid_out(_kind(search, region), search.likely(region, best.offload))
+        return learned.laid_out(_Kind.of(search, region, best.offload), search.likely(region, best.offload))
     if not best.offload:
         found = [search.promising[region]]
     else:

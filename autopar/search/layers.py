@@ -123,6 +123,10 @@ class Scaler:
         """Of a placement that may not be made yet, what its last call works in."""
         return (scaled(self.root.key, key) or 0.0) * self.last
 
+    def placed_last_bytes(self, profile: Profile) -> float:
+        """Of a placement, the same."""
+        return float(profile.activations.working_bytes[profile.units[-1].block]) if self.last else 0.0
+
     def suits(self, profile: Profile) -> bool:
         """Whether its layers are calls of the same block."""
         blocks = self.root.model.blocks, profile.model.blocks

@@ -129,7 +129,7 @@ class Outlook:
         stored = [every[place] for place in _undominated(every)]
         free_of_state = [way._replace(state=0.0) for way in stored]
         roomy = [free_of_state[place] for place in _undominated(free_of_state)]
-        return _Row(self.scaler.timed(profile), stored, roomy)
+        return _Row(self.scaler.placed(profile), stored, roomy)
 
     def _fastest(self, rows: Sequence[_Row], ranks: Ranks, chunks: Sequence[int], microbatches: int) -> Array:
         """As if all fitted."""
@@ -261,7 +261,8 @@ class Outlook:
         if host is not None:
             kinds = [_ranks(family, layers, kinds[0].kept)]  # copies take time where paths are elsewhere
         beside = self.costing.keeping.beside(*asked, away=host is not None)
-        last = np.array(self.scaler.last_bytes(region.key))
+        layers = self.scaler.placed(profile)
+        last = np.array(self.scaler.placed_last_bytes(profile))
         whole = np.array([point.head_chunks == 1 and not splits_head(family) for point in points])
         for is_whole in set(whole.tolist()):
             those = [way for way, same in zip(stored, whole == is_whole, strict=True) if same]

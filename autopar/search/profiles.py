@@ -104,7 +104,7 @@ class Profile:
 
     @cached_property
     def activations(self) -> Activations:
-        """What calls keep; made when a region is laid out, not for its bound alone."""
+        """What calls keep; made when bounds by memory ask for it."""
         request = self.placed.request
         machine = Machine.of(request.cluster, request.mesh, request.options.zero_ranks)
         return activations_of(self.model, self.costs, machine, request.options, self.placed.rulings)

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -18,7 +19,7 @@ from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 from autopar.search import dive
 from autopar.search.costing import Outcome
-from autopar.search.dive import _alike, _Around, _climb, _Learned
+from autopar.search.dive import _alike, _Around, _climb, _Kind, _Learned
 from autopar.search.loop import Search
 from autopar.search.space import Point, Region, regions
 from tests.fast_cluster import FAST
@@ -95,14 +96,16 @@ def dead_end() -> Region:
     return max(ends, key=lambda region: found[region])
 
 
-def climbed() -> Outcome:
-    """The best that a climb finds from there."""
+def climbed(placed: Iterable[Region] = ()) -> Outcome:
+    """The best that a climb finds from there, where others are ``placed`` as well."""
     search = space("gpt2", 4, "cpu", schedule="1f1b")
     search._begin()
     assert search.place(dead_end()) is not None
     for point in search.points_of(dead_end()):
         search.lay_out(point)
     assert search.best_seconds == pytest.approx(steps()[dead_end()])
+    for region in placed:
+        search.place(region)
     _climb(search, _Around.of(regions(search.sizes, search.pins)), _Learned(), ())
     return search.ranked()[0]
 
@@ -116,6 +119,16 @@ def test_the_climb_changes_several_degrees_at_once() -> None:
 def test_degree_by_degree_it_ends_where_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dive, "_CHANGES", 1)
     assert climbed().point.region == dead_end()
+
+
+def test_a_climb_looks_at_regions_that_are_placed_however_many_others_look_better(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It places so many; of those that are, any may be better."""
+    monkeypatch.setattr(dive, "_LOOKED", 0)
+    assert climbed().point.region == dead_end()
+    better = [region for region, seconds in steps().items() if seconds < 0.9 * steps()[dead_end()]]
+    assert climbed(better).point.region in better
 
 
 def test_what_is_next_to_a_region() -> None:
@@ -188,13 +201,14 @@ def test_what_is_on_the_host_is_taken_to_do_as_well_as_what_is_not() -> None:
 
 
 def test_regions_are_taken_to_turn_out_as_well_as_the_best_of_some() -> None:
-    learned, kind = _Learned(), (False, True)
+    learned, kind = _Learned(), _Kind(is_like_others=False, has_pipeline=True, is_away=False)
     for ratio in (1.5, 1.25):
         learned.placed[kind].append(ratio)
         assert learned.unplaced(kind, 8.0) == 8.0, "few say nothing"
     learned.placed[kind].append(2.0)
     assert 8.0 < learned.unplaced(kind, 8.0) < 1.25 * 8.0
-    assert learned.unplaced((True, True), 8.0) == 8.0, "of others"
+    assert learned.unplaced(kind._replace(is_like_others=True), 8.0) == 8.0, "of others"
+    assert learned.unplaced(kind._replace(is_away=True), 8.0) == 8.0, "memory on the host makes up for what was short"
     learned.placed[kind].append(0.5)
     assert learned.unplaced(kind, 8.0) == 8.0, "estimates of placed ones are no less"
 
@@ -395,4 +409,5 @@ def test_how_far_estimates_were_off_is_learned_from_what_is_placed() -> None:
         likely = max(dive._first_estimate(search, region), search.likely(region))
         dive_._look_at(math.inf, region)
     points = [estimate for estimate, _, item in dive_.waiting if isinstance(item, Point)]
-    assert dive_.learned.placed[False, False] == [pytest.approx(min(points) / likely)]
+    kind = _Kind(is_like_others=False, has_pipeline=False, is_away=False)
+    assert dive_.learned.placed[kind] == [pytest.approx(min(points) / likely)]
