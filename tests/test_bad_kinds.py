@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -69,6 +70,13 @@ def test_what_is_no_whole_number(job: autopar.ParallelModel, other: Any) -> None
     for name, take in takes.items():
         with pytest.raises(ArgumentError, match=f"{name.partition(' ')[0]}=.*; it must be a whole number of at least"):
             take(other)
+
+
+@pytest.mark.parametrize("other", [None, 0, -1.0, math.nan, math.inf, True, "2", []], ids=repr)
+def test_what_is_no_number_of_times(other: Any) -> None:
+    case = make("mlp", 4)
+    with pytest.raises(ArgumentError, match=r"effort=.*; it must be more than 0: with 10, a search may take ten times"):
+        autopar.plan(case.model, 2, sample=case.batch, effort=other)
 
 
 @pytest.mark.parametrize("other", [None, 2, -1, "0", 0.0, []], ids=repr)

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from autopar import cli
 from autopar.command_options import _PANELS, JobOptions
+from autopar.errors import ArgumentError
 from autopar.model_names import resolve
 from autopar.plan import Plan
 
@@ -60,6 +61,17 @@ def test_plan_show_and_diff(model: str, tmp_path: Path) -> None:
     assert "tp: 2 -> 1" in run("show", path, "--diff", other)[1].splitlines()
     found = json.loads(run("show", path, "--diff", other, "--json")[1])
     assert {"group": "degrees", "path": "mesh_sizes.tp", "before": 2, "after": 1} in found
+
+
+def test_effort_goes_to_the_search(model: str) -> None:
+    sizes = ("--batch", "8", "--sequence", "16", "--cluster", "h100")
+    plans = [
+        Plan.from_json(run("plan", model, "--gpus", "8", *sizes, "--effort", e, "--json")[1]) for e in ("0.001", "1")
+    ]
+    tried = [plan.search.laid_out for plan in plans if plan.search is not None]
+    assert tried[0] < tried[1]
+    with pytest.raises(ArgumentError, match=r"effort=0.0; it must be more than 0"):
+        run("plan", model, "--gpus", "8", *sizes, "--effort", "0")
 
 
 def test_a_model_of_a_config_names_its_loss(model: str) -> None:

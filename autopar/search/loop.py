@@ -54,7 +54,7 @@ TOLERANCE = 0.01
 WORK = 2e5
 """Units (:mod:`autopar.search.work`) that a search may take; what is left then counts with its bound."""
 
-_PROOF = 0.3  # of the work, for bounds at least
+_PROOF = 0.5  # of the work, for bounds at least
 
 
 class Item(NamedTuple):

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import autopar
 from autopar import Cluster
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
@@ -23,6 +24,7 @@ from autopar.search.dive import _alike, _Around, _climb, _Kind, _Learned
 from autopar.search.loop import Search
 from autopar.search.space import Point, Region, regions
 from tests.fast_cluster import FAST
+from tests.models import make
 from tests.search.spaces import every_point, search_of
 
 CLUSTERS = {"fast": FAST, "cpu": Cluster.load("cpu"), "h100": Cluster.load("h100")}
@@ -56,6 +58,23 @@ def test_the_first_plan_is_close_to_the_best(name: str, gpus: int, cluster: str)
     found = space(name, gpus, cluster).glance()
     assert found == sorted(found, key=lambda outcome: outcome.step_seconds)
     assert found[0].step_seconds <= CLOSE * min(least(name, gpus, cluster).values())
+
+
+def test_with_more_effort_a_search_proves_more() -> None:
+    case = make("gpt2", 8)
+    captured = autopar.capture(case.model, sample=case.batch, loss=case.loss)
+
+    def plan(effort: float) -> autopar.Plan:
+        return autopar.plan(captured, 8, cluster="h100", effort=effort)
+
+    little, much = plan(1e-3), plan(1.0)
+    assert little.search is not None
+    assert much.search is not None
+    assert much.step_seconds <= little.step_seconds
+    gaps = [1 - plan.search.bound_seconds / plan.step_seconds for plan in (little, much) if plan.search is not None]
+    assert gaps[1] < gaps[0]
+    assert much.search.laid_out > little.search.laid_out
+    assert plan(1e-3).to_json() == little.to_json()
 
 
 @pytest.mark.parametrize("most_work", [1.0, 2e4, 2e5])
