@@ -169,27 +169,28 @@ def test_what_just_fits_isnt_said_not_to(region: Region) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("offload", [(), ("activations",)], ids=["here", "away"])
-@pytest.mark.parametrize("region", [Region(Mesh(pp=2, dp=2), 1, 4), Region(Mesh(pp=4), 1, 8)], ids=str)
-def test_what_weights_gradients_need_is_bounded_by_what_just_fits(region: Region, offload: tuple[str, ...]) -> None:
-    """In less and less memory, with a host that is slow: what a backward leaves for them is part of it."""
+def test_what_just_fits_has_room_for_what_weights_gradients_need(offload: tuple[str, ...]) -> None:
+    """In less and less memory, with a host that is slow: of few microbatches that is most of what a rank keeps."""
     device = replace(FAST.device, host_memory_bytes=10**12, host_bytes_per_second=1e8)
     cluster = replace(FAST, device=device)
     roomy, fitting, tight_ones = search_of("gpt2", 8, 4, cluster), 0, 0
     roomy._begin()
-    roomy.place(region)
-    points = [point for point in roomy.points_of(region) if SCHEDULES[point.schedule].splits_backward]
-    for point, share in itertools.product(points[::7], (1.0, 0.8, 0.6)):
+    points = list[Point]()
+    for region in (Region(Mesh(pp=2, dp=2), 4, 1), Region(Mesh(pp=4), 1, 8)):
+        roomy.place(region)
+        points += [p for p in roomy.points_of(region) if SCHEDULES[p.schedule].splits_backward and p.zero != 1][::7]
+    for point, share in itertools.product(points, (1.0, 0.8, 0.6)):
         try:
             budget = int(share * roomy.lay_out(point).peak_bytes)
             tight = search_of("gpt2", 8, 4, cluster, budget_bytes=budget)
             tight._begin()
-            profile, here = tight.place(region), point._replace(offload=offload)
+            profile, here = tight.place(point.region), point._replace(offload=offload)
             seconds = tight.lay_out(here).step_seconds
         except AutoparError:
             continue
         assert profile is not None
         (bound,), (passes,) = tight.bounds([here], profile), tight.bounds([here], profile, memory=False)
-        assert max(bound, tight.region_bound(region)) <= seconds * ROUNDED, (here, budget)
+        assert max(bound, tight.region_bound(point.region)) <= seconds * ROUNDED, (here, budget)
         fitting, tight_ones = fitting + 1, tight_ones + (bound > passes * ROUNDED)
     assert fitting > 3
     assert tight_ones > 1, "memory says more than passes"
