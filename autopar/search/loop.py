@@ -207,6 +207,7 @@ class Search:
         return self.best_seconds * (1 - self.tolerance)
 
     def is_beaten(self, bound: float) -> bool:
+        """Whether nothing that isn't below ``bound`` is better than the best by as much as counts."""
         return bound >= self._good
 
     def again(self, spared_bytes: int) -> Search:

@@ -491,12 +491,18 @@ def _least_of(
     budget: float,
     host: Host | None = None,
 ) -> Array:
-    """Of each row the way that takes the least."""
-    numbers = [len(ways) for _, ways in rows]
-    layers = side_by_side([(layers, number) for (layers, _), number in zip(rows, numbers, strict=True)])
-    every = list(itertools.chain.from_iterable(ways for _, ways in rows))
-    found = least_seconds(layers, every, ranks, microbatches, budget, host)
-    least: Array = np.minimum.reduceat(found, [0, *itertools.accumulate(numbers[:-1])])
+    """Of each row the way that takes the least: at once for rows that have in common what layers may keep."""
+    alike: dict[int, list[int]] = {}
+    for place, (layers, _) in enumerate(rows):
+        alike.setdefault(id(layers.saved), []).append(place)
+    least = np.empty(len(rows))
+    for places in alike.values():
+        some = [rows[place] for place in places]
+        numbers = [len(ways) for _, ways in some]
+        layers = side_by_side([(layers, number) for (layers, _), number in zip(some, numbers, strict=True)])
+        every = list(itertools.chain.from_iterable(ways for _, ways in some))
+        found = least_seconds(layers, every, ranks, microbatches, budget, host)
+        least[places] = np.minimum.reduceat(found, [0, *itertools.accumulate(numbers[:-1])])
     return least
 
 

@@ -20,6 +20,7 @@ from autopar.search.interleaving import Counts
 
 Figure = float | Array
 
+_NOTHING: Final = np.zeros(1)
 _VALUES: Final = 16  # of what layers keep that are told apart where the rest is copied
 _ROUNDED: Final = 1 + 1e-9
 _TINY: Final = 1e-30  # of a share: there may be none
@@ -147,14 +148,15 @@ def straight(layers: Layers, ranks: int, microbatches: int, kept: Array, *, ends
 
 def side_by_side(rows: Sequence[tuple[Layers, int]]) -> Layers:
     """Of as many ways as each has, one after the other; what they may keep are shares of the same."""
-    times = [count for _, count in rows]
+    times, (first, _) = [count for _, count in rows], rows[0]
+    assert all(np.array_equal(layers.saved, first.saved) for layers, _ in rows)
 
     def column(figures: Iterable[Figure]) -> Array:
         found: Array = np.repeat(np.array(list(figures), dtype=np.float64), times)
         return found
 
     return replace(
-        rows[0][0],
+        first,
         forward=column(layers.forward for layers, _ in rows),
         inputs=column(layers.inputs for layers, _ in rows),
         weights=column(layers.weights for layers, _ in rows),
@@ -404,7 +406,7 @@ def _copied(
 
 def without_memory(layers: Layers) -> Layers:
     """As if they kept nothing: what their passes alone take."""
-    return replace(layers, saved=np.zeros(1), extra=np.zeros(1), working=0.0)
+    return replace(layers, saved=_NOTHING, extra=_NOTHING, working=0.0)
 
 
 def _by_way(figure: Figure) -> Array:
