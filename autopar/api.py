@@ -145,19 +145,17 @@ def compile(
     the model's own (a scalar, ``.loss``, ``["loss"]`` or the first output) or ``loss(output, batch)``. ``optimizer`` is
     a torch optimizer over the model's parameters, or a function that makes one from
     :class:`autopar.runtime.optimizers.Parameters`, or several of those; ``scheduler`` makes a learning rate scheduler
-    from it, stepped when it is. ``mesh`` pins degrees, some (``{"tp": 8}``) or all (sizes that multiply to ``gpus``);
-    ``cp`` splits sequences, ``ep`` is over how many of these ranks experts are split. ``microbatches`` per step, or
-    ``microbatch`` rows in each on a rank. ``schedule``: a name of :data:`autopar.schedules.SCHEDULES`
-    (``"synthesized"``: the best order for this model and cluster); ``chunks``: stages per pipeline rank;
+    of it. ``mesh`` pins degrees, some (``{"tp": 8}``) or all (that multiply to ``gpus``); ``cp`` splits sequences,
+    ``ep`` is over how many of these ranks experts are split. ``microbatches`` per step, or ``microbatch`` rows in each
+    on a rank. ``schedule``: a name of :data:`autopar.schedules.SCHEDULES`; ``chunks``: stages per pipeline rank;
     ``vocabulary``: where embedding and head are computed (:data:`autopar.planner.modes.MODES`). ``plan`` takes the
-    decisions of an earlier plan. ``clip_norm`` clips the global gradient norm. ``dp`` and microbatches split
+    decisions of an earlier plan. ``clip_norm`` clips the norm of all gradients. ``dp`` and microbatches split
     ``batch_dim`` of batch tensors (0), ``cp`` their ``seq_dim`` (1). ``expert_load`` is what experts had to do
     (:attr:`SimulationResult.expert_load`, or a file): hot ones are stored apart. ``options``: fields of
     :class:`autopar.Options`. A captured model (:func:`capture`) has its own sample, loss, dims and precision.
-    ``progress`` is told how the search goes, which takes ``effort`` times the work that it usually may, or less where
-    nothing can be better; ``fronts`` searches with less memory and on other numbers of GPUs, too
-    (:attr:`Plan.search`). Under ``torchrun``, rank 0 plans. Raises BudgetError with what would fit where nothing does;
-    CaptureError, BatchError, ShardingError, StageError, PlanError, ArgumentError.
+    ``progress`` is told of the search, of ``effort`` times the usual work at most; ``fronts`` searches with less memory
+    and on other numbers of GPUs, too (:attr:`Plan.search`). Under ``torchrun``, rank 0 plans. Raises BudgetError with
+    what would fit where nothing does; CaptureError, BatchError, ShardingError, StageError, PlanError, ArgumentError.
     """
     _check_kinds(model, plan, clip_norm, seed, loss=loss, scheduler=scheduler, progress=progress)
     sizes, target, degrees = _mesh(mesh, plan, gpus), _cluster(cluster, plan), {} if mesh is None else mesh
@@ -171,8 +169,7 @@ def compile(
         given = (_source(captured, seed), maker(optimizer, captured.model), scheduler, clip_norm, seed)
         measured, watch = partial(_measured, given, Known()), progress and partial(tell, progress)
         search = partial(choose, measured=measured, watch=watch, fronts=fronts, effort=effort)
-        built = _built(prepared, pins, target, plan, read_load(expert_load or {}), search)
-        return _compiled(captured, given, built)
+        return _compiled(captured, given, _built(prepared, pins, target, plan, read_load(expert_load or {}), search))
 
 
 def _captured(
