@@ -59,7 +59,7 @@ class View(NamedTuple):
     ways: Sequence[Way]
     times: Array
     profile: Profile | None
-    known: float = 0.0
+    known: float
 
 
 class _Row(NamedTuple):
