@@ -6,10 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
-from autopar.graph import info
+from autopar.graph import Meta, ParameterInfo, info
+from autopar.planner.rank_memory import stored_elements
+from autopar.schedules.weight_moves import MESSAGES
 from autopar.search.bounds import scaled
 from autopar.search.gradients import Kind
 from autopar.search.hulls import Array
@@ -64,15 +67,29 @@ def layer_weights(profile: Profile, block: int) -> Counter[Kind]:
     return least
 
 
-def layer_sizes(profile: Profile, block: int) -> dict[tuple[str, ...], list[int]]:
-    """Bytes of each of its trained weights in the dtype that is computed with, by the axes that it is split on."""
+class LayerWeight(NamedTuple):
+    """A trained weight of a layer: the axes that it is split on, what is known of it, and what a rank has of it, in the
+    dtype that is computed with."""
+
+    axes: tuple[str, ...]
+    known: ParameterInfo
+    meta: Meta
+
+    def is_large(self, shards: int) -> bool:
+        """Whether it travels by itself among so many ranks that store rows of it."""
+        is_whole = shards * stored_elements(self.known, self.meta.shape, shards) == self.meta.numel
+        return is_whole and self.meta.bytes >= MESSAGES.large(shards)
+
+
+def weights_of_layer(profile: Profile, block: int) -> list[LayerWeight]:
+    """Of the first call of ``block``."""
     call = next(call for call in profile.model.calls if call.block == block)
-    found: dict[tuple[str, ...], list[int]] = {}
+    found = []
     for name, node in zip(call.parameters, profile.model.blocks[block].parameters, strict=True):
         known, data = profile.model.parameters[name], info(node)
         if known.trainable and not known.is_buffer:
             split = tuple(axis for axis, kind in data.types().items() if kind.is_shard)
-            found.setdefault(split, []).append(data.meta.bytes)
+            found.append(LayerWeight(split, known, data.meta))
     return found
 
 

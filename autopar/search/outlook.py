@@ -26,7 +26,7 @@ from autopar.search.gradients import Adding, Kind, Sums, adding
 from autopar.search.hulls import Array
 from autopar.search.interleaving import Counts
 from autopar.search.keeping import folded_kept, looped_kept, straight_kept
-from autopar.search.layers import Scaler, layer_sizes, layer_weights
+from autopar.search.layers import Scaler, layer_weights, weights_of_layer
 from autopar.search.profiles import Key, Profile, Weights
 from autopar.search.space import Family, Point, Region, Way, expert_share, stages_of
 from autopar.search.wholesale import (
@@ -93,7 +93,7 @@ class Outlook:
     @cached_property
     def _root_sizes(self) -> list[int]:
         """Bytes of each weight of a layer that isn't split."""
-        return layer_sizes(self.scaler.root, self.scaler.block).get((), [])
+        return [each.meta.bytes for each in weights_of_layer(self.scaler.root, self.scaler.block) if not each.axes]
 
     def region_bounds(self, views: Sequence[View], families: Sequence[Family], enough: float = math.inf) -> Array:
         """No step of any point of these regions is below, by region, which have as many pipeline ranks and microbatches
@@ -369,10 +369,9 @@ class Outlook:
             large: Counter[tuple[str, ...]] = Counter()
             for axes, each in weights.items():
                 lines[mesh.data_axes(axes)] = lines.get(mesh.data_axes(axes), Weights(0, 0, 0)) + each
-            for axes, sizes in layer_sizes(profile, self.scaler.block).items():
-                line = mesh.data_axes(axes)
-                least = MESSAGES.large(mesh.zero_shards(way[1], line) if line else 1)
-                large[line] += sum(size >= least for size in sizes)
+            for weight in weights_of_layer(profile, self.scaler.block):
+                line = mesh.data_axes(weight.axes)
+                large[line] += weight.is_large(mesh.zero_shards(way[1], line) if line else 1)
             partly = {mesh.data_axes(s) for s, each in profile.weights.items() if profile.summed.get(s) != each}
             summed = set(lines) - partly
             stored = self._stored(mesh, lines, way, summed, large)
@@ -464,6 +463,7 @@ class Outlook:
         for axes, weights in lines.items():
             shards = self._shards(mesh, way, axes)
             link = machine.lines[axes].shard if shards > 1 and axes in machine.lines else None
+            further = max(0, large.get(axes, 0) - 1)  # messages
             state += 0.0 if away else self.costing.trained_bytes(weights) / shards
             state += weights.masters / (shards if zero >= 2 else 1)
             twice = shards > 1 or weights.copies != weights.masters or away
@@ -471,14 +471,14 @@ class Outlook:
                 state += weights.copies if twice else 0.0
             else:
                 if link:
-                    further = max(0, large.get(axes, 0) - 1)  # messages
                     seconds = seconds_of("all_gather", int(weights.copies) - further, shards, link)
                     seconds += further * seconds_of("all_gather", 1, shards, link)
                     gathered += seconds
                     held += seconds * machine.device.held_share(link)
                 gathered += weights.copies / shards / host if away and host else 0.0
             if zero >= 2 and axes in summed and link:
-                seconds = seconds_of("reduce_scatter", int(self.costing.sent_bytes(weights)), shards, link)
+                seconds = seconds_of("reduce_scatter", int(self.costing.sent_bytes(weights)) - further, shards, link)
+                seconds += further * seconds_of("reduce_scatter", 1, shards, link)
                 scattered += seconds
                 held += seconds * machine.device.held_share(link)
         return Stored(state, gathered, scattered, held=held / (gathered + scattered) if held else 0.0)
@@ -558,7 +558,8 @@ def _kinds(region: Region, layers: Layers, families: Sequence[Family]) -> list[t
         found.append((straight(layers, pp, count, kept, ends=False), []))
     if chunks:
         least = np.min([looped_kept(pp, count, each) for each in sorted(chunks)], axis=0)
-        found.append((folded(layers, pp, least, ends=not heads, stages=max(chunks)), sorted(chunks)))
+        looped = folded(layers, pp, least, ends=not heads, stages=max(chunks))
+        found.append((replace(looped, least_stages=min(chunks)), sorted(chunks)))
     return [(replace(ranks, spreads_head=heads), some) for ranks, some in found]
 
 

@@ -92,7 +92,8 @@ class Ranks:
     whatever its layers do, and holds the gathered weights of so many layers and the messages of so many (``passing``).
     What a layer computes again may be taken to be there as a whole in its backward (``transient``). ``last`` is the
     rank that has the last call, if that isn't spread. ``beside``: so many microbatches wait for a backward while what
-    weights' gradients of another one of a stage need is there (None: backwards leave nothing)."""
+    weights' gradients of another one of a stage need is there (None: backwards leave nothing). It has
+    ``least_stages`` at least."""
 
     share: Array
     waits: tuple[Array, Array]
@@ -111,6 +112,7 @@ class Ranks:
     transient: bool = False
     last: int | None = None
     beside: Array | None = None
+    least_stages: int = 1
 
     @property
     def count(self) -> int:
@@ -173,7 +175,8 @@ def folded(layers: Layers, ranks: int, kept: Array, *, ends: bool, stages: int) 
     idle = float(ahead.mean())
     share = np.full(ranks, 1 / ranks)
     waits = idle, ends * idle
-    return Ranks(share, (none, none), none > 0, waits, ahead, ends, False, kept, goes_on=True, stages=stages)
+    found = Ranks(share, (none, none), none > 0, waits, ahead, ends, False, kept)
+    return replace(found, goes_on=True, stages=stages, least_stages=stages)
 
 
 def placed(
@@ -187,7 +190,7 @@ def placed(
     waits = (each - microbatches * share[:, None] for each in (forward, backward))
     must = (stage >= layers.ahead) & (stage < forward.size - layers.behind)
     found = Ranks(share, (next(waits), next(waits)), must, (0.0, 0.0), _ahead(layers, len(kept)), ends, False, kept)
-    return replace(found, goes_on=True, stages=stage.shape[1])
+    return replace(found, goes_on=True, stages=stage.shape[1], least_stages=stage.shape[1])
 
 
 def _ahead(layers: Layers, ranks: int) -> Array:
@@ -214,7 +217,7 @@ def least_seconds(
     until = backward if ranks.ends else layers.inputs
     latency = layers.count * (forward + until) + (0.0 if ranks.spreads_head else layers.beside[0])
     found = np.maximum(np.maximum(mean + beside + waited, slowest), latency)
-    moves = ranks.goes_on and stored[:, 1:3].any()
+    moves = stored[:, 1:3].any()
     result: Array = np.maximum(found, _moved(layers, stored, ranks, microbatches)) if moves else found
     return result
 
@@ -227,11 +230,27 @@ def _passes(layers: Layers, stored: Array) -> tuple[Array, Array]:
 
 
 def _moved(layers: Layers, stored: Array, ranks: Ranks, microbatches: int) -> Array:
-    """By way, seconds of what a rank with several stages gathers on average, one pass ahead, or scatters."""
-    completing = layers.weights + stored[:, 3] + (0.0 if ranks.puts_off else layers.inputs)
-    each = np.maximum(2 * stored[:, 1], stored[:, 2] - completing)
-    result: Array = microbatches * layers.count * each / ranks.count
-    return result
+    """By way, seconds of the stream that gathers weights for each pass and scatters what passes leave of the gradients,
+    one after the other: of each stage's first layer all, of others what runs beside no pass. Before the first backward,
+    all layers run forward once, and a rank gathers for as many forwards as there are and two passes more at most.
+
+    What is recomputed may run beside scatters, but a step is no shorter than half of what these and the passes take
+    without it.
+    """
+    forward, (gathered, scattered, added) = layers.forward + np.zeros(len(stored)), stored[:, 1:4].T
+    completing = layers.weights + added + (0.0 if ranks.puts_off else layers.inputs)
+    left = microbatches * layers.count * np.maximum(0.0, scattered - completing) / ranks.count
+    passes = microbatches * layers.count * (forward + completing) / ranks.count
+    first, least = (microbatches * ranks.least_stages * np.minimum(scattered, most) for most in (completing, math.inf))
+    found = np.zeros(len(stored))
+    for gathers, until in ((2 * microbatches, 0.0), (max(0, microbatches - 2), layers.count * forward)):
+        begun = until + gathers * layers.count * gathered / ranks.count
+        if ranks.puts_off:
+            every: tuple[Array, ...] = (begun + left + first,)
+        else:
+            every = begun + least, (begun + left + first + passes) / 2
+        found = np.maximum(found, np.max(every, axis=0))
+    return found
 
 
 def _beside(layers: Layers, ranks: Ranks, microbatches: int) -> Figure:
@@ -347,7 +366,7 @@ def _layer_passes(layers: Layers, stored: Array, ranks: Ranks, count: Array, ext
     seconds in the backward. Passes of one stage last as long as its weights are gathered for them. A scatter runs
     beside the pass that completes gradients but for those of each stage's first layer."""
     gathered, scattered, added, held = (stored[:, i, None, None] for i in (1, 2, 3, 4))
-    gathers, scatters, holds = (bool(stored[:, i].any()) for i in (1, 2, 4))
+    gathers, holds = (bool(stored[:, i].any()) for i in (1, 4))
     completing = _by_way(layers.weights) + added
     forward = _by_way(layers.forward) + np.zeros_like(gathered)
     backward = _by_way(layers.inputs) + extra + (0.0 if ranks.puts_off else completing)
@@ -363,10 +382,7 @@ def _layer_passes(layers: Layers, stored: Array, ranks: Ranks, count: Array, ext
             backward = backward + _slowed(backward, gathered + beside, held)
     if gathers and not ranks.goes_on:
         forward, backward = np.maximum(forward, gathered), np.maximum(backward, gathered)
-    both = forward + backward + (completing if ranks.puts_off else 0.0)
-    if scatters and not ranks.goes_on:
-        both = np.maximum(both, scattered - (completing if ranks.puts_off else backward))
-    return forward, both
+    return forward, forward + backward + (completing if ranks.puts_off else 0.0)
 
 
 def _slowed(seconds: Array, moved: Array, held: Array) -> Array:

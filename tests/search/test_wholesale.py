@@ -145,10 +145,17 @@ def test_passes_last_as_long_as_their_gathers() -> None:
 
 
 def test_scatters_take_what_their_backward_leaves() -> None:
+    """After the first forward, and of the first layer all; if it recomputes nothing, or so much that passes take as
+    long."""
     layers = layers_of(6)
     alone = straight(layers, 1, 4, np.ones(1), ends=False)
-    assert least_seconds(layers, [Stored(0.0, 0.0, 4.0)], alone, 4, 100.0) == pytest.approx([4 * 6 * 3.0])
-    assert least_seconds(layers, [Stored(0.0, 0.0, 7.0)], alone, 4, 100.0) == pytest.approx([4 * 6 * (7.0 - 2.0)])
+    for scattered in (4.0, 7.0):
+        way = [Stored(0.0, 0.0, scattered)]
+        stream = 6 * 1.0 + 4 * (6 * (scattered - 2.0) + 2.0)
+        found = max(4 * 6 * 3.0, (stream + 4 * 6 * 3.0) / 2)
+        assert least_seconds(layers, way, alone, 4, 100.0) == pytest.approx([found])
+        split = 6 * 1.0 + 4 * (6 * (scattered - 0.8) + 0.8)
+        assert least_seconds(layers, way, replace(alone, puts_off=True), 4, 100.0) == pytest.approx([split])
 
 
 def test_collectives_slow_the_passes_that_they_run_beside() -> None:
@@ -170,22 +177,30 @@ def test_collectives_slow_the_passes_that_they_run_beside() -> None:
             assert found == pytest.approx([4 * 6 * split])
 
 
-def test_of_several_stages_a_rank_moves_all_weights() -> None:
-    """One after the other: for both passes, and of gradients what the pass that completes them leaves."""
-    layers, none = layers_of(4), np.ones(2)
-    for ends, completing in ((True, 2.0), (False, 0.8)):
-        works = replace(folded(layers, 2, none, ends=ends, stages=2), puts_off=not ends)
-        for way, moved in ((Stored(0.0, 3.0, 0.0), 2 * 3.0), (Stored(0.0, 0.0, 9.0), 9.0 - completing)):
-            assert least_seconds(layers, [way], works, 12, 1e9) == pytest.approx([12 * 4 * moved / 2])
+def test_what_a_rank_moves_goes_one_after_the_other() -> None:
+    """Of four layers in two stages; gradients after all layers' first forward, of each stage's first layer all, of the
+    others what the pass that completes them leaves, which recomputation may hide."""
+    layers, none, four = layers_of(8), np.ones(2), 4
+    whole, split = (replace(folded(layers, 2, none, ends=not off, stages=2), puts_off=off) for off in (False, True))
+    for works, way, seconds in (
+        (whole, Stored(0.0, 3.0, 0.0), 12 * four * 6.0),
+        (split, Stored(0.0, 3.0, 0.0), 12 * four * 6.0),
+        (split, Stored(0.0, 0.0, 9.0), 8 * 1.0 + 12 * (four * 8.2 + 2 * 0.8)),
+        (split, Stored(0.0, 0.1, 9.0), 8 * 1.0 + 10 * four * 0.1 + 12 * (four * 8.2 + 2 * 0.8)),
+        (split, Stored(0.0, 3.0, 9.0), 12 * (four * (6.0 + 8.2) + 2 * 0.8)),
+        (whole, Stored(0.0, 0.0, 9.0), (8 * 1.0 + 12 * (four * (7.0 + 3.0) + 2 * 2.0)) / 2),
+        (whole, Stored(0.0, 3.0, 3.0), 12 * (four * 6.0 + 2 * 3.0)),
+    ):
+        assert least_seconds(layers, [way], works, 12, 1e9) == pytest.approx([seconds])
 
 
 def test_the_first_gather_is_over_when_a_rank_begins() -> None:
-    """Of three layers on the second rank, which waits for one layer's passes, the first forwards need 1 instead of 3
+    """Of two layers on the second rank, which waits for one layer's passes, the first forwards need 1 instead of 1.5
     seconds."""
-    layers = layers_of(6)
+    layers = layers_of(4)
     works = straight(layers, 2, 12, straight_kept(2, 12), ends=True)
-    found = least_seconds(layers, [Stored(0.0, 3.0, 0.0)], works, 12, 1e9)
-    assert found == pytest.approx([12 * 3 * 6.0 - 3 * (3.0 - 1.0) + 3.0])
+    found = least_seconds(layers, [Stored(0.0, 1.5, 0.0)], works, 12, 1e9)
+    assert found == pytest.approx([12 * 2 * 3.5 - 2 * (1.5 - 1.0) + 3.0])
 
 
 def test_a_layer_that_a_stage_has_in_any_case_is_no_other_one() -> None:
