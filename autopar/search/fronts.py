@@ -23,7 +23,7 @@ from autopar.plan import PointPlan, bytes_text, change_text
 from autopar.planner.modes import MODES
 from autopar.search.costing import Found, Outcome
 from autopar.search.pins import Pins
-from autopar.search.space import Point, Region, promise
+from autopar.search.space import Family, Point, Region, promise
 from autopar.search.work import work_of
 
 if TYPE_CHECKING:
@@ -118,9 +118,10 @@ def others(search: Search) -> Iterator[Point]:
             continue
         if opened > _OTHERS:
             continue
-        profile = search.profile(item.what)
+        families = [item.what] if isinstance(item.what, Family) else list(search.families_of(item.what))
+        profile = search.profile(families[0].region)
         assert profile is not None
-        for family in search.families_of(item.what):
+        for family in families:
             opened += 1
             points = [point for point in search.stored(family) if search.is_placed(point)]
             for point, least in zip(points, search.bounds(points, profile), strict=True):

@@ -62,7 +62,7 @@ class Item(NamedTuple):
 
     bound: float
     number: int
-    what: Region | Point
+    what: Region | Family | Point
 
 
 @dataclass
@@ -173,6 +173,8 @@ class Search:
                 self._passed.append(item)
             elif isinstance(item.what, Region):
                 self._open(item.bound, item.what)
+            elif isinstance(item.what, Family):
+                self._open_family(item.bound, item.what)
             else:
                 self._try(item.bound, item.what)
         self._raise_regions()
@@ -223,10 +225,10 @@ class Search:
         """What neither was laid out nor is all laid out, the best bound first."""
         return sorted((*self._waiting, *self._passed))
 
-    def is_placed(self, what: Region | Point) -> bool:
+    def is_placed(self, what: Region | Family | Point) -> bool:
         if isinstance(what, Point):
             return self.key_of(what)._replace(streamed=False) in self.profiler.known
-        return self.profile(what) is not None
+        return self.profile(what if isinstance(what, Region) else what.region) is not None
 
     def _goes_on(self) -> bool:
         if self._work >= self._limit:
@@ -237,7 +239,7 @@ class Search:
         """The whole batch on one rank, which bounds everything."""
         return self.profiler.of(Key(self.sizes.batch, 1, 1, 1), Mesh(), 1)
 
-    def _push(self, bound: float, what: Region | Point) -> None:
+    def _push(self, bound: float, what: Region | Family | Point) -> None:
         if math.isinf(bound):
             return
         if self.is_beaten(bound):
@@ -246,7 +248,7 @@ class Search:
             self._numbers += 1
             heapq.heappush(self._waiting, Item(bound, self._numbers, what))
 
-    def _pass(self, bound: float, what: Region | Point) -> None:
+    def _pass(self, bound: float, what: Region | Family | Point) -> None:
         """Leave it out; what is proven counts with its bound."""
         self._numbers += 1
         self._passed.append(Item(bound, self._numbers, what))
@@ -258,7 +260,7 @@ class Search:
     # --- regions
 
     def _open(self, bound: float, region: Region) -> None:
-        """Place it, if its bound is still the best by then; then its points wait instead of it."""
+        """Place it, if its bound is still the best by then; then its families wait instead of it."""
         profile = self.profile(region)
         if profile is None and self.place_reference(region):  # which bounds many others, too
             self._push(max(bound, self.at_first(region)), region)
@@ -273,11 +275,13 @@ class Search:
         else:
             self._ahead.open(region)
             for family in self.families_of(region):
-                self._open_family(bound, family, profile)
+                points = list(self.stored(family))
+                self._push(max(bound, min(self.bounds(points, profile, memory=False))), family)
 
-    def _open_family(self, bound: float, family: Family, profile: Profile) -> None:
+    def _open_family(self, bound: float, family: Family) -> None:
         """Let its points wait, and where memory is what makes them slow, what saves it in other ways."""
-        points = list(self.stored(family))
+        points, profile = list(self.stored(family)), self.profile(family.region)
+        assert profile is not None
         further = [point for point in points if splits_further(point.way, laid_on(point, profile, self.profiler))]
         if further and not self.is_beaten(max(bound, min(self.bounds(further, profile, memory=False)))):
             self._place_streamed(family.region, profile)

@@ -29,6 +29,7 @@ from autopar.search.keeping import folded_kept, looped_kept, straight_kept
 from autopar.search.layers import Scaler, layer_weights, weights_of_layer
 from autopar.search.profiles import Key, Profile, Weights
 from autopar.search.space import Family, Point, Region, Way, expert_share, stages_of
+from autopar.search.ways import Adds, any_away, best_of, bounds_of_each, least_of, undominated
 from autopar.search.wholesale import (
     Host,
     Layers,
@@ -46,9 +47,6 @@ _STAGES: Final = 8  # of a rank at most, where several are likely
 _STEADY: Final = 2  # times the ranks: of fewer microbatches, none are taken to wait as those of a steady state do
 _BOUNDLESS: Final = 1e30
 _UNEVEN: Final = 0.2  # of what the longest stage takes more than the mean, ranks wait for it
-
-
-_Kept = tuple[Stored, Adding]
 
 
 class View(NamedTuple):
@@ -78,7 +76,7 @@ class Outlook:
     scaler: Scaler
     expert_share: float  # of a layer's parameters
     _ways: dict[tuple[object, ...], Stored] = field(default_factory=dict)
-    _best: dict[tuple[object, ...], tuple[list[_Kept], list[_Kept]]] = field(default_factory=dict)
+    _best: dict[tuple[object, ...], tuple[list[Adds], list[Adds]]] = field(default_factory=dict)
     _added: dict[tuple[object, ...], Adding] = field(default_factory=dict)
     _sums: dict[tuple[object, ...], Adding] = field(default_factory=dict)
     _kinds: dict[Key, Counter[Kind]] = field(default_factory=dict)
@@ -104,7 +102,7 @@ class Outlook:
         alone = any(SCHEDULES[family.schedule].asynchronous for family in families)
         region, found = views[0].region, np.full(len(views), math.inf)
         rows = [self._row(view, 1 if alone else region.microbatches) for view in views]
-        away = any(_any_away(view.ways) for view in views)
+        away = any(any_away(view.ways) for view in views)
         for ranks, chunks in _kinds(region, rows[0].layers, families):
             some = np.flatnonzero(found > known)  # of the others it says nothing
             if not some.size:
@@ -114,7 +112,7 @@ class Outlook:
             if is_open.any():
                 host = self._host(ranks, region, away=away, fills=bool(chunks))
                 pairs = [(rows[place].layers, rows[place].stored) for place in some[is_open]]
-                least = _least_of(pairs, ranks, region.microbatches, self.costing.budget_bytes, host)
+                least = least_of(pairs, ranks, region.microbatches, self.costing.budget_bytes, host)
                 fastest[is_open] = np.maximum(fastest[is_open], least)
             found[some] = np.minimum(found[some], fastest)
         result: Array = np.maximum(known, found)
@@ -126,15 +124,15 @@ class Outlook:
             layers = self.scaler.scaled(view.region.key, view.times)
             return _Row(layers, *self._best_ways(mesh, view.ways, microbatches))
         every = [self._of_way(mesh, profile, way, microbatches, split=True) for way in view.ways]
-        stored = [every[place] for place in _undominated(every)]
+        stored = [every[place] for place in undominated(every)]
         free_of_state = [way._replace(state=0.0) for way in stored]
-        roomy = [free_of_state[place] for place in _undominated(free_of_state)]
+        roomy = [free_of_state[place] for place in undominated(free_of_state)]
         return _Row(self.scaler.placed(profile), stored, roomy)
 
     def _fastest(self, rows: Sequence[_Row], ranks: Ranks, chunks: Sequence[int], microbatches: int) -> Array:
         """As if all fitted."""
         pairs = [(without_memory(row.layers), row.roomy) for row in rows]
-        found = _least_of(pairs, ranks, microbatches, _BOUNDLESS)
+        found = least_of(pairs, ranks, microbatches, _BOUNDLESS)
         result: Array = np.maximum(found, self._by_paths(rows, ranks, chunks, microbatches))
         return result
 
@@ -183,9 +181,9 @@ class Outlook:
         layers = layers.slower(self.scaler.timed(like), region.rows / like.key.rows)
         count = region.microbatches
         every = [self._of_way(region.mesh, like, way, count, split=False) for way in ways]
-        stored = [every[place] for place in _undominated(every)]
+        stored = [every[place] for place in undominated(every)]
         last = np.array(self.scaler.last_bytes(region.key))
-        return float(self._likely_seconds(region, layers, stored, last, away=_any_away(ways)).min())
+        return float(self._likely_seconds(region, layers, stored, last, away=any_away(ways)).min())
 
     def all_likely(self, regions: Sequence[Region], ways: Sequence[Sequence[Way]], times: Sequence[Array]) -> Array:
         """The same of ``regions`` with as many pipeline ranks and microbatches, like which nothing is known."""
@@ -196,7 +194,7 @@ class Outlook:
         layers = side_by_side(list(zip(each, numbers, strict=True)))
         last = np.repeat([self.scaler.last_bytes(region.key) for region in regions], numbers)
         every = list(itertools.chain.from_iterable(stored))
-        away = _any_away(itertools.chain.from_iterable(ways))
+        away = any_away(itertools.chain.from_iterable(ways))
         found = self._likely_seconds(regions[0], layers, every, last, away=away)
         return np.array([some.min() for some in np.split(found, np.cumsum(numbers)[:-1])])
 
@@ -251,26 +249,26 @@ class Outlook:
         stored = [self._of_point(point, profile) for point in points]
         head, count = MODES[family.vocabulary].head, region.microbatches
         asked = (family.schedule, region.mesh.pp, count, family.chunks, head)
-        kinds = self._all_ranks(family, layers, self.costing.keeping.most(*asked))
+        kept = self.costing.keeping.most(*asked) if memory else np.ones(region.mesh.pp)
+        kinds = self._all_ranks(family, layers, kept)
         free = without_memory(layers)
-        passes: Array = np.max([least_seconds(free, stored, ranks, count, _BOUNDLESS) for ranks in kinds], axis=0)
+        passes = bounds_of_each(stored, free, kinds, count, _BOUNDLESS)
         passes = np.maximum(passes, [self.costing.host_seconds(point, profile) for point in points])
         if not memory:
             return passes
         host, budget = self._copies(points[0]), self.costing.budget_bytes
         if host is not None:
-            kinds = [_ranks(family, layers, kinds[0].kept)]  # copies take time where paths are elsewhere
+            kinds = [_ranks(family, layers, kept)]  # copies take time where paths are elsewhere
         beside = self.costing.keeping.beside(*asked, away=host is not None)
         layers = self.scaler.placed(profile)
+        kinds = [replace(ranks, passing=(int(layers.behind <= 1), 0), beside=beside) for ranks in kinds]
         last = np.array(self.scaler.placed_last_bytes(profile))
         whole = np.array([point.head_chunks == 1 and not splits_head(family) for point in points])
         for is_whole in set(whole.tolist()):
             those = [way for way, same in zip(stored, whole == is_whole, strict=True) if same]
-            for ranks in kinds:
-                ranks = replace(ranks, passing=(int(layers.behind <= 1), 0), beside=beside)
-                ranks = _with_last(ranks, last, row.placement) if is_whole else ranks
-                found = least_seconds(layers, those, ranks, count, budget, host)
-                passes[whole == is_whole] = np.maximum(passes[whole == is_whole], found)
+            some = [_with_last(ranks, last, row.placement) for ranks in kinds] if is_whole else kinds
+            found = bounds_of_each(those, layers, some, count, budget, host)
+            passes[whole == is_whole] = np.maximum(passes[whole == is_whole], found)
         return passes
 
     def _all_ranks(self, family: Family, layers: Layers, kept: Array) -> list[Ranks]:
@@ -325,7 +323,7 @@ class Outlook:
             pairs = [self._split_in(mesh, way) for way in ways]
             none = {"state": 0.0, "gathered_bytes": 0.0, "flying_bytes": 0.0}
             free = [(stored._replace(**none), added) for stored, added in pairs]
-            self._best[key] = _best_of(pairs), _best_of(free)
+            self._best[key] = best_of(pairs), best_of(free)
         both = ([stored._replace(added=added.each(microbatches)) for stored, added in some] for some in self._best[key])
         return next(both), next(both)
 
@@ -362,23 +360,22 @@ class Outlook:
         return self._of_profile(mesh, profile, way, microbatches, split=split)
 
     def _of_profile(self, mesh: Mesh, profile: Profile, way: Way, microbatches: int, *, split: bool) -> Stored:
-        key = (profile.key, mesh.dp, way, split)
+        key = (profile.key, mesh.dp, way)
         if key not in self._ways:
-            weights = self._weights_of(profile)
             lines: dict[tuple[str, ...], Weights] = {}
             large: Counter[tuple[str, ...]] = Counter()
-            for axes, each in weights.items():
+            for axes, each in self._weights_of(profile).items():
                 lines[mesh.data_axes(axes)] = lines.get(mesh.data_axes(axes), Weights(0, 0, 0)) + each
             for weight in weights_of_layer(profile, self.scaler.block):
                 line = mesh.data_axes(weight.axes)
                 large[line] += weight.is_large(mesh.zero_shards(way[1], line) if line else 1)
             partly = {mesh.data_axes(s) for s, each in profile.weights.items() if profile.summed.get(s) != each}
-            summed = set(lines) - partly
-            stored = self._stored(mesh, lines, way, summed, large)
+            stored = self._stored(mesh, lines, way, set(lines) - partly, large)
             self._ways[key] = stored._replace(**self._passing(mesh, way, profile))
+        if (*key, split) not in self._added:
             along = {each: mesh.data_axes(each) for each in profile.weights}
-            self._added[key] = self._adding(mesh, self._kinds_of(profile), along, way, split=split)
-        return self._ways[key]._replace(added=self._added[key].each(microbatches))
+            self._added[*key, split] = self._adding(mesh, self._kinds_of(profile), along, way, split=split)
+        return self._ways[key]._replace(added=self._added[*key, split].each(microbatches))
 
     def _passing(self, mesh: Mesh, way: Way, profile: Profile) -> dict[str, float]:
         """Bytes of a layer's weights and gradients that come and go."""
@@ -484,37 +481,6 @@ class Outlook:
         return Stored(state, gathered, scattered, held=held / (gathered + scattered) if held else 0.0)
 
 
-def _least_of(
-    rows: Sequence[tuple[Layers, Sequence[Stored]]],
-    ranks: Ranks,
-    microbatches: int,
-    budget: float,
-    host: Host | None = None,
-) -> Array:
-    """Of each row the way that takes the least: at once for rows that have in common what layers may keep."""
-    alike: dict[int, list[int]] = {}
-    for place, (layers, _) in enumerate(rows):
-        alike.setdefault(id(layers.saved), []).append(place)
-    least = np.empty(len(rows))
-    for places in alike.values():
-        some = [rows[place] for place in places]
-        numbers = [len(ways) for _, ways in some]
-        layers = side_by_side([(layers, number) for (layers, _), number in zip(some, numbers, strict=True)])
-        every = list(itertools.chain.from_iterable(ways for _, ways in some))
-        found = least_seconds(layers, every, ranks, microbatches, budget, host)
-        least[places] = np.minimum.reduceat(found, [0, *itertools.accumulate(numbers[:-1])])
-    return least
-
-
-def _best_of(pairs: Sequence[_Kept]) -> list[_Kept]:
-    """Those that no other one is as good as in everything."""
-    return [pairs[place] for place in _undominated([(*stored, *added) for stored, added in pairs])]
-
-
-def _any_away(ways: Iterable[Way]) -> bool:
-    return any(activations_on_host(offload) for _, _, offload in ways)
-
-
 def _with_last(ranks: Ranks, bytes_: Array, placement: str) -> Ranks:
     """With room for the ``bytes_`` (of each way, or of all) that the last call works in, on the rank that has it."""
     working = np.zeros((*bytes_.shape, ranks.count))
@@ -529,15 +495,6 @@ def _by_split(kinds: Mapping[Kind, int]) -> dict[tuple[str, ...], Weights]:
         here = Weights(elements, elements * kind.dtype.itemsize, elements * kind.master.itemsize)
         found[kind.split] = found.get(kind.split, Weights(0, 0, 0)) + here
     return found
-
-
-def _undominated(rows: Sequence[Sequence[float]]) -> list[int]:
-    """Places of those ``rows`` that no other one is as good as in everything, the least first."""
-    order = sorted(range(len(rows)), key=lambda place: tuple(rows[place]))
-    figures = np.array([rows[place] for place in order])
-    is_least = (figures[:, None] <= figures).all(axis=2)  # [one, other]: the first is as good as the other
-    is_beaten = np.triu(is_least, 1).any(axis=0)  # only by what is sorted before it
-    return [order[place] for place in np.flatnonzero(~is_beaten)]
 
 
 def _kinds(region: Region, layers: Layers, families: Sequence[Family]) -> list[tuple[Ranks, list[int]]]:

@@ -407,15 +407,19 @@ def _copied(
     each, share = np.interp(-values, -layers.saved, layers.extra), _by_way(layers.share)
     saved, extra = (share * some[:, None, None, None] for some in (values[:-1], each[1:]))  # [value, way, rank, n]
     forward, passes = (microbatches * count * each for each in _layer_passes(layers, stored, ranks, count, extra))
-    best, (room, left) = passes, rooms
+    room, left = rooms
+    best = np.broadcast_to(passes, np.broadcast_shapes(passes.shape, room.shape)).copy()
     for kept, times, forwards, backwards in zip(host.kept, host.times, *host.ahead, strict=True):
-        more = (kept[:, None] * count) * saved - room
+        copy = (kept[:, None] * count) * saved - room
         if left is not None:  # each time that so many wait, a backward ends beside the others
-            more = np.maximum(more, ((kept[:, None] - 1 / ranks.stages) * count) * saved - left)
-        copy = np.maximum(0.0, more) / host.rate
-        ahead = ((forwards[:, None] * forward) + backwards[:, None] * (passes - forward)) / microbatches
-        taken = np.maximum(ahead, copy) + np.maximum(passes - ahead, copy)
-        best = np.maximum(best, np.maximum(taken, times[:, None] * copy))
+            np.maximum(copy, ((kept[:, None] - 1 / ranks.stages) * count) * saved - left, out=copy)
+        np.maximum(copy, 0.0, out=copy)
+        copy /= host.rate
+        ahead = ((forwards - backwards)[:, None] * forward + backwards[:, None] * passes) / microbatches
+        # Passes ahead of the copy out and behind it, each of which may take less than a copy.
+        np.maximum(best, copy + np.maximum(ahead, passes - ahead), out=best)
+        copy *= np.maximum(2.0, times)[:, None]
+        np.maximum(best, copy, out=best)
     found: Array = best.min(axis=0)
     return found
 

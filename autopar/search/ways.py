@@ -1,0 +1,73 @@
+"""Of several ways to store weights: what each takes at least, and those that no other one is as good as."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from autopar.options import activations_on_host
+from autopar.search.gradients import Adding
+from autopar.search.hulls import Array
+from autopar.search.space import Way
+from autopar.search.wholesale import Host, Layers, Ranks, Stored, least_seconds, side_by_side
+
+Adds = tuple[Stored, Adding]
+"""A way, and what it takes to add up gradients."""
+
+
+def least_of(
+    rows: Sequence[tuple[Layers, Sequence[Stored]]],
+    ranks: Ranks,
+    microbatches: int,
+    budget: float,
+    host: Host | None = None,
+) -> Array:
+    """Of each row the way that takes the least: at once for rows that have in common what layers may keep."""
+    alike: dict[int, list[int]] = {}
+    for place, (layers, _) in enumerate(rows):
+        alike.setdefault(id(layers.saved), []).append(place)
+    least = np.empty(len(rows))
+    for places in alike.values():
+        some = [rows[place] for place in places]
+        numbers = [len(ways) for _, ways in some]
+        layers = side_by_side([(layers, number) for (layers, _), number in zip(some, numbers, strict=True)])
+        every = list(itertools.chain.from_iterable(ways for _, ways in some))
+        found = least_seconds(layers, every, ranks, microbatches, budget, host)
+        least[places] = np.minimum.reduceat(found, [0, *itertools.accumulate(numbers[:-1])])
+    return least
+
+
+def bounds_of_each(
+    ways: Sequence[Stored],
+    layers: Layers,
+    kinds: Iterable[Ranks],
+    microbatches: int,
+    budget: float,
+    host: Host | None = None,
+) -> Array:
+    """By way, what no step of ranks is below that are of all these ``kinds``; found once for ways that are equal."""
+    places: dict[Stored, int] = {}
+    each = [places.setdefault(way, len(places)) for way in ways]
+    found = [least_seconds(layers, list(places), ranks, microbatches, budget, host) for ranks in kinds]
+    most: Array = np.max(found, axis=0)[each]
+    return most
+
+
+def best_of(pairs: Sequence[Adds]) -> list[Adds]:
+    """Those that no other one is as good as in everything."""
+    return [pairs[place] for place in undominated([(*stored, *added) for stored, added in pairs])]
+
+
+def any_away(ways: Iterable[Way]) -> bool:
+    return any(activations_on_host(offload) for _, _, offload in ways)
+
+
+def undominated(rows: Sequence[Sequence[float]]) -> list[int]:
+    """Places of those ``rows`` that no other one is as good as in everything, the least first."""
+    order = sorted(range(len(rows)), key=lambda place: tuple(rows[place]))
+    figures = np.array([rows[place] for place in order])
+    is_least = (figures[:, None] <= figures).all(axis=2)  # [one, other]: the first is as good as the other
+    is_beaten = np.triu(is_least, 1).any(axis=0)  # only by what is sorted before it
+    return [order[place] for place in np.flatnonzero(~is_beaten)]
