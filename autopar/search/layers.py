@@ -81,6 +81,22 @@ class LayerWeight(NamedTuple):
         return is_whole and self.meta.bytes >= MESSAGES.large(shards)
 
 
+class Messages(NamedTuple):
+    """In how many messages at least weights of a layer are gathered, and their gradients scattered."""
+
+    gathers: int
+    scatters: int
+
+    @classmethod
+    def of(cls, weights: Sequence[LayerWeight], shards: int) -> Messages:
+        """Of those whose rows so many ranks store: large ones travel by themselves, of the others' gradients as many
+        together as fill a message."""
+        small = [weight.meta.bytes for weight in weights if not weight.is_large(shards)]
+        large = len(weights) - len(small)
+        full = sum(small) / (MESSAGES.of_pass(shards) + max(small)) if small else 0.0
+        return cls(large, large + math.ceil(full))
+
+
 def weights_of_layer(profile: Profile, block: int) -> list[LayerWeight]:
     """Of the first call of ``block``."""
     call = next(call for call in profile.model.calls if call.block == block)

@@ -26,10 +26,19 @@ from autopar.search.gradients import Adding, Kind, Sums, adding
 from autopar.search.hulls import Array
 from autopar.search.interleaving import Counts
 from autopar.search.keeping import folded_kept, looped_kept, straight_kept
-from autopar.search.layers import Scaler, layer_weights, weights_of_layer
+from autopar.search.layers import LayerWeight, Messages, Scaler, layer_weights, weights_of_layer
 from autopar.search.profiles import Key, Profile, Weights
 from autopar.search.space import Family, Point, Region, Way, expert_share, stages_of
-from autopar.search.ways import Adds, any_away, best_of, bounds_of_each, least_of, undominated
+from autopar.search.ways import (
+    Adds,
+    any_away,
+    beside_each_other,
+    best_of,
+    bounds_of_each,
+    least_of,
+    least_of_rows,
+    undominated,
+)
 from autopar.search.wholesale import (
     Host,
     Layers,
@@ -37,6 +46,8 @@ from autopar.search.wholesale import (
     Stored,
     folded,
     least_seconds,
+    moved_seconds,
+    passes_of,
     placed,
     side_by_side,
     straight,
@@ -132,24 +143,24 @@ class Outlook:
     def _fastest(self, rows: Sequence[_Row], ranks: Ranks, chunks: Sequence[int], microbatches: int) -> Array:
         """As if all fitted."""
         pairs = [(without_memory(row.layers), row.roomy) for row in rows]
-        found = least_of(pairs, ranks, microbatches, _BOUNDLESS)
-        result: Array = np.maximum(found, self._by_paths(rows, ranks, chunks, microbatches))
-        return result
+        layers, ways = beside_each_other(pairs)
+        found = least_seconds(layers, ways, ranks, microbatches, _BOUNDLESS)
+        if ranks.goes_on:
+            found = np.maximum(found, self._by_paths(layers, ways, ranks, chunks, microbatches))
+        return least_of_rows(found, pairs)
 
-    def _by_paths(self, rows: Sequence[_Row], ranks: Ranks, chunks: Sequence[int], microbatches: int) -> Array:
-        """The passes of the fastest of interleaved schedules with these ``chunks``, or of those on a V (no chunks)."""
-        if not ranks.goes_on:
-            return np.zeros(len(rows))
-        paths, first = self.costing.interleaving, rows[0].layers
-        sizes = microbatches, first.count
-        added = np.array([min(way.added for way in row.roomy) for row in rows])
-        each = np.array([(row.layers.forward, row.layers.inputs + row.layers.weights) for row in rows])
-        each[:, 1] += added
-        beside = np.array([row.layers.beside for row in rows], dtype=np.float64)
-        shared = microbatches * beside.sum(axis=1) / ranks.count if ranks.spreads_head else np.full(len(rows), np.inf)
+    def _by_paths(
+        self, layers: Layers, ways: Sequence[Stored], ranks: Ranks, chunks: Sequence[int], microbatches: int
+    ) -> Array:
+        """By way, what takes as long as the passes, or as what ranks move, of the fastest of interleaved schedules with
+        these ``chunks``, or of those on a V (no chunks)."""
+        paths, sizes, stored = self.costing.interleaving, (microbatches, layers.count), np.array(ways, dtype=np.float64)
+        each = np.stack(passes_of(layers, stored), axis=1)
+        beside = np.stack(np.broadcast_arrays(*layers.beside, each[:, 0])[:2], axis=1)
+        shared = microbatches * beside.sum(axis=1) / ranks.count if ranks.spreads_head else np.full(len(each), np.inf)
 
         def inner(counts: Counts) -> Array:
-            return counts.layer_seconds(first.count, each, first.ahead, first.behind)
+            return counts.layer_seconds(layers.count, each, layers.ahead, layers.behind)
 
         def whole(counts: Counts) -> Array:
             """With the other calls: in any stage, or as ranks share them."""
@@ -162,11 +173,11 @@ class Outlook:
         found: list[Array] = []
         for number in chunks:
             ends = paths.counts(ranks.count, number, *sizes, ends=True)
+            passes = whole(ends)
             if ranks.spreads_head:  # it may be computed while the last backwards run
-                free = paths.counts(ranks.count, number, *sizes, ends=False)
-                found.append(np.maximum(inner(ends), whole(free)))
-            else:
-                found.append(whole(ends))
+                passes = np.maximum(inner(ends), whole(paths.counts(ranks.count, number, *sizes, ends=False)))
+            moved = moved_seconds(layers, stored, replace(ranks, least_stages=number), microbatches)
+            found.append(np.maximum(passes, moved))
         least: Array = np.min(found, axis=0)
         return least
 
@@ -340,7 +351,7 @@ class Outlook:
             large = sum(size // mesh.tp >= least for size in sizes) if mesh.experts == 1 else 0
             whole, kinds = self._weights_of(root).get((), Weights(0, 0, 0)), self._kinds_of(root)
             lines = {line: whole.times(share) for line, share in spread.items()}
-            stored = self._stored(mesh, lines, way, (), {mesh.data_axes(): large})
+            stored = self._stored(mesh, lines, way, (), {mesh.data_axes(): Messages(large, large)})
             self._ways[key] = stored._replace(**self._least_passing(mesh, way, sizes, whole))
             shared = way, tuple((share, self._shards(mesh, way, line)) for line, share in spread.items())
             if shared not in self._sums:  # whatever axes these shares are on
@@ -363,18 +374,21 @@ class Outlook:
         key = (profile.key, mesh.dp, way)
         if key not in self._ways:
             lines: dict[tuple[str, ...], Weights] = {}
-            large: Counter[tuple[str, ...]] = Counter()
+            along: dict[tuple[str, ...], list[LayerWeight]] = {}
             for axes, each in self._weights_of(profile).items():
                 lines[mesh.data_axes(axes)] = lines.get(mesh.data_axes(axes), Weights(0, 0, 0)) + each
             for weight in weights_of_layer(profile, self.scaler.block):
-                line = mesh.data_axes(weight.axes)
-                large[line] += weight.is_large(mesh.zero_shards(way[1], line) if line else 1)
+                along.setdefault(mesh.data_axes(weight.axes), []).append(weight)
+            sent = {
+                line: Messages.of(weights, mesh.zero_shards(way[1], line) if line else 1)
+                for line, weights in along.items()
+            }
             partly = {mesh.data_axes(s) for s, each in profile.weights.items() if profile.summed.get(s) != each}
-            stored = self._stored(mesh, lines, way, set(lines) - partly, large)
+            stored = self._stored(mesh, lines, way, set(lines) - partly, sent)
             self._ways[key] = stored._replace(**self._passing(mesh, way, profile))
         if (*key, split) not in self._added:
-            along = {each: mesh.data_axes(each) for each in profile.weights}
-            self._added[*key, split] = self._adding(mesh, self._kinds_of(profile), along, way, split=split)
+            sums = {each: mesh.data_axes(each) for each in profile.weights}
+            self._added[*key, split] = self._adding(mesh, self._kinds_of(profile), sums, way, split=split)
         return self._ways[key]._replace(added=self._added[*key, split].each(microbatches))
 
     def _passing(self, mesh: Mesh, way: Way, profile: Profile) -> dict[str, float]:
@@ -448,9 +462,9 @@ class Outlook:
         lines: Mapping[tuple[str, ...], Weights],
         way: Way,
         summed: Iterable[tuple[str, ...]],
-        large: Mapping[tuple[str, ...], int],
+        sent: Mapping[tuple[str, ...], Messages],
     ) -> Stored:
-        """``summed`` are the lines over which all gradients are, ``large`` how many weights of each travel alone."""
+        """``summed`` are the lines over which all gradients are, ``sent`` in how many messages what is along each."""
         zero, zero_ranks, offload = way
         host = self.costing.cluster.device.host_bytes_per_second
         away = masters_on_host(offload)
@@ -460,7 +474,7 @@ class Outlook:
         for axes, weights in lines.items():
             shards = self._shards(mesh, way, axes)
             link = machine.lines[axes].shard if shards > 1 and axes in machine.lines else None
-            further = max(0, large.get(axes, 0) - 1)  # messages
+            gathers, scatters = (max(0, each - 1) for each in sent.get(axes, (0, 0)))  # further messages
             state += 0.0 if away else self.costing.trained_bytes(weights) / shards
             state += weights.masters / (shards if zero >= 2 else 1)
             twice = shards > 1 or weights.copies != weights.masters or away
@@ -468,14 +482,14 @@ class Outlook:
                 state += weights.copies if twice else 0.0
             else:
                 if link:
-                    seconds = seconds_of("all_gather", int(weights.copies) - further, shards, link)
-                    seconds += further * seconds_of("all_gather", 1, shards, link)
+                    seconds = seconds_of("all_gather", int(weights.copies) - gathers, shards, link)
+                    seconds += gathers * seconds_of("all_gather", 1, shards, link)
                     gathered += seconds
                     held += seconds * machine.device.held_share(link)
                 gathered += weights.copies / shards / host if away and host else 0.0
             if zero >= 2 and axes in summed and link:
-                seconds = seconds_of("reduce_scatter", int(self.costing.sent_bytes(weights)) - further, shards, link)
-                seconds += further * seconds_of("reduce_scatter", 1, shards, link)
+                seconds = seconds_of("reduce_scatter", int(self.costing.sent_bytes(weights)) - scatters, shards, link)
+                seconds += scatters * seconds_of("reduce_scatter", 1, shards, link)
                 scattered += seconds
                 held += seconds * machine.device.held_share(link)
         return Stored(state, gathered, scattered, held=held / (gathered + scattered) if held else 0.0)

@@ -17,6 +17,19 @@ Adds = tuple[Stored, Adding]
 """A way, and what it takes to add up gradients."""
 
 
+def beside_each_other(rows: Sequence[tuple[Layers, Sequence[Stored]]]) -> tuple[Layers, list[Stored]]:
+    """Of each row all ways, for rows that have in common what layers may keep."""
+    layers = side_by_side([(layers, len(ways)) for layers, ways in rows])
+    return layers, list(itertools.chain.from_iterable(ways for _, ways in rows))
+
+
+def least_of_rows(values: Array, rows: Sequence[tuple[Layers, Sequence[Stored]]]) -> Array:
+    """Of each row the least, of ``values`` by way of :func:`beside_each_other`."""
+    numbers = [len(ways) for _, ways in rows]
+    least: Array = np.minimum.reduceat(values, [0, *itertools.accumulate(numbers[:-1])])
+    return least
+
+
 def least_of(
     rows: Sequence[tuple[Layers, Sequence[Stored]]],
     ranks: Ranks,
@@ -31,11 +44,8 @@ def least_of(
     least = np.empty(len(rows))
     for places in alike.values():
         some = [rows[place] for place in places]
-        numbers = [len(ways) for _, ways in some]
-        layers = side_by_side([(layers, number) for (layers, _), number in zip(some, numbers, strict=True)])
-        every = list(itertools.chain.from_iterable(ways for _, ways in some))
-        found = least_seconds(layers, every, ranks, microbatches, budget, host)
-        least[places] = np.minimum.reduceat(found, [0, *itertools.accumulate(numbers[:-1])])
+        layers, every = beside_each_other(some)
+        least[places] = least_of_rows(least_seconds(layers, every, ranks, microbatches, budget, host), some)
     return least
 
 

@@ -212,24 +212,24 @@ def least_seconds(
         if not reached or most == layers.count:
             break
         most = layers.count
-    beside, (forward, backward) = _beside(layers, ranks, microbatches), _passes(layers, stored)
+    beside, (forward, backward) = _beside(layers, ranks, microbatches), passes_of(layers, stored)
     waited = ranks.idle[0] * forward + ranks.idle[1] * backward
     until = backward if ranks.ends else layers.inputs
     latency = layers.count * (forward + until) + (0.0 if ranks.spreads_head else layers.beside[0])
     found = np.maximum(np.maximum(mean + beside + waited, slowest), latency)
     moves = stored[:, 1:3].any()
-    result: Array = np.maximum(found, _moved(layers, stored, ranks, microbatches)) if moves else found
+    result: Array = np.maximum(found, moved_seconds(layers, stored, ranks, microbatches)) if moves else found
     return result
 
 
-def _passes(layers: Layers, stored: Array) -> tuple[Array, Array]:
+def passes_of(layers: Layers, stored: Array) -> tuple[Array, Array]:
     """By way, seconds of a layer's forward and backward, which wait for no gather: what others wait for."""
     forward, backward = layers.forward + np.zeros(len(stored)), layers.inputs + layers.weights + stored[:, 3]
     held = stored[:, 4]
     return forward + _slowed(forward, stored[:, 1], held) if held.any() else forward, backward
 
 
-def _moved(layers: Layers, stored: Array, ranks: Ranks, microbatches: int) -> Array:
+def moved_seconds(layers: Layers, stored: Array, ranks: Ranks, microbatches: int) -> Array:
     """By way, seconds of the stream that gathers weights for each pass and scatters what passes leave of the gradients,
     one after the other: of each stage's first layer all, of others what runs beside no pass. Before the first backward,
     all layers run forward once, and a rank gathers for as many forwards as there are and two passes more at most.
@@ -268,7 +268,7 @@ def _least(
     layers: Layers, stored: Array, ranks: Ranks, microbatches: int, budget: float, host: Host | None, most: int
 ) -> tuple[Array, Array, bool]:
     """Of ranks with up to ``most`` layers: in the mean, and of the slowest; and whether any has as many."""
-    forward, backward = _passes(layers, stored)
+    forward, backward = passes_of(layers, stored)
     count = np.arange(1.0, most + 1)
     working = np.maximum(np.asarray(layers.working)[..., None], ranks.working + np.zeros(ranks.count))  # [way, rank]
     passing = stored[:, 5] * ranks.passing[0] + stored[:, 6] * ranks.passing[1]
