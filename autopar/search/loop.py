@@ -310,7 +310,7 @@ class Search:
         else:
             pairs = zip(points, self._outlook.bounds(points, profile, memory=memory), strict=True)
             found = [float(bound) + self.costing.after_seconds(point, profile) for point, bound in pairs]
-        self._work += units.FAMILY + self.costing.keeping.generated - generated
+        self._work += (units.FAMILY if memory else units.PASSES) + self.costing.keeping.generated - generated
         if not memory:
             return found
         pairs = zip(points, found, strict=True)

@@ -15,6 +15,9 @@ from enough placements."""
 FAMILY: Final = 90
 """Of bounds of a family's points."""
 
+PASSES: Final = 45
+"""Of those by their passes alone."""
+
 LIKELY: Final = 60
 """Of estimates of them."""
 
