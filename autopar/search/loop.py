@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -46,6 +45,7 @@ from autopar.search.space import (
     together,
     undominated,
 )
+from autopar.search.waiting import Item, work_beside
 from autopar.search.watching import Watcher
 
 TOLERANCE = 0.01
@@ -55,14 +55,6 @@ WORK = 2e5
 """Units (:mod:`autopar.search.work`) that a search may take; what is left then counts with its bound."""
 
 _PROOF = 0.5  # of the work, for bounds at least
-
-
-class Item(NamedTuple):
-    """What waits: that of the least bound is next, since nothing more can be proven before it is looked at."""
-
-    bound: float
-    number: int
-    what: Region | Family | Point
 
 
 @dataclass
@@ -194,8 +186,9 @@ class Search:
         self._work += units.RAISED * len(found)
         bounds = self.all_at_first([region for _, region in found]).tolist()
         for (place, region), bound in zip(found, bounds, strict=True):
-            item = self._waiting[place]
-            self._waiting[place] = item._replace(bound=max(item.bound, bound, self._ahead.known_bound(region)))
+            item, better = self._waiting[place], max(bound, self._ahead.known_bound(region))
+            if better > item.bound:
+                self._waiting[place] = item._replace(bound=better)
         heapq.heapify(self._waiting)
 
     @property
@@ -540,7 +533,7 @@ class Search:
         kept = passes if self.is_beaten(passes) else self.costing.memory_bound(point, known)
         if kept > passes:
             self._save(bound, [point], profile)
-        if max(passes, kept) > bound:
+        if max(passes, kept) > bound or not self._is_enough(bound):
             self._push(max(passes, kept), point)
             return
         try:
@@ -553,6 +546,12 @@ class Search:
             return
         if outcome.is_tight:
             self._save(bound, [point], profile)
+
+    def _is_enough(self, bound: float) -> bool:
+        """Whether the work that is left would do for a better bound than this; else it is left."""
+        if self.outcomes and work_beside(self._waiting, bound, self._length) > self._limit - self._work:
+            self._limit = self._work
+        return self._goes_on()
 
     def lay_out(self, point: Point) -> Outcome:
         """What a point takes, known once it was laid out. Raises AutoparError where it can't run or doesn't fit."""

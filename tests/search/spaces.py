@@ -59,12 +59,13 @@ class Tried:
     outcome: Outcome
     by_region: float
     by_family: float
+    by_family_passes: float
     by_passes: float
     by_memory: float
 
     @property
     def bounds(self) -> tuple[float, ...]:
-        return self.by_region, self.by_family, self.by_passes, self.by_memory
+        return self.by_region, self.by_family, self.by_family_passes, self.by_passes, self.by_memory
 
 
 def brute_force(search: Search, every: int) -> tuple[Found, list[Tried]]:
@@ -78,9 +79,8 @@ def brute_force(search: Search, every: int) -> tuple[Found, list[Tried]]:
         except AutoparError:
             continue
         assert profile is not None
-        region, (family,) = search.region_bound(point.region), search.bounds([point], profile)
-        costing = search.costing
-        tried.append(
-            Tried(outcome, region, family, costing.bound(point, profile), costing.memory_bound(point, profile))
-        )
+        region, costing = search.region_bound(point.region), search.costing
+        (family,), (passes,) = (search.bounds([point], profile, memory=memory) for memory in (True, False))
+        own = costing.bound(point, profile), costing.memory_bound(point, profile)
+        tried.append(Tried(outcome, region, family, passes, *own))
     return found, tried

@@ -1,0 +1,26 @@
+"""What waits in a search, and how much of it has to be looked at before more is proven."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+from autopar.search.space import Family, Point, Region
+from autopar.search.work import work_of
+
+_STEP: Final = 1e-3  # by which a bound has to get better to be another one
+
+
+class Item(NamedTuple):
+    """That of the least bound is next, since nothing more can be proven before it is looked at."""
+
+    bound: float
+    number: int
+    what: Region | Family | Point
+
+
+def work_beside(waiting: Iterable[Item], bound: float, length: float) -> float:
+    """Of laying out all points whose bounds are nearly ``bound``, of a model of such a ``length``: until that is done,
+    no better one is proven."""
+    near = (item.what for item in waiting if item.bound < bound * (1 + _STEP))
+    return sum(work_of(what, length) for what in near if isinstance(what, Point))

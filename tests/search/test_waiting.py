@@ -1,0 +1,67 @@
+"""What waits: families by their passes alone, and points until too many are alike."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.mesh import Mesh
+from autopar.search.ahead import Ahead
+from autopar.search.loop import Search
+from autopar.search.space import Family, Point, Region
+from autopar.search.waiting import Item, work_beside
+from autopar.search.work import work_of
+from tests.fast_cluster import FAST
+from tests.search.spaces import search_of
+
+
+def point_of(zero: int, offload: tuple[str, ...] = ()) -> Point:
+    return Point(Region(Mesh(pp=2, dp=2), 1, 4), "1f1b", None, "redistributed", zero, 0, offload, 1)
+
+
+def test_a_better_bound_takes_all_points_that_are_as_good() -> None:
+    plain, away, region = point_of(0), point_of(1, ("activations",)), Region(Mesh(dp=4), 1, 2)
+    items = [Item(1.0, 0, plain), Item(1.0005, 1, away), Item(1.0, 2, region), Item(1.01, 3, point_of(2))]
+    assert work_beside(items, 1.0, 2.0) == work_of(plain, 2.0) + work_of(away, 2.0)
+    assert work_beside(items, 0.9, 2.0) == 0.0
+
+
+def begun() -> Search:
+    """As it is before its proof, with nothing that waits, and one region placed."""
+    search = search_of("gpt2", 8, 4, FAST)
+    search._ahead = Ahead.of(search, search._begin())
+    assert search.place(point_of(0).region) is not None
+    return search
+
+
+@pytest.mark.parametrize(("left", "goes_on"), [(0.9, False), (1.1, True)])
+def test_what_is_left_of_the_work_goes_into_no_point_where_more_are_alike(left: float, goes_on: bool) -> None:
+    search, point = begun(), point_of(0)
+    outcome = search.lay_out(point)
+    alike = [point._replace(zero=zero) for zero in (1, 2, 3)]
+    bound = outcome.step_seconds / 2
+    search._waiting = [Item(bound, number, other) for number, other in enumerate(alike)]
+    search._limit = search._work + left * sum(work_of(other, search._length) for other in alike)
+    assert search._is_enough(bound) == goes_on == search._goes_on()
+    search.outcomes.clear()
+    assert search._is_enough(bound), "something has to be found"
+
+
+def test_families_of_a_region_wait_by_their_passes_until_they_are_next() -> None:
+    search, region = begun(), point_of(0).region
+    profile = search.profile(region)
+    assert search._ahead is not None
+    assert profile is not None
+    search._open(search._ahead.bound(region), region)
+    waiting, search._waiting = search._waiting, []
+    assert {item.what for item in waiting} == set(search.families_of(region))
+    for item in waiting:
+        assert isinstance(item.what, Family)
+        points = list(search.stored(item.what))
+        assert item.bound >= min(search.bounds(points, profile, memory=False))
+        search._open_family(item.bound, item.what)
+        bounds = {other.what: other.bound for other in search._waiting}
+        fitting = {point for point, least in zip(points, search.bounds(points, profile), strict=True) if least < 1e9}
+        assert fitting
+        assert fitting <= set(bounds)
+        assert min(bounds.values()) >= item.bound
+        search._waiting = []
