@@ -16,9 +16,9 @@ from autopar.planner.build import Request, moved_seconds
 from autopar.planner.pipeline import Wanted
 from autopar.search import outlook, profiles, space
 from autopar.search.costing import laid_on, splits_further
-from autopar.search.outlook import _Row
 from autopar.search.profiles import Key, Profile
 from autopar.search.space import Region, moves_each_time, regions
+from autopar.search.ways import beside_each_other
 from autopar.search.wholesale import Ranks, Stored, folded
 from tests.fast_cluster import BUSY, FAST
 from tests.search.spaces import every_point, search_of
@@ -240,10 +240,10 @@ def test_interleaved_regions_are_bounded_by_their_best_number_of_stages() -> Non
     assert outlook is not None
     layers = outlook.scaler.scaled(region.key, search.scaling.layers(region.key))
     ranks = folded(layers, 2, np.ones(2), ends=True, stages=3)
-    row = _Row(layers, [WAY], [WAY])
 
-    def by_paths(chunks: list[int], ranks: Ranks) -> float:
-        found, again = outlook._by_paths([row, row], ranks, chunks, region.microbatches)
+    def by_paths(chunks: list[int], ranks: Ranks, way: Stored = WAY) -> float:
+        both = beside_each_other([(layers, [way]), (layers, [way])])
+        found, again = outlook._by_paths(*both, ranks, chunks, region.microbatches)
         assert found == again
         return float(found)
 
@@ -258,7 +258,10 @@ def test_interleaved_regions_are_bounded_by_their_best_number_of_stages() -> Non
     least = by_paths([2], head)
     assert inner <= least < inner + region.microbatches * sum(layers.beside) / 2, "it may run while others end"
     assert by_paths([], ranks) > 0.0, "on a V"
-    assert by_paths([], replace(ranks, goes_on=False)) == 0.0
+    sent = WAY._replace(scattered=100 * layers.forward)
+    two, three, both = (by_paths(some, ranks, sent) for some in ([2], [3], [2, 3]))
+    assert two < three, "nothing runs beside the scatter of each stage's first layer"
+    assert both == two
 
 
 @pytest.mark.parametrize("budget", [None, 800_000, 400_000])
