@@ -231,17 +231,20 @@ def passes_of(layers: Layers, stored: Array) -> tuple[Array, Array]:
 
 def moved_seconds(layers: Layers, stored: Array, ranks: Ranks, microbatches: int) -> Array:
     """By way, seconds of the stream that gathers weights for each pass and scatters what passes leave of the gradients,
-    one after the other: of each stage's first layer all, of others what runs beside no pass. Before the first backward,
-    all layers run forward once, and a rank gathers for as many forwards as there are and two passes more at most.
+    one after the other: of each stage's first layer all, of others what runs beside no pass, where no other call takes
+    part in one. Before the first backward, all layers run forward once, and a rank gathers for as many forwards as
+    there are and two passes more at most.
 
     What is recomputed may run beside scatters, but a step is no shorter than half of what these and the passes take
     without it.
     """
     forward, (gathered, scattered, added) = layers.forward + np.zeros(len(stored)), stored[:, 1:4].T
     completing = layers.weights + added + (0.0 if ranks.puts_off else layers.inputs)
-    left = microbatches * layers.count * np.maximum(0.0, scattered - completing) / ranks.count
+    left = layers.count * np.maximum(0.0, scattered - completing) - layers.beside[1]
+    left = microbatches * np.maximum(0.0, left) / ranks.count
     passes = microbatches * layers.count * (forward + completing) / ranks.count
-    first, least = (microbatches * ranks.least_stages * np.minimum(scattered, most) for most in (completing, math.inf))
+    alone = max(0.0, ranks.least_stages - (layers.ahead + layers.behind) / ranks.count)  # stages of nothing but layers
+    first, least = (microbatches * alone * np.minimum(scattered, most) for most in (completing, math.inf))
     found = np.zeros(len(stored))
     for gathers, until in ((2 * microbatches, 0.0), (max(0, microbatches - 2), layers.count * forward)):
         begun = until + gathers * layers.count * gathered / ranks.count

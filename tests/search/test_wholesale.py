@@ -194,6 +194,16 @@ def test_what_a_rank_moves_goes_one_after_the_other() -> None:
         assert least_seconds(layers, [way], works, 12, 1e9) == pytest.approx([seconds])
 
 
+def test_another_call_may_hide_scatters_of_the_stage_that_it_is_in() -> None:
+    """And what it sends itself isn't known: two of four stages have layers alone."""
+    layers = replace(layers_of(8), ahead=1, behind=1, beside=(0.0, 5.0))
+    works = replace(folded(layers, 2, np.ones(2), ends=False, stages=2), puts_off=True)
+    (found,) = least_seconds(layers, [Stored(0.0, 0.0, 9.0)], works, 12, 1e9)
+    assert found == pytest.approx(8 * 1.0 + 12 * (8 * 8.2 - 5.0 + 2 * 0.8) / 2)
+    (nothing,) = wholesale.moved_seconds(layers, np.array([[0.0, 0.0, 0.9, 0.0, 0.0, 0.0, 0.0]]), works, 12)
+    assert nothing == pytest.approx(8 * 1.0 + 12 * 2 * 0.8 / 2), "0.8 of each layer's 0.9 could be hidden, and the rest"
+
+
 def test_the_first_gather_is_over_when_a_rank_begins() -> None:
     """Of two layers on the second rank, which waits for one layer's passes, the first forwards need 1 instead of 1.5
     seconds."""
