@@ -533,8 +533,12 @@ class Search:
         kept = passes if self.is_beaten(passes) else self.costing.memory_bound(point, known)
         if kept > passes:
             self._save(bound, [point], profile)
-        if max(passes, kept) > bound or not self._is_enough(bound):
+        if max(passes, kept) > bound:
             self._push(max(passes, kept), point)
+            return
+        if self.outcomes and not self._can_better(bound):
+            self._limit = self._work
+            self._push(bound, point)
             return
         try:
             outcome = self.lay_out(point)
@@ -547,11 +551,9 @@ class Search:
         if outcome.is_tight:
             self._save(bound, [point], profile)
 
-    def _is_enough(self, bound: float) -> bool:
-        """Whether the work that is left would do for a better bound than this; else it is left."""
-        if self.outcomes and work_beside(self._waiting, bound, self._length) > self._limit - self._work:
-            self._limit = self._work
-        return self._goes_on()
+    def _can_better(self, bound: float) -> bool:
+        """Whether the work that is left would do for a better bound than this."""
+        return work_beside(self._waiting, bound, self._length) <= self._limit - self._work
 
     def lay_out(self, point: Point) -> Outcome:
         """What a point takes, known once it was laid out. Raises AutoparError where it can't run or doesn't fit."""

@@ -49,7 +49,6 @@ from autopar.search.wholesale import (
     moved_seconds,
     passes_of,
     placed,
-    side_by_side,
     straight,
     without_memory,
 )
@@ -201,13 +200,11 @@ class Outlook:
         count = regions[0].microbatches
         stored = [self._best_ways(region.mesh, some, count)[0] for region, some in zip(regions, ways, strict=True)]
         each = [self.scaler.scaled(region.key, its) for region, its in zip(regions, times, strict=True)]
-        numbers = [len(some) for some in stored]
-        layers = side_by_side(list(zip(each, numbers, strict=True)))
-        last = np.repeat([self.scaler.last_bytes(region.key) for region in regions], numbers)
-        every = list(itertools.chain.from_iterable(stored))
+        rows = list(zip(each, stored, strict=True))
+        layers, every = beside_each_other(rows)
+        last = np.repeat([self.scaler.last_bytes(region.key) for region in regions], list(map(len, stored)))
         away = any_away(itertools.chain.from_iterable(ways))
-        found = self._likely_seconds(regions[0], layers, every, last, away=away)
-        return np.array([some.min() for some in np.split(found, np.cumsum(numbers)[:-1])])
+        return least_of_rows(self._likely_seconds(regions[0], layers, every, last, away=away), rows)
 
     def _likely_seconds(
         self, region: Region, layers: Layers, stored: Sequence[Stored], last: Array, *, away: bool
@@ -351,7 +348,7 @@ class Outlook:
             large = sum(size // mesh.tp >= least for size in sizes) if mesh.experts == 1 else 0
             whole, kinds = self._weights_of(root).get((), Weights(0, 0, 0)), self._kinds_of(root)
             lines = {line: whole.times(share) for line, share in spread.items()}
-            stored = self._stored(mesh, lines, way, (), {mesh.data_axes(): Messages(large, large)})
+            stored = self._stored(mesh, lines, way, (), {mesh.data_axes(): Messages(large, 0)})
             self._ways[key] = stored._replace(**self._least_passing(mesh, way, sizes, whole))
             shared = way, tuple((share, self._shards(mesh, way, line)) for line, share in spread.items())
             if shared not in self._sums:  # whatever axes these shares are on

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from random import Random
 
 import torch
 from hypothesis import given, settings
@@ -28,11 +29,11 @@ def weight(rows: int, columns: int) -> LayerWeight:
     st.sampled_from([2, 4, 64]),
     st.randoms(use_true_random=False),
 )
-def test_no_order_sends_gradients_in_fewer(sizes: list[tuple[int, int]], ranks: int, random: object) -> None:
+def test_no_order_sends_gradients_in_fewer(sizes: list[tuple[int, int]], ranks: int, random: Random) -> None:
     """Some of whose rows ranks can't share evenly."""
     weights = [weight(rows, columns) for rows, columns in sizes]
     least = Messages.of(weights, ranks)
-    shuffled = sorted(weights, key=lambda _: random.random())  # type: ignore[attr-defined]
+    shuffled = random.sample(weights, len(weights))
     fit = [ranks * stored_elements(each.known, each.meta.shape, ranks) == each.meta.numel for each in shuffled]
     pairs = zip(shuffled, fit, strict=True)
     gradients = [Gradient(each.meta.bytes, ranks, "alike", unit=0, fits=fits) for each, fits in pairs]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from autopar.mesh import Mesh
@@ -41,9 +43,26 @@ def test_what_is_left_of_the_work_goes_into_no_point_where_more_are_alike(left: 
     bound = outcome.step_seconds / 2
     search._waiting = [Item(bound, number, other) for number, other in enumerate(alike)]
     search._limit = search._work + left * sum(work_of(other, search._length) for other in alike)
-    assert search._is_enough(bound) == goes_on == search._goes_on()
-    search.outcomes.clear()
-    assert search._is_enough(bound), "something has to be found"
+    assert search._can_better(bound) == goes_on
+    assert search._can_better(bound / 2), "nothing has to be laid out"
+
+
+def test_a_proof_ends_before_points_that_it_has_not_the_work_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which wait as they did; but something has to be found."""
+    search, point = begun(), point_of(1)
+    profile = search.profile(point.region)
+    assert profile is not None
+    bound = max(search.costing.bound(point, profile), search.costing.memory_bound(point, profile))
+    monkeypatch.setattr(Search, "_can_better", lambda *_: False)
+    search._limit = math.inf
+    search._try(bound, point)
+    assert search.laid_out == 1
+    other = point._replace(zero=2)
+    bound = max(search.costing.bound(other, profile), search.costing.memory_bound(other, profile))
+    search._try(bound, other)
+    assert search.laid_out == 1
+    assert (bound, other) in [(item.bound, item.what) for item in search.left()]
+    assert not search._goes_on()
 
 
 def test_families_of_a_region_wait_by_their_passes_until_they_are_next() -> None:
@@ -51,7 +70,9 @@ def test_families_of_a_region_wait_by_their_passes_until_they_are_next() -> None
     profile = search.profile(region)
     assert search._ahead is not None
     assert profile is not None
-    search._open(search._ahead.bound(region), region)
+    bound, generated = search._ahead.bound(region), search.costing.keeping.generated
+    search._open(bound, region)
+    assert search.costing.keeping.generated == generated, "what ranks keep isn't asked for yet"
     waiting, search._waiting = search._waiting, []
     assert {item.what for item in waiting} == set(search.families_of(region))
     for item in waiting:
