@@ -66,6 +66,7 @@ KEYS: Final[Mapping[str, Text | Figure]] = {
     "memory_bytes": Figure("bytes", 1e6, 1e18, "80e9", whole=True),
     "host_memory_bytes": Figure("bytes", 0, 1e18, "250e9", whole=True),
     "host_bytes_per_second": Figure("bytes/s", 0, 1e18, "64e9"),
+    "host_duplex_bytes_per_second": Figure("bytes/s", 0, 1e18, "42e9"),
     "host_memory_bytes_per_second": Figure("bytes/s", 0, 1e18, "76.8e9"),
     "flops_per_second": Figure("FLOP/s", 1, 1e18, "989.4e12"),
     "memory_bytes_per_second": Figure("bytes/s", 1, 1e18, "3.35e12"),
@@ -110,6 +111,8 @@ class Device:
     """Its share of the memory of the machine that it is in; 0: nothing can be offloaded."""
     host_bytes_per_second: float = 0.0
     """Of copies between the two, in one direction."""
+    host_duplex_bytes_per_second: float = 0.0
+    """Of the same in each direction, while as many go in the other one. 0: not known, as where nothing does."""
     host_memory_bytes_per_second: float = 0.0
     """What the host's processors reach of its memory's bandwidth, this device's share: what is offloaded is updated and
     cast there. 0: not known; updates are reckoned as on the device, and casts as free."""
@@ -165,6 +168,14 @@ class Device:
     def update_bytes_per_second(self, *, on_host: bool) -> float:
         """At which optimizers read and write, where what they update lies ``on_host`` or on the device."""
         return (on_host and self.host_memory_bytes_per_second) or self.achievable_memory_bytes_per_second
+
+    def swap_bytes_per_second(self, *, both_ways: bool) -> float:
+        """Of copies to the host or from it, each way, where they may go ``both_ways`` at once; through the host's
+        memory, both of them."""
+        if not both_ways:
+            return self.host_bytes_per_second
+        rate = self.host_duplex_bytes_per_second or self.host_bytes_per_second
+        return min(rate, self.host_memory_bytes_per_second / 2 or rate)
 
     def held_share(self, link: Link) -> float:
         """The share of its multiprocessors that a collective over ``link`` holds while it runs, below 1; 0 where their
@@ -458,7 +469,7 @@ _SMALLEST: Final = 1e5
 
 def _of_host(device: Device) -> dict[str, float]:
     """Rates of the host's that are known."""
-    names = ("host_bytes_per_second", "host_memory_bytes_per_second")
+    names = ("host_bytes_per_second", "host_duplex_bytes_per_second", "host_memory_bytes_per_second")
     return {f"device.{name}": rate for name in names if (rate := getattr(device, name))}
 
 
@@ -487,6 +498,12 @@ def _contradictions(cluster: Cluster) -> Iterator[str]:
                 f"{part}.peer_bytes_per_second is {link.peer_bytes_per_second:g}, more than bytes_per_second, "
                 f"{link.bytes_per_second:g}, which is to all others together"
             )
+    if device.host_duplex_bytes_per_second > device.host_bytes_per_second:
+        yield (
+            f"device.host_duplex_bytes_per_second is {device.host_duplex_bytes_per_second:g}, more than "
+            f"host_bytes_per_second, {device.host_bytes_per_second:g}, which copies reach where nothing goes the other "
+            "way; the former is of each direction, not of both together"
+        )
     if device.host_memory_bytes and not device.host_bytes_per_second:
         yield (
             f"device.host_memory_bytes is {device.host_memory_bytes:g}, but there is no host_bytes_per_second: give "

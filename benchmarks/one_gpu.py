@@ -43,6 +43,7 @@ from autopar.runtime.optimizers import adamw
 from autopar.spmd import R
 
 WARM_UP: Final = 3
+GB: Final = 10**9
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ def plain_llama(layers: int, sequence: int) -> Callable[[], nn.Module]:
 _SMALL, _LARGE = gpt2(12, 768), gpt2(24, 1024)
 _ONE, _EIGHT = llama(16, 2048, 8192, 4096), llama(4, 4096, 14336, 8192)
 _MOE = mixtral(4, 2048, 7168, 4096)
+_HOST: Final = {"microbatches": 8, "schedule": "gpipe", "offload": ("activations",)}
 CASES: Final = (
     Case("gpt2-124m, 1 x 128", _SMALL, 50257, 1, 128),
     Case("gpt2-124m", _SMALL, 50257, 16, 1024),
@@ -127,6 +129,8 @@ CASES: Final = (
     Case("llama-8b of 4 layers", _EIGHT, 128256, 1, 8192),
     Case("llama-8b of 4 layers, 4 x 2048", _EIGHT, 128256, 4, 2048),
     Case("plain llama-8b of 4 layers", plain_llama(4, 8192), 128256, 1, 8192, ids="ids"),
+    Case("gpt2-124m, activations on the host", _SMALL, 50257, 32, 1024, _HOST | {"budget_bytes": 29 * GB}),
+    Case("llama-8b of 4 layers, activations on the host", _EIGHT, 128256, 8, 2048, _HOST | {"budget_bytes": 46 * GB}),
     Case("mixtral of 4 layers", _MOE, 32000, 2, 4096),
     Case("mixtral of 4 layers, recompute", _MOE, 32000, 2, 4096, {"recompute": "full"}),
 )

@@ -38,6 +38,7 @@ from autopar.runtime.vocabulary import VOCABULARY
 from autopar.schedules.actions import Action, Schedule
 from autopar.schedules.backwards import Backwards, mixed_backwards, situations, telling
 from autopar.schedules.flow import EXCHANGES, VOCABULARY_KINDS
+from autopar.schedules.registry import swaps_both_ways
 
 _EMPTY: Final = Phase()
 _SENT: Final = (SENT, ENDED)
@@ -399,7 +400,9 @@ class SeenCosts:
         rank = self.schedule.placement[stage]
         action = first_offloads(self.schedule, rank).get(stage)
         copied = self.seen[rank].phases.get(str(action), _EMPTY).copied_bytes
-        return copied / self.prices.cluster.device.host_bytes_per_second if copied else 0.0
+        both_ways = swaps_both_ways(self.schedule.name, self.schedule.microbatches)
+        rate = self.prices.cluster.device.swap_bytes_per_second(both_ways=both_ways)
+        return copied / rate if copied else 0.0
 
     def exchange_seconds(self, rank: int, kind: str) -> float:
         """Of an exchange of the vocabulary, of the first microbatch."""

@@ -28,6 +28,7 @@ class Measured:
     devices_per_node: int
     memory_bytes_per_second: float
     host_bytes_per_second: float
+    host_duplex_bytes_per_second: float
     host_memory_bytes_per_second: float
     launch_seconds: float
     host_call_seconds: float
@@ -72,6 +73,7 @@ _SHARES: Final = {
 }
 _OF_GPUS: Final = {
     "host_bytes_per_second": "a large copy, pinned, to the device or from it, whichever is slower",
+    "host_duplex_bytes_per_second": "one to the device and one from it at the same time",
     "host_memory_bytes_per_second": "an AdamW update on the host, its share",
     "host_call_seconds": "a step of tiny layers by its calls, issued without waiting for the device",
     "multiprocessors": "as torch says of the device",
@@ -102,6 +104,9 @@ def _device(measured: Measured) -> Device:
         ramp_seconds_by_dtype={dtype: _rounded(ramp) for dtype, ramp in ramps.items()},
         host_memory_bytes=measured.host_memory_bytes,
         host_bytes_per_second=_rounded(min(measured.host_bytes_per_second, measured.memory_bytes_per_second)),
+        host_duplex_bytes_per_second=_rounded(
+            min(measured.host_duplex_bytes_per_second, measured.host_bytes_per_second)
+        ),
         host_memory_bytes_per_second=_rounded(
             min(measured.host_memory_bytes_per_second, measured.memory_bytes_per_second)
         ),

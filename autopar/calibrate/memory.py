@@ -41,6 +41,23 @@ def host_bytes_per_second(clock: Clock, effort: Effort) -> float:
     return effort.copied_bytes / max(to_device, to_host)
 
 
+def host_duplex_bytes_per_second(clock: Clock, effort: Effort) -> float:
+    """Of copies from a GPU and to it at the same time, each way."""
+    count, device = effort.copied_bytes // 4, clock.device
+    hosts = [torch.empty(count, pin_memory=True) for _ in range(2)]
+    there = [torch.empty(count, device=device) for _ in range(2)]
+    beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def both() -> None:
+        beside.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(beside):
+            hosts[0].copy_(there[0], non_blocking=True)
+        there[1].copy_(hosts[1], non_blocking=True)
+        torch.cuda.current_stream(device).wait_stream(beside)
+
+    return effort.copied_bytes / clock.seconds(both)
+
+
 def host_memory_bytes_per_second(clock: Clock, effort: Effort, processes: int) -> float:
     """Of an AdamW update on the host by its share of the cores, of which as many ``processes`` as this one measure at
     the same time: what it reads and writes of parameters, gradients and both moments, all in float32."""

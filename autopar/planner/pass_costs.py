@@ -26,6 +26,7 @@ from autopar.planner.zero import MoveCosts
 from autopar.schedules import Costs, Schedule
 from autopar.schedules.backwards import Backwards, mixed_backwards, sent_terms
 from autopar.schedules.offloads import LEAST_BYTES
+from autopar.schedules.registry import swaps_both_ways
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ def priced(work: Work, draft: Schedule, stages: Sequence[Sequence[int]], chosen:
         begin_seconds=tuple(b + cast for b, cast in zip(begin, casts.once, strict=True)),
         end_seconds=end,
         host_seconds=issued.step_seconds(work.microbatches, work.microbatches if draft.is_asynchronous else 1),
-        **_offload_costs(work, stages, moves.placement, chosen),
+        **_offload_costs(work, stages, draft, chosen),
     )
     mine = ([s for home, s in zip(placement, stages, strict=True) if home == rank] for rank in range(draft.ranks))
     return Priced(costs, accumulations, slowed, casts, waiting, tuple(map(gradients.summing_bytes, mine)))
@@ -169,12 +170,13 @@ def _step_seconds(work: Work, tables: Sequence[int], moves: MoveCosts) -> tuple[
 
 
 def _offload_costs(
-    work: Work, stages: Sequence[Sequence[int]], placement: Sequence[int], chosen: Mapping[int, Alternative]
+    work: Work, stages: Sequence[Sequence[int]], draft: Schedule, chosen: Mapping[int, Alternative]
 ) -> dict[str, Any]:
-    rate = work.machine.device.host_bytes_per_second
+    both_ways = swaps_both_ways(draft.name, work.microbatches)
+    rate = work.machine.device.swap_bytes_per_second(both_ways=both_ways)
     if not activations_on_host(work.options.offload) or not rate:
         return {}
-    follows = [False, *(here == there for here, there in pairwise(placement))]
+    follows = [False, *(here == there for here, there in pairwise(draft.placement))]
     moved = tuple(
         work.activations.movable_bytes(stage, chosen, LEAST_BYTES, follows=beside)
         for stage, beside in zip(stages, follows, strict=True)

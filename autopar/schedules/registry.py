@@ -43,7 +43,8 @@ class Row:
     up again). ``chunks`` is how many stages a rank holds, or 0 where it is free to choose. ``heads`` are the ways to
     split the output layer over the pipeline; those of :data:`HEADS` that aren't there are refused.
     ``limited`` schedules take a limit on the microbatches in flight, ``cost_aware`` ones ask for pass times.
-    ``least_per_rank`` is how many microbatches per rank are needed, 0 where one in all is enough.
+    ``least_per_rank`` is how many microbatches per rank are needed, 0 where one in all is enough. ``takes_turns``:
+    while there are further forwards, ranks run backwards.
     """
 
     generate: Callable[[Request], Schedule]
@@ -56,6 +57,7 @@ class Row:
     limited: bool = False
     cost_aware: bool = False
     least_per_rank: int = 0
+    takes_turns: bool = True
 
 
 def _plain(base: Callable[[Request], Schedule]) -> Callable[[Request], Schedule]:
@@ -91,7 +93,9 @@ SCHEDULES: Final[Mapping[str, Row]] = {
         lambda r: naive(r.ranks, r.microbatches, r.head, r.embedding),
         "one microbatch through all stages and back before the next",
     ),
-    "gpipe": Row(_plain(lambda r: gpipe(r.ranks, r.microbatches)), "all forwards, then all backwards"),
+    "gpipe": Row(
+        _plain(lambda r: gpipe(r.ranks, r.microbatches)), "all forwards, then all backwards", takes_turns=False
+    ),
     "1f1b": Row(_one_f_one_b, "one forward, one backward; PipeDream-Flush, DAPPLE"),
     "interlaced": Row(
         lambda r: interlaced(r.ranks, r.microbatches, r.head, r.embedding),
@@ -182,6 +186,11 @@ def placement(name: str, ranks: int, chunks: int | None = None) -> tuple[int, ..
     row = _row(name)
     count = _chunks(name, row, chunks)
     return v_shaped(ranks) if row.placement == "v" else looped(ranks, count)
+
+
+def swaps_both_ways(name: str, microbatches: int) -> bool:
+    """Whether activations go to the host and back at the same time, where a schedule sends any there."""
+    return microbatches > 1 and (name not in SCHEDULES or SCHEDULES[name].takes_turns)
 
 
 def generate(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -24,7 +24,7 @@ from autopar.planner.offload import require_host
 from autopar.planner.pipeline import Pipeline, Wanted, lay_out
 from autopar.planner.rank_memory import MOMENTS, Storage, rank_state
 from autopar.schedules import Timelines
-from autopar.schedules.registry import SCHEDULES
+from autopar.schedules.registry import SCHEDULES, swaps_both_ways
 from autopar.search.bounds import Held, by_paths, folded, recomputed, shared_out, straight
 from autopar.search.gradients import Sums
 from autopar.search.interleaving import Interleaving
@@ -105,6 +105,11 @@ class Costing:
     def budget_bytes(self) -> int:
         """Without what is spared."""
         return self.whole_budget_bytes - self.spared_bytes
+
+    def swap_rate(self, schedules: Iterable[str], microbatches: int) -> float:
+        """Bytes/s at which activations go to the host and back, under the one of ``schedules`` where that is most."""
+        both_ways = all(swaps_both_ways(name, microbatches) for name in schedules)
+        return self.cluster.device.swap_bytes_per_second(both_ways=both_ways)
 
     def under(self, options: Options) -> Costing:
         """Of the same search under other ``options``."""
@@ -256,7 +261,7 @@ class Costing:
             beside, held = microbatches * float(held.seconds[-1]) / pp, held.inner()
         head = MODES[family.vocabulary].head
         asked = (family.schedule, pp, microbatches, family.chunks, head)
-        rate = self.cluster.device.host_bytes_per_second
+        rate = self.swap_rate([family.schedule], microbatches)
         kept = self.keeping.away(*asked, rate) if away and rate else self.keeping.here(*asked)
         if pp == 1 or (row.chunks or family.chunks) == 1:
             return beside + recomputed(held, kept, microbatches, self.budget_bytes, split=split)

@@ -113,6 +113,7 @@ class Outlook:
         region, found = views[0].region, np.full(len(views), math.inf)
         rows = [self._row(view, 1 if alone else region.microbatches) for view in views]
         away = any(any_away(view.ways) for view in views)
+        names = [family.schedule for family in families]
         for ranks, chunks in _kinds(region, rows[0].layers, families):
             some = np.flatnonzero(found > known)  # of the others it says nothing
             if not some.size:
@@ -120,7 +121,7 @@ class Outlook:
             fastest = self._fastest([rows[place] for place in some], ranks, chunks, region.microbatches)
             is_open = fastest < np.minimum(found[some], enough)
             if is_open.any():
-                host = self._host(ranks, region, away=away, fills=bool(chunks))
+                host = self._host(ranks, region, names, away=away, fills=bool(chunks))
                 pairs = [(rows[place].layers, rows[place].stored) for place in some[is_open]]
                 least = least_of(pairs, ranks, region.microbatches, self.costing.budget_bytes, host)
                 fastest[is_open] = np.maximum(fastest[is_open], least)
@@ -217,7 +218,7 @@ class Outlook:
             kinds.append(_even(layers, looped_kept(pp, count, chunks), (pp - 1) / chunks, chunks))
             kinds.append(_even(layers, 1.5 * folded_kept(pp, count), (pp - 1) / 2, 2))
         kinds = [_with_last(ranks, last, "straight") for ranks in kinds]
-        hosts = [self._host(ranks, region, away=away) for ranks in kinds]
+        hosts = [self._host(ranks, region, (), away=away) for ranks in kinds]
         budget = self.costing.budget_bytes
         every = [
             least_seconds(layers, stored, ranks, count, budget, host) for ranks, host in zip(kinds, hosts, strict=True)
@@ -298,7 +299,7 @@ class Outlook:
 
     def _copies(self, point: Point) -> Host | None:
         """What copies to the host and back have to keep up with; None where there are none."""
-        rate, region = self.costing.cluster.device.host_bytes_per_second, point.region
+        rate, region = self.costing.swap_rate([point.schedule], point.region.microbatches), point.region
         if not rate or not activations_on_host(point.offload) or region.mesh.pp == 1:
             return None
         asked = (point.schedule, region.mesh.pp, region.microbatches, point.chunks, MODES[point.vocabulary].head)
@@ -311,9 +312,12 @@ class Outlook:
         )
         return Host(rate, kept, times, (forwards, backwards), np.array([rank.most for rank in away]))
 
-    def _host(self, ranks: Ranks, region: Region, *, away: bool, fills: bool = False) -> Host | None:
-        """``fills``: ranks keep the most before their first backward, as those with one stage do."""
-        rate = self.costing.cluster.device.host_bytes_per_second
+    def _host(
+        self, ranks: Ranks, region: Region, schedules: Iterable[str], *, away: bool, fills: bool = False
+    ) -> Host | None:
+        """Under one of ``schedules``. ``fills``: ranks keep the most before their first backward, as those with one
+        stage do."""
+        rate = self.costing.swap_rate(schedules, region.microbatches)
         if not away or not rate or region.mesh.pp == 1:
             return None
         count, none = region.microbatches, np.zeros(ranks.count)

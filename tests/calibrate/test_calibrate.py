@@ -43,6 +43,7 @@ GPU = Measured(
     devices_per_node=8,
     memory_bytes_per_second=3e12,
     host_bytes_per_second=5e10,
+    host_duplex_bytes_per_second=4e10,
     host_memory_bytes_per_second=7e10,
     launch_seconds=2e-6,
     host_call_seconds=2e-5,
