@@ -119,7 +119,7 @@ class Device:
     memory_achievable_fraction: float = 1.0
     """The share of ``memory_bytes_per_second`` that large copies reach."""
     sustained_fraction: float = 1.0
-    """The share of what large products reach for a moment that they hold without a pause, at the limit of power."""
+    """The share of what large products reach for a moment that they hold in a step, at the limit of power."""
     multiprocessors: int = 0
     """Each makes a tile of a product's result at a time; 0: results don't come in tiles."""
     element_seconds: float = 0.0

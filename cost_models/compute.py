@@ -1,8 +1,8 @@
 """How long one op takes on one device: a roofline whose roof bends.
 
 Matrix products get near the peak rate only when they are large. Their rate saturates at the peak's
-``achievable_fraction``, of which ``sustained_fraction`` is left where a device works without a pause; products that the
-peak rate would finish in ``ramp_seconds`` reach half of that. Their result is made in tiles, one on each multiprocessor
+``achievable_fraction``, of which ``sustained_fraction`` is left for seconds of a step's work; products that the peak
+rate would finish in ``ramp_seconds`` reach half of that. Their result is made in tiles, one on each multiprocessor
 at a time: the last round of tiles takes as long as a full one, unless sums are cut into slices. Fused attention reaches
 a share that grows with the keys. Everything else takes as long as its bytes, and its elements where a kernel loads one
 at a time: torch's do where operands are broadcast or of several dtypes.

@@ -22,6 +22,7 @@ _sum, _layers, _pass = sympy.symbols("sum_seconds layers pass_seconds")
 _elements, _summed, _copied = sympy.symbols("elements sum_itemsize copy_itemsize")
 _beside, _share = sympy.symbols("collective_seconds held_share")
 _calls, _call = sympy.symbols("calls host_call_seconds")
+_element, _alone = sympy.symbols("element_seconds loaded_alone")
 
 _COUNT: Final = {"parameters": Quantity("1", "elements of the parameters that the rank updates")}
 _ELEMENTS: Final = {"elements": Quantity("1", "elements of a gradient")}
@@ -32,19 +33,25 @@ _BANDWIDTH: Final = {
 _UPDATED: Final = {
     "memory_bytes_per_second": Quantity("B/s", "what large copies reach of the bandwidth of the memory that it is in")
 }
+_ELEMENT: Final = {
+    "element_seconds": Quantity("s", "what an element takes beside its bytes where kernels load one at a time")
+}
+_ALONE: Final = {**_ELEMENT, "loaded_alone": Quantity("1", "1 where they do, as where the result is wider; else 0")}
 
 ADAMW_SECONDS: Final = Formula(
     "adamw_seconds",
     "s",
-    _parameters * (2 * _parameter + _gradient + 4 * _moment) / _bandwidth,
+    _parameters * ((2 * _parameter + _gradient + 4 * _moment) / _bandwidth + _element),
     {
         **_COUNT,
         "parameter_itemsize": Quantity("B", "of one element of a parameter"),
         **_GRADIENT,
         "moment_itemsize": Quantity("B", "of one element of a moment"),
         **_UPDATED,
+        **_ELEMENT,
     },
-    "memory traffic: parameter and both moments read and written, gradient read",
+    "memory traffic: parameter and both moments read and written, gradient read; on an H100 torch's fused kernel takes "
+    "11 ps an element, of which its bytes would take 9.4 (benchmarks/one_gpu.py --kinds)",
 )
 
 CLIP_SECONDS: Final = Formula(
@@ -58,12 +65,13 @@ CLIP_SECONDS: Final = Formula(
 ADD_SECONDS: Final = Formula(
     "add_seconds",
     "s",
-    _elements * (_gradient + 2 * _summed) / _bandwidth,
+    _elements * ((_gradient + 2 * _summed) / _bandwidth + _alone * _element),
     {
         **_ELEMENTS,
         **_GRADIENT,
         "sum_itemsize": Quantity("B", "of one element of the sum over microbatches"),
         **_BANDWIDTH,
+        **_ALONE,
     },
     "memory traffic: the gradient of one microbatch read, the sum of those before it read and written",
 )
@@ -71,12 +79,13 @@ ADD_SECONDS: Final = Formula(
 COPY_SECONDS: Final = Formula(
     "copy_seconds",
     "s",
-    _elements * (_gradient + _copied) / _bandwidth,
+    _elements * ((_gradient + _copied) / _bandwidth + _alone * _element),
     {
         "elements": Quantity("1", "elements of a gradient, or of a weight"),
         "gradient_itemsize": Quantity("B", "of one element of it"),
         "copy_itemsize": Quantity("B", "of one element of its copy"),
         **_BANDWIDTH,
+        **_ALONE,
     },
     "memory traffic: a gradient or weight read, and written in another place or dtype",
 )
@@ -139,12 +148,17 @@ class Collectives(NamedTuple):
 
 def add_seconds(elements: float, gradient_itemsize: int, sum_itemsize: int, device: Device) -> float:
     """Seconds that adding a gradient of so many elements to the sum of those of other microbatches takes."""
-    return ADD_SECONDS.number(elements, gradient_itemsize, sum_itemsize, device.achievable_memory_bytes_per_second)
+    return _moved(ADD_SECONDS, elements, gradient_itemsize, sum_itemsize, device)
 
 
 def copy_seconds(elements: float, gradient_itemsize: int, copy_itemsize: int, device: Device) -> float:
     """Seconds of copying a gradient, or a weight, of so many elements on the device."""
-    return COPY_SECONDS.number(elements, gradient_itemsize, copy_itemsize, device.achievable_memory_bytes_per_second)
+    return _moved(COPY_SECONDS, elements, gradient_itemsize, copy_itemsize, device)
+
+
+def _moved(formula: Formula, elements: float, given: int, made: int, device: Device) -> float:
+    bandwidth = device.achievable_memory_bytes_per_second
+    return formula.number(elements, given, made, bandwidth, device.element_seconds, int(made > given))
 
 
 def left_seconds(sum_seconds: float, layers: int, pass_seconds: float) -> float:
@@ -197,5 +211,10 @@ def optimizer_seconds(
         "gradient_itemsize": gradient_itemsize,
         "memory_bytes_per_second": device.update_bytes_per_second(on_host=on_host),
     }
-    update = ADAMW_SECONDS(**shared, parameter_itemsize=parameter_itemsize, moment_itemsize=moment_itemsize)
+    update = ADAMW_SECONDS(
+        **shared,
+        parameter_itemsize=parameter_itemsize,
+        moment_itemsize=moment_itemsize,
+        element_seconds=0.0 if on_host else device.element_seconds,
+    )
     return update + CLIP_SECONDS(**shared) if clip else update

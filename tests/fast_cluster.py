@@ -25,8 +25,15 @@ SLOW_NETWORK: Final = replace(
 
 BUSY: Final = replace(
     NODES,
-    device=replace(NODES.device, multiprocessors=10, host_memory_bytes_per_second=6e9),
+    device=replace(
+        NODES.device,
+        multiprocessors=10,
+        element_seconds=1e-10,
+        host_duplex_bytes_per_second=5e9,
+        host_memory_bytes_per_second=6e9,
+    ),
     intra_node=replace(_LINK, bytes_per_second=1e8, held_multiprocessors=4),
     inter_node=replace(NODES.inter_node, bytes_per_second=0.5e8, held_multiprocessors=1),
 )
-"""Collectives hold 4 of 10 multiprocessors within a node, and one or two between nodes; hosts compute, too."""
+"""Collectives hold 4 of 10 multiprocessors within a node, and one or two between nodes; hosts compute, too; copies to
+them and back get in each other's way; and some elements are loaded one at a time."""

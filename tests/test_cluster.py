@@ -227,6 +227,11 @@ def test_an_empty_file_is_refused(text: str) -> None:
         ("ramp", "ramp_seconds = 0\nhost_bytes_per_second = 55", "device.host_bytes_per_second is 55, which is no"),
         ("ramp", "ramp_seconds = 0\nhost_memory_bytes_per_second = 77", "host_memory_bytes_per_second is 77, which is"),
         ("ramp", "ramp_seconds = 0\nhost_bytes_per_second = 2e12", "device.host_bytes_per_second is 2e+12, more than"),
+        (
+            "ramp",
+            "ramp_seconds = 0\nhost_bytes_per_second = 5e10\nhost_duplex_bytes_per_second = 8e10",
+            "host_duplex_bytes_per_second is 8e+10, more than host_bytes_per_second, 5e+10, which",
+        ),
         ("ramp", "ramp_seconds = 0\nhost_memory_bytes = 1e9", "is 1e+09, but there is no host_bytes_per_second: give"),
         (
             "bytes_per",
@@ -377,3 +382,14 @@ def test_rings_over_nodes_use_all_cards() -> None:
     assert h100.link(8, 4).ring_bytes_per_second(8) == pytest.approx(2 * 0.74 * 50e9)
     assert h100.link(16, 1).achievable_bytes_per_second(16) == pytest.approx(0.74 * 50e9)
     assert h100.link(2, 8).ring_bytes_per_second(2) == pytest.approx(0.74 * 50e9)
+
+
+def test_copies_both_ways_share_the_hosts_memory() -> None:
+    """Of rates that aren't known, nothing is said."""
+    device = replace(Cluster.load("cpu").device, host_bytes_per_second=50.0)
+    known = replace(device, host_duplex_bytes_per_second=40.0)
+    assert device.swap_bytes_per_second(both_ways=True) == known.swap_bytes_per_second(both_ways=False) == 50
+    assert known.swap_bytes_per_second(both_ways=True) == 40
+    for memory, least in ((100.0, 40), (70.0, 35)):
+        shared = replace(known, host_memory_bytes_per_second=memory)
+        assert shared.swap_bytes_per_second(both_ways=True) == least

@@ -78,7 +78,7 @@ _OF_GPUS: Final = {
     "host_call_seconds": "a step of tiny layers by its calls, issued without waiting for the device",
     "multiprocessors": "as torch says of the device",
     "element_seconds": "a cast of bfloat16 to float32, beside its bytes",
-    "sustained_fraction": "large products without a pause",
+    "sustained_fraction": "large products that take turns with copies, for two thirds of the time",
 }
 _DEVICES: Final = {"cuda": "devices that torch sees", "cpu": "cores that this process may use, or processes started"}
 _OF_LINKS: Final = ("latency_seconds", "bytes_per_second", "peer_bytes_per_second", "call_seconds")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from statistics import median
 from typing import Final
 
 import torch
@@ -14,7 +15,9 @@ from autopar.calibrate.samples import Effort, Product, Progress
 from autopar.cluster import DTYPES
 
 _FLOAT8: Final = torch.float8_e4m3fn
-_SUSTAINED_SECONDS: Final = 2.0
+_TURNS: Final = 150
+_TURN_SECONDS: Final = (20e-3, 10e-3)
+"""Of products, and of copies: of a step that reaches half of a device's peak rate, products take two thirds."""
 
 
 def measure_products(clock: Clock, effort: Effort, progress: Progress) -> list[Product]:
@@ -33,13 +36,20 @@ def measure_products(clock: Clock, effort: Effort, progress: Progress) -> list[P
 
 
 def sustained_fraction(clock: Clock, products: Sequence[Product]) -> float:
-    """What is left of the rate of the largest product in bfloat16 when it runs for seconds without a pause,
-    and the device reaches the limit of its power."""
+    """What is left of the rate of the largest product in bfloat16 where a device reaches the limit of its power: for
+    seconds it takes turns with copies, as products do in a step with all that only moves bytes."""
     largest = max(products, key=lambda product: (product.dtype == "bfloat16", product.flops))
-    call = _product(largest.m, largest.n, largest.k, getattr(torch, largest.dtype), clock.device)
-    calls = math.ceil(_SUSTAINED_SECONDS / largest.seconds)
-    clock.run(call, calls)
-    return min(1.0, largest.seconds / clock.run(call, calls))
+    product = _product(largest.m, largest.n, largest.k, getattr(torch, largest.dtype), clock.device)
+    source = torch.randn(largest.m * largest.n, device=clock.device)
+    target = torch.empty_like(source)
+
+    def copy() -> Tensor:
+        return target.copy_(source)
+
+    each = zip((product, copy), _TURN_SECONDS, (largest.seconds, clock.seconds(copy)), strict=True)
+    turns = [(call, math.ceil(turn / seconds)) for call, turn, seconds in each]
+    taken = [[clock.run(call, calls) for call, calls in turns] for _ in range(_TURNS)]
+    return min(1.0, largest.seconds / median(seconds for seconds, _ in taken[_TURNS // 2 :]))
 
 
 def _of_dtype(clock: Clock, effort: Effort, name: str, dtype: torch.dtype) -> Iterator[Product]:

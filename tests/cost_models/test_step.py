@@ -50,6 +50,17 @@ def test_adding_up_gradients_by_hand() -> None:
     assert copy_seconds(10**6, 2, 4, DEVICE) == pytest.approx(6e-3)
 
 
+def test_elements_that_are_loaded_alone() -> None:
+    """Where what is made is wider, a nanosecond for each of a million elements beside its bytes; and in updates."""
+    device = dataclasses.replace(DEVICE, element_seconds=1e-9, host_memory_bytes_per_second=1e8)
+    assert add_seconds(10**6, 2, 4, device) == pytest.approx(11e-3)
+    assert copy_seconds(10**6, 2, 4, device) == pytest.approx(7e-3)
+    assert copy_seconds(10**6, 4, 2, device) == copy_seconds(10**6, 3, 3, device) == pytest.approx(6e-3)
+    assert add_seconds(10**6, 4, 4, device) == pytest.approx(12e-3)
+    assert optimizer_seconds(10**6, device) == pytest.approx(29e-3)
+    assert optimizer_seconds(10**6, device, on_host=True) == pytest.approx(280e-3)
+
+
 def test_sums_of_gradients_run_beside_the_backward() -> None:
     """Of ten layers, nine sums may be hidden; those that take longer than the backward are left."""
     assert left_seconds(10.0, 10, 100.0) == pytest.approx(1.0)

@@ -7,6 +7,7 @@ import pytest
 from autopar.errors import ArgumentError, ScheduleError
 from autopar.schedules import SCHEDULES, Costs, PassTimes, check, generate, lower, placement
 from autopar.schedules.actions import HEADS
+from autopar.schedules.registry import swaps_both_ways
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -22,6 +23,17 @@ def test_rows_say_what_is_generated(name: str) -> None:
     assert schedule.placement == expected[row.placement]
     assert row.summary
     assert set(row.heads) <= set(HEADS)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_that_take_turns(name: str) -> None:
+    """Whose ranks still have forwards ahead when their backwards begin: what goes to the host does so both ways."""
+    schedule = generate(name, 3, 12, head=SCHEDULES[name].heads[0])
+    kinds = ([action.kind for action in actions if action.kind in "FBI"] for actions in schedule.lists)
+    turns = [len(row) - row[::-1].index("F") > min(map(row.index, {*row} - {"F"})) for row in kinds]
+    assert all(turns) if SCHEDULES[name].takes_turns else not any(turns)
+    assert swaps_both_ways(name, 12) == SCHEDULES[name].takes_turns
+    assert not swaps_both_ways(name, 1)
 
 
 @pytest.mark.parametrize(("name", "head"), [(name, head) for name, row in SCHEDULES.items() for head in row.heads])

@@ -170,8 +170,10 @@ def test_what_just_fits_isnt_said_not_to(region: Region) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("offload", [(), ("activations",)], ids=["here", "away"])
 def test_what_just_fits_has_room_for_what_weights_gradients_need(offload: tuple[str, ...]) -> None:
-    """In less and less memory, with a host that is slow: of few microbatches that is most of what a rank keeps."""
-    device = replace(FAST.device, host_memory_bytes=10**12, host_bytes_per_second=1e8)
+    """In less and less memory, with a host that is slow: of few microbatches that is most of what a rank keeps.
+    Copies both ways at once are slower still."""
+    host = {"host_memory_bytes": 10**12, "host_bytes_per_second": 1e8, "host_duplex_bytes_per_second": 7e7}
+    device = replace(FAST.device, **host, element_seconds=1e-10)
     cluster = replace(FAST, device=device)
     roomy, fitting, tight_ones = search_of("gpt2", 8, 4, cluster), 0, 0
     roomy._begin()
