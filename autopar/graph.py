@@ -179,6 +179,9 @@ class RuntimeOp:
         return self.__name__
 
 
+_ELEMENTWISE: Final = ("aten.clone.default", "aten.to.dtype", "aten._to_copy.default", "aten.dropout.default")
+"""Beside those that torch calls pointwise."""
+
 AVERAGED: Final = RuntimeOp("averaged")
 """Moves a buffer, a running average, towards a value; nothing needs to read what it returns."""
 
@@ -194,6 +197,13 @@ def is_view(node: fx.Node) -> bool:
         return is_getitem(node)
     schema = node.target._schema  # type: ignore[union-attr]
     return any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+
+
+def is_elementwise(node: fx.Node) -> bool:
+    """Whether it computes each element alone: torch says so of the op, but of copies and dropout."""
+    if not is_aten(node):
+        return False
+    return torch.Tag.pointwise in node.target.tags or op_name(node) in _ELEMENTWISE  # type: ignore[union-attr]
 
 
 def is_mutating(node: fx.Node) -> bool:

@@ -35,6 +35,7 @@ import autopar
 from autopar.api import ParallelModel
 from autopar.graph import Choice
 from autopar.plan import bytes_text
+from autopar.planner.gradient_sums import block_sums
 from autopar.planner.op_costs import pass_seconds
 from autopar.report.measured import compare, read_steps, record
 from autopar.rules import lookup
@@ -278,6 +279,8 @@ def _predicted(job: ParallelModel) -> Counter[str]:
             kind = "all else" if not rule.flops(op) else "attention" if rule.is_fused(op) else "products"
             for passes, seconds in zip("FB", ways, strict=True):
                 found[f"{passes} {kind}"] += count * seconds
+    found["B all else"] += count * sum(block_sums(model.block_of(call), cluster.device) for call in model.calls)
+    found["B all else"] += job.plan.cost.exposed_seconds("accumulation")
     step = next(e for e in job.timeline.events if e.action.kind == "STEP")
     found["GATHER all else"] = job.plan.cost.exposed_seconds("casts")
     found["STEP all else"] = step.end_seconds - step.start_seconds

@@ -15,7 +15,19 @@ ROOT = Path(__file__).parents[1]
 SHIPPED = ("autopar", "passes", "cost_models")
 ALL = (*SHIPPED, "tests", "examples", "benchmarks")
 
-VALUES = {"errors", "options", "compression", "node_rows", "spmd", "mesh", "cluster", "graph", "plan", "batch"}
+VALUES = {
+    "errors",
+    "options",
+    "compression",
+    "node_rows",
+    "spmd",
+    "mesh",
+    "cluster",
+    "graph",
+    "pieces",
+    "plan",
+    "batch",
+}
 PLANNING = VALUES | {"rules", "cost_models", "passes", "schedules", "planner"}
 RUNNING = {"errors", "options", "compression", "node_rows", "spmd", "mesh", "plan", "batch", "schedules"}
 BELOW_API = PLANNING | {
@@ -48,6 +60,7 @@ ARROWS: dict[str, set[str]] = {
     "mesh": {"errors"},
     "cluster": {"errors", "mesh"},
     "graph": {"errors", "spmd"},
+    "pieces": {"graph"},
     "plan": {"errors", "options", "spmd", "mesh", "cluster"},
     "batch": {"errors"},
     "documents": {"errors"},

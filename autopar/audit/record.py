@@ -27,6 +27,7 @@ from torch.utils.flop_counter import flop_registry
 
 from autopar.audit.matrices import Matrices
 from autopar.graph import AxisRef, Meta
+from autopar.pieces import is_apart
 from autopar.rules.base import Op
 from autopar.rules.experts import COMBINE, DISPATCH, DISPATCH_END, DISPATCH_START
 from autopar.runtime.axes import Axes, Axis
@@ -523,9 +524,10 @@ def _name(func: Any) -> tuple[str, bool]:
 
 
 def _op(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Op:
-    operands = tuple(map(_meta, _tensors([args, list(kwargs.values())])))
+    tensors = list(_tensors([args, list(kwargs.values())]))
     named = {key: _shown(value) for key, value in kwargs.items()}
-    return Op(name, tuple(_shown(a) for a in args), named, operands, ())
+    apart = tuple(i for i, tensor in enumerate(tensors) if is_apart(tensor))
+    return Op(name, tuple(_shown(a) for a in args), named, tuple(map(_meta, tensors)), (), apart)
 
 
 def _shown(value: Any) -> Any:

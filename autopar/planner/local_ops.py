@@ -27,7 +27,7 @@ def local_op(op: Op, rule: Rule, choice: Choice, axis: AxisRef) -> Op:
     given = _map_metas((op.args, op.kwargs), operands)
     told: Any = lambda argument: axis if argument == AxisRef(axis.name) else argument  # noqa: E731
     args, kwargs = map_aggregate(local.call(*given), told)
-    return Op(local.target or op.name, args, dict(kwargs), tuple(_metas((args, kwargs))), part.outputs)
+    return Op(local.target or op.name, args, dict(kwargs), tuple(_metas((args, kwargs))), part.outputs, op.apart)
 
 
 def before_split(op: Op, choice: Choice, size: int) -> Op:

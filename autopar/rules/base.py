@@ -24,7 +24,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import fx
 
-from autopar.graph import Choice, Meta, info, op_name, operands
+from autopar.graph import Choice, Meta, info, is_elementwise, op_name, operands
+from autopar.pieces import lies_apart
 from autopar.spmd import I, P, R, Type, divides
 
 Splits = list[set[int]]
@@ -66,14 +67,18 @@ class Op:
     kwargs: dict[str, Any]
     operands: tuple[Meta, ...]
     outputs: tuple[Meta, ...]
+    apart: tuple[int, ...] = ()
+    """Positions of the operands of an elementwise op that are pieces of larger values (:mod:`autopar.pieces`)."""
     found: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
     """What rules have found out about it, each by a key of its own: an op is asked the same many times."""
 
     @classmethod
     def of(cls, node: fx.Node) -> Op:
         args, kwargs = cast(Any, fx.map_arg)((node.args, node.kwargs), lambda n: info(n).meta)
-        metas = tuple(info(n).meta for n in operands(node))
-        return cls(op_name(node), tuple(args), dict(kwargs), metas, info(node).outputs)
+        given = operands(node)
+        metas = tuple(info(n).meta for n in given)
+        apart = tuple(i for i, n in enumerate(given) if lies_apart(n)) if is_elementwise(node) else ()
+        return cls(op_name(node), tuple(args), dict(kwargs), metas, info(node).outputs, apart)
 
     @property
     def result(self) -> Meta:

@@ -174,6 +174,10 @@ class Dispatch(Whole):
         """The rows in order of departure."""
         return 2 * op.result.bytes
 
+    def loose(self, op: Op) -> tuple[int, int]:
+        """Gradients are put in the places of slots."""
+        return 0, 1
+
     def whole_bytes(self, op: Op) -> int:
         """The rows' gradients as they came back, and if they travelled also as they left, or in order of slots."""
         x, routing = op.operands
@@ -279,6 +283,12 @@ class Combine(Whole):
     def inner_bytes(self, op: Op) -> int:
         """The rows in order of slots, and weighted."""
         return 3 * op.operands[0].bytes
+
+    def loose(self, op: Op) -> tuple[int, int]:
+        """Of each slot: rows put in its place, and times its weight, which is wider, for all of a row; in the backward
+        such a product, a cast to the rows' dtype, and one from it."""
+        choices = op.operands[1].shape[-1]
+        return 3 * choices, 3 * choices
 
     def whole_bytes(self, op: Op) -> int:
         """The rows' gradients in order of departure."""

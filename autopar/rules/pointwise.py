@@ -40,16 +40,19 @@ class Pointwise(Spec):
 
     def loose(self, op: Op) -> tuple[int, int]:
         result, backward = op.result, 0
-        given = [meta for meta in op.operands if meta.numel > 1 or meta.shape == result.shape]
+        places = [i for i, meta in enumerate(op.operands) if meta.numel > 1 or meta.shape == result.shape]
+        given, apart = [op.operands[i] for i in places], [i in op.apart for i in places]
         if len(given) == 1:
             backward = int(given[0].needs_grad and result.dtype.itemsize < given[0].dtype.itemsize)
+            backward += apart[0] and given[0].needs_grad and not self.is_linear(op)
         elif self.kernels is _of_product:
             others = [given[:i] + given[i + 1 :] for i, meta in enumerate(given) if meta.needs_grad]
             backward = sum(_unevenness(some, result) for some in others)
+            backward += sum(any(apart[:i] + apart[i + 1 :]) for i, meta in enumerate(given) if meta.needs_grad)
         elif self.kernels is _of_quotient:
             divisor = _unevenness(given[1:], result)
             backward = divisor * given[0].needs_grad + (_unevenness(given, result) + divisor) * given[1].needs_grad
-        return _unevenness(given, result), backward
+        return _unevenness(given, result) + any(apart), backward
 
 
 def _unevenness(given: Sequence[Meta], result: Meta) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import fx
 
-from autopar.graph import Choice, info, is_aten, is_view, op_name, operands
+from autopar.graph import Choice, info, is_aten, is_elementwise, is_view, op_name, operands
 from autopar.rules.base import Local, Op, Rule, ViewBytes, joined, nothing_moved, put_in_place, summed
 from autopar.rules.forms import result_of
 from autopar.rules.lines import dim, dims, line, names, permuted, whole
@@ -160,7 +160,6 @@ def _zero_pad_is_linear(op: Op) -> Iterable[tuple[int, ...]]:
 _CONTIGUOUS = "aten.contiguous.default"
 _RESHAPES = ("aten.reshape.default", "aten.reshape_as.default", "aten.flatten.using_ints", _CONTIGUOUS)
 _ATTENTION = "aten.scaled_dot_product_attention.default"
-_ELEMENTWISE = ("aten.clone.default", "aten.to.dtype", "aten._to_copy.default", "aten.dropout.default")
 _DEPTH = 12
 """:func:`copies` looks at so many ops before a reshape: heads are split a few ops before they are joined."""
 
@@ -205,8 +204,7 @@ def _follows(node: fx.Node) -> bool:
     """Whether how its result lies follows from its operands."""
     if not is_aten(node) or len(info(node).outputs) > 1:
         return False
-    is_elementwise = torch.Tag.pointwise in node.target.tags or op_name(node) in _ELEMENTWISE  # type: ignore[union-attr]
-    return is_elementwise or (is_view(node) and len(operands(node)) == 1)
+    return is_elementwise(node) or (is_view(node) and len(operands(node)) == 1)
 
 
 RULES: dict[str, Rule] = {
