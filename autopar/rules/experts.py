@@ -174,10 +174,6 @@ class Dispatch(Whole):
         """The rows in order of departure."""
         return 2 * op.result.bytes
 
-    def loose(self, op: Op) -> tuple[int, int]:
-        """Gradients are put in the places of slots."""
-        return 0, 1
-
     def whole_bytes(self, op: Op) -> int:
         """The rows' gradients as they came back, and if they travelled also as they left, or in order of slots."""
         x, routing = op.operands
@@ -259,6 +255,11 @@ class GroupedBias(Whole):
         return (1,)
 
 
+def _choices(op: Op) -> int:
+    """Of each token, by a combine's weights."""
+    return op.operands[1].shape[-1]
+
+
 @dataclass(frozen=True)
 class Combine(Whole):
     """``combine(rows, weights, routing)``: ``weights [n, k]``, linear in rows and in weights."""
@@ -281,14 +282,20 @@ class Combine(Whole):
         yield Choice((R, P, R), P)
 
     def inner_bytes(self, op: Op) -> int:
-        """The rows in order of slots, and weighted."""
-        return 3 * op.operands[0].bytes
+        """The rows in order of slots; of each token the sum, once for each slot."""
+        return 2 * op.operands[0].bytes + (2 * _choices(op) - 1) * op.result.bytes
+
+    def back_bytes(self, op: Op, made: int, taken: Sequence[int]) -> int:
+        """Of rows, gradients by slot, then times the weights; of weights, products with the rows, then summed."""
+        slots, rows = _choices(op) * made, taken[0]
+        each = 3 * slots + rows
+        counted = sum(b for b, m in zip(taken, op.operands, strict=True) if m.needs_grad) + 3 * rows + 2 * slots
+        return each * sum(m.needs_grad for m in op.operands[:2]) - counted
 
     def loose(self, op: Op) -> tuple[int, int]:
-        """Of each slot: rows put in its place, and times its weight, which is wider, for all of a row; in the backward
-        such a product, a cast to the rows' dtype, and one from it."""
-        choices = op.operands[1].shape[-1]
-        return 3 * choices, 3 * choices
+        """Of each slot, products with its weight, which is of all of a row, and of rows in another dtype; and both of
+        them in the backward."""
+        return 2 * _choices(op), 2 * _choices(op)
 
     def whole_bytes(self, op: Op) -> int:
         """The rows' gradients in order of departure."""

@@ -140,8 +140,7 @@ class _Combine(torch.autograd.Function):
         if weights is not None:
             for_rows = routing.to_experts(_weighted_leaving(grad, weights, routing, ctx.dtypes[0]))
         if returned is not None:
-            slots = [torch.linalg.vecdot(slot.to(grad.dtype), grad) for slot in returned.unbind(1)]
-            for_weights = torch.stack(slots, 1).to(ctx.dtypes[1])
+            for_weights = torch.stack([(slot * grad).sum(-1) for slot in returned.unbind(1)], 1).to(ctx.dtypes[1])
         return for_rows, for_weights, None
 
 
@@ -200,8 +199,8 @@ def _weighted_leaving(x: Tensor, weights: Tensor, routing: Routing, dtype: torch
     """:func:`_leaving`, each row by the weight of its slot: some rows at a time, as in :func:`_weighted`."""
     made, first, flat = x.new_empty((len(routing.order), *x.shape[1:]), dtype=dtype), 0, weights.flatten()
     for slots in routing.order.chunk(routing.choices):
-        rows = x.index_select(0, slots // routing.choices)
-        made[first : first + len(slots)] = rows * flat.index_select(0, slots).unsqueeze(1)
+        rows, factors = x.index_select(0, slots // routing.choices), flat.index_select(0, slots).unsqueeze(1)
+        torch.mul(rows, factors, out=made[first : first + len(slots)])
         first += len(slots)
     return made
 

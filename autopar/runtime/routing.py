@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -92,7 +93,7 @@ class Routing:
 
     def as_come(self, rows: Tensor) -> Tensor:
         """The inverse."""
-        return rows if self.by_expert is None else torch.empty_like(rows).index_copy_(0, self.by_expert, rows)
+        return rows if self._by_origin is None else rows.index_select(0, self._by_origin)
 
     def _start_there(self, rows: Tensor) -> Flight:
         return Flight(rows) if self.journey is None else self.journey.start_there(rows)
@@ -102,9 +103,23 @@ class Routing:
 
     def _by_slot(self, returned: Tensor) -> Tensor:
         slots = self.tokens * self.choices
-        every = returned.shape[0] == slots
-        made = (returned.new_empty if every else returned.new_zeros)((slots, *returned.shape[1:]))
-        return made.index_copy_(0, self.order, returned)
+        if returned.shape[0] == slots:
+            return returned.index_select(0, self._places)
+        return returned.new_zeros((slots, *returned.shape[1:])).index_copy_(0, self.order, returned)
+
+    @cached_property
+    def _places(self) -> Tensor:
+        """Of each slot the place of its row, where each has one: kernels pick rows faster than they put them."""
+        return _inverse(self.order)
+
+    @cached_property
+    def _by_origin(self) -> Tensor | None:
+        return None if self.by_expert is None else _inverse(self.by_expert)
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """Of a permutation ``[r]``."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 def route(
