@@ -16,6 +16,7 @@ from autopar.plan import Plan
 from autopar.planner.stages import too_large
 
 _NEAR = 0.5  # of the budget; below, what isn't counted doesn't matter
+_MARGIN = 0.002  # of the budget: a round takes longer than that is worth
 _ROUNDS = 4
 
 
@@ -45,8 +46,9 @@ def within_budget(lay_out: Callable[[int], T], exact: Callable[[T], T], budget_b
         held = max(found.plan.peak_bytes)
         if held <= budget_bytes:
             return found
-        # What is hidden may grow with what is recomputed; at last, the solver is left nothing.
-        spared = max(held - counted, spared + held - budget_bytes) if left > 1 else budget_bytes
+        # What is hidden may grow with what is recomputed, by a little mostly; at last, the solver is left nothing.
+        more = max(held - counted, spared + held - budget_bytes)
+        spared = more + int(_MARGIN * budget_bytes) if left > 1 else budget_bytes
     raise _refusal(found.plan, budget_bytes)
 
 

@@ -293,9 +293,10 @@ class Combine(Whole):
         return each * sum(m.needs_grad for m in op.operands[:2]) - counted
 
     def loose(self, op: Op) -> tuple[int, int]:
-        """Of each slot, products with its weight, which is of all of a row, and of rows in another dtype; and both of
-        them in the backward."""
-        return 2 * _choices(op), 2 * _choices(op)
+        """Of each slot, products with its weight, which is of all of a row, and of rows in another dtype; two products
+        in the backward."""
+        mixed = op.operands[0].dtype != op.result.dtype
+        return (1 + mixed) * _choices(op), 2 * _choices(op)
 
     def whole_bytes(self, op: Op) -> int:
         """The rows' gradients in order of departure."""

@@ -122,10 +122,11 @@ class _Learned:
 
     def likely(self, point: Point, estimate: float) -> float:
         """What it takes, if it does as well as any like it, or a little better (halfway, if one is known); of what
-        is on the host, if several are known, else as any that has as much there, or else as what is on the device."""
+        is on the host, if several are known, else as any that has as much there, or else as what is on the device. Of
+        what is stored as nothing yet, as others of its region."""
         kind, *others = _kinds(point)
         kinds = [kind] if len(self.known[kind]) >= (_SEVERAL if others else 1) else others
-        kinds += _kinds(point._replace(offload=()))
+        kinds += [*_kinds(point._replace(offload=())), _place(point)]
         known = next((self.known[kind] for kind in kinds if self.known[kind]), [1.0])
         off = max(0.0, min(known) * (1 - _DOUBT) - 1.0)
         return estimate * (1.0 + (off if len(known) >= _SEVERAL else off / 2))
@@ -134,7 +135,7 @@ class _Learned:
         """Raises AutoparError where it can't run or doesn't fit."""
         times = search.lay_out(point).step_seconds / estimate
         self.times[point.region.mesh.pp > 1].append(times)
-        for kind in _kinds(point):
+        for kind in (*_kinds(point), _place(point)):
             self.known[kind].append(times)
 
 
@@ -142,6 +143,10 @@ def _kinds(point: Point) -> list[tuple[object, ...]]:
     """What is like ``point``, the most alike first: what is on the host under any schedule."""
     found: list[tuple[object, ...]] = [(point.schedule, point.zero, point.zero_ranks, point.offload)]
     return [*found, (point.offload,)] if point.offload else found
+
+
+def _place(point: Point) -> tuple[object, ...]:
+    return point.region, point.schedule
 
 
 @dataclass
@@ -159,6 +164,7 @@ class _Dive:
     laid_out: set[Point] = field(default_factory=set)  # or refused
     failed: Counter[object] = field(default_factory=Counter)
     placed: Counter[object] = field(default_factory=Counter)
+    estimates: dict[Point, float] = field(default_factory=dict)  # before anything was learned
 
     def run(self, regions: list[Region]) -> None:
         search, begun = self.search, self.search.work
@@ -175,17 +181,19 @@ class _Dive:
                 self._try_placed()
                 return
             estimate, _, item = heapq.heappop(self.waiting)
-            if isinstance(item, Point):
-                self._try(estimate, item)
-            else:
+            if isinstance(item, Region):
                 self._look_at(estimate, item)
+            elif (likely := self._likely(item)) > estimate:  # by what was learned meanwhile
+                self._wait(likely, item)
+            else:
+                self._try(item)
 
     def _try_placed(self) -> None:
         """Of the regions that were placed, the points that look best and better than the best."""
         points = sorted(item for item in self.waiting if isinstance(item[-1], Point))
-        for estimate, _, point in points[:_LAST]:
+        for _, _, point in points[:_LAST]:
             assert isinstance(point, Point)
-            self._try(estimate, point)
+            self._try(point)
 
     def _wait(self, estimate: float, item: Region | Point) -> None:
         if estimate < self.search.best_seconds:
@@ -211,8 +219,9 @@ class _Dive:
             self._wait(estimate, region)
         elif self._is_new(region) and (profile := search.place(region)) is not None:
             found = list(self._points(region, profile))
-            for item in found:
-                self._wait(*item)
+            for first, point in found:
+                self.estimates[point] = first
+                self._wait(first, point)
             if not found:
                 full.append((mesh.pp, region.rows))
                 self.placed[_axes(region), mesh.pp > 1] -= 1
@@ -221,7 +230,7 @@ class _Dive:
             self.learned.placed[kind].append(best[0] / likely)
             least = self.waiting[0][0] if self.waiting else math.inf
             if self._begins and best[0] < min(search.best_seconds, _NEAR * least):
-                self._try(*best)
+                self._try(best[1])
 
     @property
     def _begins(self) -> bool:
@@ -246,7 +255,12 @@ class _Dive:
                     self.search.note(point, estimate * promise(point))
                     yield estimate * promise(point), point
 
-    def _try(self, estimate: float, point: Point) -> None:
+    def _likely(self, point: Point) -> float:
+        """What it takes, as far as that is known."""
+        estimate = self.estimates[point]
+        return estimate if self._begins else self.learned.likely(point, estimate)
+
+    def _try(self, point: Point) -> None:
         """Lay it out, unless points like it were tried often enough, or took too much longer than they were likely
         to."""
         if point in self.laid_out:
@@ -257,13 +271,13 @@ class _Dive:
             return
         profile = search.profile(region)
         assert profile is not None
-        if not self._begins and self.learned.likely(point, estimate) >= search.best_seconds:
+        if not self._begins and self._likely(point) >= search.best_seconds:
             return
         if max(search.costing.bound(point, profile), search.costing.memory_bound(point, profile)) < search.best_seconds:
             self.tried.update((region, alike))
             self.laid_out.add(point)
             try:
-                self.learned.lay_out(search, point, estimate)
+                self.learned.lay_out(search, point, self.estimates[point])
             except AutoparError:
                 self.failed[degrees] += 1
 
