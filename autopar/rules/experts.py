@@ -282,15 +282,15 @@ class Combine(Whole):
         yield Choice((R, P, R), P)
 
     def inner_bytes(self, op: Op) -> int:
-        """The rows in order of slots; of each token the sum, once for each slot."""
-        return 2 * op.operands[0].bytes + (2 * _choices(op) - 1) * op.result.bytes
+        """The rows in order of slots; of each token the sum, once for each slot but the first."""
+        return 2 * op.operands[0].bytes + 2 * (_choices(op) - 1) * op.result.bytes
 
     def back_bytes(self, op: Op, made: int, taken: Sequence[int]) -> int:
         """Of rows, gradients by slot, then times the weights; of weights, products with the rows, then summed."""
         slots, rows = _choices(op) * made, taken[0]
-        each = 3 * slots + rows
-        counted = sum(b for b, m in zip(taken, op.operands, strict=True) if m.needs_grad) + 3 * rows + 2 * slots
-        return each * sum(m.needs_grad for m in op.operands[:2]) - counted
+        trained = [bytes_ for bytes_, meta in zip(taken, op.operands, strict=True) if meta.needs_grad]
+        counted = made + sum(trained) + 2 * rows + 2 * (slots - made) + sum(taken)
+        return len(trained) * (3 * slots + rows) - counted
 
     def loose(self, op: Op) -> tuple[int, int]:
         """Of each slot, products with its weight, which is of all of a row, and of rows in another dtype; two products

@@ -196,6 +196,8 @@ class _Dive:
             self._try(point)
 
     def _wait(self, estimate: float, item: Region | Point) -> None:
+        if isinstance(item, Point):
+            self.estimates.setdefault(item, estimate)
         if estimate < self.search.best_seconds:
             heapq.heappush(self.waiting, (estimate, next(self.numbers), item))
 
@@ -219,9 +221,8 @@ class _Dive:
             self._wait(estimate, region)
         elif self._is_new(region) and (profile := search.place(region)) is not None:
             found = list(self._points(region, profile))
-            for first, point in found:
-                self.estimates[point] = first
-                self._wait(first, point)
+            for item in found:
+                self._wait(*item)
             if not found:
                 full.append((mesh.pp, region.rows))
                 self.placed[_axes(region), mesh.pp > 1] -= 1

@@ -136,6 +136,13 @@ def test_what_solvers_do_not_count_is_spared() -> None:
     assert asked == [0, 7]
 
 
+def test_a_little_more_is_spared_than_lacked() -> None:
+    """What is hidden grows by a byte in a thousand; each round takes seconds."""
+    lay_out, asked = solver(1000, 600, lambda used: 70 + (used < 1000))
+    assert within_budget(lay_out, exact, 1000).plan.peak_bytes == [999, 535]
+    assert asked == [0, 72]
+
+
 def test_far_below_the_budget_nothing_is_measured() -> None:
     def refuse(found: Found) -> Found:
         raise AssertionError

@@ -16,6 +16,9 @@ from autopar.planner.op_costs import work_of
 from autopar.rules import lookup
 from autopar.rules.base import Op
 from autopar.rules.chunked import CHUNKED
+from autopar.rules.experts import routing_meta
+from autopar.runtime.experts import combine
+from autopar.runtime.routing import route
 from autopar.spmd import I, R, S
 
 aten: Any = torch.ops.aten
@@ -29,6 +32,7 @@ _CUTS = {
 """Several kernels (aten/src/ATen/native/TensorShape.cpp): zeros, and a copy into the part of them that was cut."""
 
 _FILLS = (aten.zeros.default, aten.new_zeros.default, aten.zero_.default)
+_NOTHING = (aten.detach.default, aten.new_empty.default)
 _IN_PLACE = (aten.copy_.default,)  # it reads what is copied, and writes where it goes
 
 
@@ -48,7 +52,7 @@ class Moved(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         given = [] if func in _FILLS else tree_leaves(args)
         made = [] if func in _IN_PLACE else [result]
-        if not func.is_view and func is not aten.detach.default:
+        if not func.is_view and func not in _NOTHING:
             self.bytes += sum(x.nbytes for x in (*given, *made) if isinstance(x, Tensor))
         return result
 
@@ -197,3 +201,25 @@ def test_rows_of_logits_that_come_in_chunks_count_too(classes: int, ranks: int, 
     op = Op(CHUNKED, (x, weight, target), {"chunks": 8, "reduction": "mean"}, (x, weight, target), (made,))
     choice = Choice((R, R, R), R) if ranks == 1 else Choice((R, S(0), R), I, CHUNKED)
     assert work_of(op, lookup(op.name), choice, ranks).is_aligned == aligned
+
+
+@pytest.mark.parametrize("choices", [2, 4])
+@pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("trained", [(True, True), (True, False), (False, True)], ids=str)
+def test_what_puts_rows_of_experts_together(choices: int, wide: torch.dtype, trained: tuple[bool, bool]) -> None:
+    """Forward and backward, but for indices, weights and their gradients, which are small."""
+    tokens, width = 64, 1024
+    index = torch.stack([torch.randperm(8)[:choices] for _ in range(tokens)])
+    routing = route(index, 8)
+    rows = leaf(tokens * choices, width, dtype=torch.bfloat16, trained=trained[0])
+    weights = leaf(tokens, choices, dtype=wide, trained=trained[1])
+    combine(rows, weights, routing)  # finds the places of slots
+    with Moved() as forward:
+        made = combine(rows, weights, routing)
+    slope = torch.ones_like(made)
+    with Moved() as backward:
+        torch.autograd.grad(made, [x for x in (rows, weights) if x.requires_grad], slope)
+    given = (*(Meta(tuple(x.shape), x.dtype, x.requires_grad) for x in (rows, weights)), routing_meta(tokens))
+    op = Op("combine", given, {}, given, (Meta(tuple(made.shape), made.dtype, True),))
+    work = work_of(op, lookup(op.name), Choice((R,) * 3, R), 1)
+    assert (work.moved_bytes, work.back_bytes) == pytest.approx((forward.bytes, backward.bytes), rel=0.03)

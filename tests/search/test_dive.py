@@ -191,6 +191,30 @@ def test_estimates_are_corrected_by_the_least_ratio_of_their_kind() -> None:
     assert learned.likely(other, 3.0) == learned.likely(point._replace(zero=1), 3.0) == 3.0
 
 
+def test_what_waits_is_put_off_by_what_others_of_its_region_took() -> None:
+    """A point that waits is tried where its likely time is the least, not what its estimate was at first."""
+    search, learned = space("mlp", 4, "fast"), _Learned()
+    search._begin()
+    region = Region(Mesh(pp=2, dp=2), 1, 4)
+    profile = search.place(region)
+    assert profile is not None
+    some = [p for p in search.points_of(region) if p.schedule == "1f1b" and not p.offload and p.zero_ranks == 0]
+    first, second = (next(p for p in some if p.zero == zero) for zero in (0, 1))
+    far = next(p for p in search.points_of(region) if p.schedule == "zb-h1" and p.zero == 0 and not p.offload)
+    seconds = search.lay_out(first).step_seconds
+    learned.lay_out(search, first, seconds / 2)
+    assert learned.likely(second, 1.0) == pytest.approx(corrected(1.0, 2.0, 1))
+    assert learned.likely(second._replace(region=region._replace(rows=2)), 1.0) == learned.likely(far, 1.0) == 1.0
+    tried: list[Point] = []
+    waiting = dive._Dive(search, (), learned, 1.0)
+    waiting._wait(0.5 * seconds, second)
+    waiting._wait(0.6 * seconds, far)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dive._Dive, "_try", lambda self, point: tried.append(point))
+        waiting.run([])
+    assert tried == [far, second]
+
+
 def test_what_is_on_the_host_is_learned_for_other_schedules_too() -> None:
     """Its own schedule says more, once several of it were laid out: one may have been a bad one."""
     learned = _Learned()
@@ -241,8 +265,8 @@ def test_what_was_placed_is_laid_out_though_all_work_is_done() -> None:
     profile = search.profile(region)
     assert profile is not None
     dive_ = dive._Dive(search, (), _Learned(), 0.0)
-    for number, (point, estimate) in enumerate(zip(points, search.estimates(points, profile), strict=True)):
-        dive_.waiting.append((estimate, number, point))
+    for point, estimate in zip(points, search.estimates(points, profile), strict=True):
+        dive_._wait(estimate, point)
     dive_._try_placed()
     tried = {outcome.point for outcome in search.outcomes} | set(search.refusals)
     best = [point for _, _, point in sorted(dive_.waiting)][: dive._LAST]
