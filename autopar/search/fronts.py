@@ -35,6 +35,7 @@ _SAME_DEGREES = 2  # of them
 _FURTHER = 6  # points that are laid out for them at most
 _LOOKS = 500  # of those that are looked at
 _OTHERS = 60  # families whose points are bounded for them alone
+_MESHES = 60  # of which those are placed that look best
 _WORK = 3.5e4  # of one: about two thirds of a second
 _ALL_WORK = 6e4  # of all
 _PLACING = 2e4  # of placing regions for them
@@ -79,13 +80,15 @@ def compared(search: Search, found: Found) -> Found:
 
 
 def _place_next(search: Search) -> None:
-    """Place regions of the best bounds that the proof did without, of each mesh one, unless enough is known that is
-    nearly as good as the best: what looks best of them may be among the next."""
+    """Place regions that the proof did without, of each mesh the one of the best bound, those first that are likely
+    the fastest, unless enough is known that is nearly as good as the best: what looks best of them may be among the
+    next."""
     limit, first = search.work + _PLACING, dict[Mesh, Region]()
     for region in unplaced(search):
         first.setdefault(region.mesh, region)
-    for region in first.values():
-        enough = _NEAR * search.best_seconds
+    some = list(itertools.islice(first.values(), _MESHES))
+    for _, number in sorted(zip(search.all_likely(some, ()), range(len(some)), strict=True)):
+        region, enough = some[number], _NEAR * search.best_seconds
         near = {known.mesh for known, (estimate, _) in search.promising.items() if estimate < enough}
         if search.work >= limit or len(near) > _RUNNERS_UP:
             return

@@ -7,7 +7,7 @@ import pytest
 from autopar.search.costing import Found, Outcome
 from autopar.search.fronts import _place_next, compared, gpus_front, memory_front, runners_up, unplaced, why
 from autopar.search.loop import Search
-from autopar.search.space import regions
+from autopar.search.space import Region, regions
 from tests.fast_cluster import FAST
 from tests.search.spaces import experts_on, search_of
 
@@ -86,7 +86,8 @@ def test_other_numbers_of_gpus(searched: tuple[Search, Found]) -> None:
     assert search.pins.gpus == GPUS
 
 
-def test_nothing_is_placed_for_runners_up_where_enough_is_nearly_as_good() -> None:
+def test_nothing_is_placed_for_runners_up_where_enough_is_nearly_as_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what is likely the fastest."""
     search = search_of("gpt2", 8, 8, FAST, vocabulary="redistributed", offload=())
     search.run()
     left = unplaced(search)
@@ -98,5 +99,11 @@ def test_nothing_is_placed_for_runners_up_where_enough_is_nearly_as_good() -> No
     _place_next(search)
     assert len(search.profiler.known) == before
     search.promising = dict.fromkeys(meshes, (2 * search.best_seconds, point))
+    placed, likely = list[Region](), dict(zip(left, search.all_likely(left), strict=True))
+    place = search.place
+    monkeypatch.setattr(search, "place", lambda region: (placed.append(region), place(region))[1])
     _place_next(search)
     assert len(search.profiler.known) > before
+    taken = [likely[region] for region in placed]
+    assert taken == sorted(taken)
+    assert placed != [region for region in left if region in placed], "not by bounds"
