@@ -115,7 +115,8 @@ class Device:
     """Of the same in each direction, while as many go in the other one. 0: not known, as where nothing does."""
     host_memory_bytes_per_second: float = 0.0
     """What the host's processors reach of its memory's bandwidth, this device's share: what is offloaded is updated and
-    cast there. 0: not known; updates are reckoned as on the device, and casts as free."""
+    cast there, and copies go through it. 0: not known; updates are reckoned as on the device, casts as free, and copies
+    as not held up."""
     memory_achievable_fraction: float = 1.0
     """The share of ``memory_bytes_per_second`` that large copies reach."""
     sustained_fraction: float = 1.0
@@ -170,12 +171,10 @@ class Device:
         return (on_host and self.host_memory_bytes_per_second) or self.achievable_memory_bytes_per_second
 
     def swap_bytes_per_second(self, *, both_ways: bool) -> float:
-        """Of copies to the host or from it, each way, where they may go ``both_ways`` at once; through the host's
-        memory, both of them."""
-        if not both_ways:
-            return self.host_bytes_per_second
-        rate = self.host_duplex_bytes_per_second or self.host_bytes_per_second
-        return min(rate, self.host_memory_bytes_per_second / 2 or rate)
+        """Of activations to the host or from it, each way, where they may go ``both_ways`` at once: all of that goes
+        through this device's share of the host's memory bandwidth."""
+        rate = (both_ways and self.host_duplex_bytes_per_second) or self.host_bytes_per_second
+        return min(rate, self.host_memory_bytes_per_second / (1 + both_ways) or rate)
 
     def held_share(self, link: Link) -> float:
         """The share of its multiprocessors that a collective over ``link`` holds while it runs, below 1; 0 where their

@@ -393,3 +393,5 @@ def test_copies_both_ways_share_the_hosts_memory() -> None:
     for memory, least in ((100.0, 40), (70.0, 35)):
         shared = replace(known, host_memory_bytes_per_second=memory)
         assert shared.swap_bytes_per_second(both_ways=True) == least
+    narrow = replace(known, host_memory_bytes_per_second=45.0)
+    assert (narrow.swap_bytes_per_second(both_ways=False), narrow.swap_bytes_per_second(both_ways=True)) == (45, 22.5)
