@@ -1,4 +1,4 @@
-"""Which actions of one rank's list take and leave the same bytes: they have the same :class:`Key`.
+"""Which actions of ranks' lists take and leave the same bytes: they have the same :class:`Key`.
 
 An action of one kind in one stage takes as much for every microbatch but a few: gradients are new in the first, may
 become wider when the second is added, and begin to be summed over ranks with the last backward. (A stage that sends
@@ -7,10 +7,14 @@ weights are gathered for each pass (:mod:`autopar.runtime.streaming`), a pass be
 ends with what the next pass of its stage begins with: both are in the key, as is whether activations go to the host
 meanwhile. A send takes nothing, but lets go of the message before it, whichever that was
 (:meth:`autopar.runtime.pipe.Pipe.send`).
+
+Stages have the same name (a number) where their code is the same, on one rank or on several
+(:mod:`autopar.simulate.likeness`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
@@ -35,43 +39,59 @@ class Gathered(NamedTuple):
 Rest = frozenset[Gathered]
 """What is gathered between two actions."""
 
+Names = Mapping[int, int]
+"""Of the stages of a rank."""
+
+_OWN: Final = -1  # the stage of an action itself, beside names of others
+
 
 class Key(NamedTuple):
-    """``place``: of its stage among those of its rank; ``microbatch``: that it is like; ``closes``: no backward of its
-    stage follows; ``before``: what is gathered when it begins, with places for stages; ``follower``: the kind of the
-    next pass, if that is of its stage; ``goes``: what its microbatch keeps in its stage goes to the host; ``drops``: of
-    a send, kind and place of the pass that made the message before it."""
+    """``name``: of its stage, or a negative number where what it takes is said of its rank alone; ``microbatch``: that
+    it is like; ``closes``: no backward of its stage follows; ``before``: what is gathered when it begins, of stages
+    with these names, and how often; ``follower``: the kind of the next pass, if that is of its stage; ``goes``: what
+    its microbatch keeps in its stage goes to the host; ``drops``: of a send, kind and stage's name of the pass that
+    made the message before it."""
 
     kind: str
-    place: int
+    name: int
     microbatch: int
     closes: bool = False
-    before: Rest = frozenset()
+    before: frozenset[tuple[Gathered, int]] = frozenset()
     follower: str = ""
     goes: bool = False
     drops: tuple[str, int] | None = None
 
+    @property
+    def is_of_rank(self) -> bool:
+        """Whether it says nothing of others: what is done once a step, or with the first microbatch, finds what was
+        done just before for other stages."""
+        return self.name < 0
 
-def keys(actions: Sequence[Action], stages: Sequence[int], microbatches: int) -> dict[Action, Key]:
-    """Of all ``actions`` of one rank, in order; ``stages`` are its own."""
+
+def keys(actions: Sequence[Action], names: Names, microbatches: int) -> dict[Action, Key]:
+    """Of all ``actions`` of one rank, in order, whose stages have these ``names``."""
     following = followers(actions)
     streams = any(action.kind in _GATHERS for action in actions)
     rests = {action: rest for action, rest in resting(actions) if streams and action.kind in STREAMED}
     last = {action.stage: action for action in actions if action.kind in BACKWARDS}
     away = {(action.stage, action.microbatch) for action in actions if action.kind == "OFFLOAD"}
-    place = {stage: number for number, stage in enumerate(stages)}
-    sends = dropped(actions, stages)
+    sends, place = dropped(actions, names), {stage: ABSENT - 1 - number for number, stage in enumerate(names)}
+
+    def named(stage: int, action: Action) -> int:
+        return _OWN if stage == action.stage else names[stage]
 
     def key(action: Action) -> Key:
         if action in sends:
-            return Key(action.kind, place[action.stage], 0, drops=sends[action])
+            return Key(action.kind, names[action.stage], 0, drops=sends[action])
         follower = following.get(action) if streams else None
+        before = Counter(item._replace(stage=named(item.stage, action)) for item in rests.get(action, ()))
+        like = _like(action.microbatch, microbatches)
         return Key(
             action.kind,
-            place.get(action.stage, ABSENT),
-            _like(action.microbatch, microbatches),
+            (names if like > 0 else place).get(action.stage, ABSENT),
+            like,
             action is last.get(action.stage),
-            frozenset(item._replace(stage=place[item.stage]) for item in rests.get(action, ())),
+            frozenset(before.items()),
             follower.kind if follower else "",
             (action.stage, action.microbatch) in away,
         )
@@ -79,26 +99,59 @@ def keys(actions: Sequence[Action], stages: Sequence[int], microbatches: int) ->
     return {action: key(action) for action in actions}
 
 
-def dropped(actions: Iterable[Action], stages: Sequence[int]) -> dict[Action, tuple[str, int]]:
+def dropped(actions: Iterable[Action], names: Names) -> dict[Action, tuple[str, int]]:
     """:attr:`Key.drops` of each send among ``actions``; of the first, there is none before."""
     made = {(a.stage, a.microbatch, "SEND_B"): a.kind for a in actions if a.kind in ("B", "I")}
     found: dict[Action, tuple[str, int]] = {}
     before = "", ABSENT
     for action in filter(is_send, actions):
         found[action] = before
-        before = made.get((action.stage, action.microbatch, action.kind), "F"), stages.index(action.stage)
+        before = made.get((action.stage, action.microbatch, action.kind), "F"), names[action.stage]
     return found
 
 
-def stand_ins(actions: Sequence[Action], stages: Sequence[int], microbatches: int) -> dict[Action, Action]:
-    """Of each action, in order, the one that takes and leaves as much: of those with its key, the first microbatch's.
-
-    Microbatches 0, 1 and the last stand for themselves."""
-    found = keys(actions, stages, microbatches)
+def stand_ins(found: Mapping[Action, Key]) -> dict[Key, Action]:
+    """For each key the action that says what others with it take: the first microbatch's, of the first stage."""
     first: dict[Key, Action] = {}
-    for action in sorted(actions, key=lambda action: action.microbatch):
+    for action in sorted(found, key=lambda action: (action.microbatch, action.stage)):
         first.setdefault(found[action], action)
-    return {action: first[key] for action, key in found.items()}
+    return first
+
+
+def enough(actions: Sequence[Action], wanted: Iterable[Action]) -> tuple[list[Action], set[int]]:
+    """Those of one rank's ``actions`` that say what the ``wanted`` take, and the stages of which they do.
+
+    A stage that is wanted runs its first two microbatches and its last one, too: they make its gradients what they
+    are in the others. Another stage runs its first and last one: then it has gradients in the end. Stages that hand
+    over to each other on the rank run the same ones.
+    """
+    least, most = min(_microbatches(actions), default=0), max(_microbatches(actions), default=0)
+    groups, asked = _together(actions), list(wanted)
+    run, told = set[tuple[int, int]](), set[int]()
+    for group in groups:
+        its = {action.microbatch for action in asked if action.stage in group}
+        chosen = {least, most, *(its | {least + 1} if its else ())}
+        run |= {(stage, microbatch) for stage in group for microbatch in chosen}
+        told |= group if its else set()
+    return [a for a in actions if a.microbatch == ABSENT or (a.stage, a.microbatch) in run], told
+
+
+def _microbatches(actions: Iterable[Action]) -> set[int]:
+    return {action.microbatch for action in actions} - {ABSENT}
+
+
+def _together(actions: Iterable[Action]) -> list[set[int]]:
+    """Stages, neighbours in one set; all in one if the rank has passes that are no stage's."""
+    stages = sorted({action.stage for action in actions if action.microbatch != ABSENT})
+    if ABSENT in stages:
+        return [set(stages)]
+    groups: list[set[int]] = []
+    for stage in stages:
+        if groups and stage - 1 in groups[-1]:
+            groups[-1].add(stage)
+        else:
+            groups.append({stage})
+    return groups
 
 
 def resting(actions: Sequence[Action]) -> Iterator[tuple[Action, Rest]]:

@@ -1,4 +1,4 @@
-"""Which pipeline ranks run the same code but for names and numbers: what one of them holds, all do."""
+"""Which pipeline ranks and stages run the same code but for names and numbers: what one of them takes, all do."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ _RANGE: Final = re.compile(r"range\((\d+), (\d+)\)")
 _STAGE: Final = re.compile(r"\bstage=\d+,|\bplan_digest=\"\w*\",")
 
 
-def likeness(job: Job, rank: int) -> tuple[str, ...]:
-    """Equal for ranks whose stages have the same code, parameters of the same shapes, and neighbours alike."""
+def likeness(job: Job, rank: int) -> dict[int, str]:
+    """By stage of ``rank``, a text that is equal for those with the same code, parameters of the same shapes, and
+    neighbours alike: ranks are alike if their stages are, in this order."""
     stages = job.stages(rank)
-    return tuple(_canonical(job, stage) + _place(job, stage, stages) for stage in stages)
+    return {stage: _canonical(job, stage) + _place(job, stage, stages) for stage in stages}
 
 
 def _canonical(job: Job, stage: int) -> str:

@@ -4,8 +4,9 @@ An action of one kind in one stage takes and leaves the same bytes for every mic
 (:mod:`autopar.simulate.alike`). So a rank's step with four microbatches (more where a stage's backward is split for
 some of them only, or weights are gathered for passes) says what each of its actions takes, and the step with all of
 them is their sum, in the order of its list: what the schedule keeps in flight is not run, but added up. Pipeline ranks
-whose code is the same but for names (:mod:`autopar.simulate.likeness`) are run once. Where weights change within a
-step, the whole list is run.
+whose code is the same but for names (:mod:`autopar.simulate.likeness`) are run once; of others, stages whose code was
+run before, on this rank or another, have two microbatches, for the gradients that they leave. Where weights change
+within a step, the whole list is run.
 
 Peers answer at once: a rank that waits for one to take a message holds that message longer than is predicted
 (:func:`waiting_bytes`).
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -29,7 +30,7 @@ from autopar.schedules import Action
 from autopar.schedules.actions import ABSENT
 from autopar.schedules.weight_moves import followers
 from autopar.shapes import Shapes
-from autopar.simulate.alike import STREAMED, Key, Rest, dropped, keys, left, resting, stand_ins
+from autopar.simulate.alike import STREAMED, Key, Rest, dropped, enough, keys, left, resting, stand_ins
 from autopar.simulate.likeness import likeness
 from autopar.simulate.measure import (
     BEGIN,
@@ -49,47 +50,42 @@ from autopar.storages import Phase
 
 
 @dataclass(frozen=True)
-class _Tried:
-    """What ranks that were run hold, and what each of their actions took."""
+class Known:
+    """What was run before, for jobs that are like others but in part: what operations make, and by all that it depends
+    on, what ranks hold (``ranks``), what actions of their own took (``own``) and those of their stages (``phases``), by
+    names of what is alike."""
 
-    memory: RankMemory
-    phases: Mapping[Key, Phase]
+    shapes: Shapes = field(default_factory=Shapes)
+    ranks: dict[int, RankMemory] = field(default_factory=dict)
+    own: dict[int, dict[Key, Phase]] = field(default_factory=lambda: defaultdict(dict))
+    phases: dict[Key, Phase] = field(default_factory=dict)
+    tapes: dict[Hashable, Tapes] = field(default_factory=lambda: defaultdict(Tapes))
+    _names: dict[Hashable, int] = field(default_factory=dict)
 
-    def knows(self, keys: Iterable[Key]) -> bool:
-        return all(self._like(key) is not None for key in set(keys))
+    def name(self, *alike: Hashable) -> int:
+        """The same number for what is ``alike``."""
+        return self._names.setdefault(alike, len(self._names))
 
-    def _like(self, key: Key) -> Phase | None:
-        """What an action with this key took; a send that was never seen after that one, what others took then, or what
-        it took after others."""
-        if key in self.phases or key.drops is None:
-            return self.phases.get(key)
-        sends = [other for other in self.phases if other.drops is not None]
+    def took(self, rank: int, key: Key) -> Phase | None:
+        """What an action of ``rank`` (a name) with this key took; a send that was never seen after that one, what
+        others took then, or what it took after others."""
+        phases = self.own[rank] if key.is_of_rank else self.phases
+        if key in phases or key.drops is None:
+            return phases.get(key)
+        sends = [other for other in phases if other.drops is not None]
         alike = [other for other in sends if other.drops == key.drops]
         alike += [other for other in sends if other[:2] == key[:2]]
-        return self.phases[alike[0]] if alike else None
+        return phases[alike[0]] if alike else None
 
-    def or_else(self, other: _Tried) -> _Tried:
-        """With what actions of ``other`` took, that are none of these."""
-        return replace(self, phases={**other.phases, **self.phases})
-
-    def composed(self, actions: Mapping[Action, Key]) -> RankMemory:
-        """Along the list of a rank whose actions took as much."""
-        begin = next(phase for phase in self.memory.phases if phase.label == BEGIN)
-        found = {key: self._like(key) for key in dict.fromkeys(actions.values())}
+    def composed(self, rank: int, actions: Mapping[Action, Key]) -> RankMemory:
+        """Of such a ``rank``, along its list."""
+        memory = self.ranks[rank]
+        begin = next(phase for phase in memory.phases if phase.label == BEGIN)
+        found = {key: self.took(rank, key) for key in dict.fromkeys(actions.values())}
         changes = {key: _Change.of(phase) for key, phase in found.items() if phase is not None}
         steps = [(BEGIN, _Change.of(begin)), *((str(action), changes[key]) for action, key in actions.items())]
         phases = tuple(_composed(begin, steps))
-        return replace(self.memory, phases=phases, host_peak_bytes=max(phase.host_bytes[1] for phase in phases))
-
-
-@dataclass(frozen=True)
-class Known:
-    """What was run before, for jobs that are like others but in part: what operations make, and what ranks took, by
-    all that it depends on."""
-
-    shapes: Shapes = field(default_factory=Shapes)
-    ranks: dict[Hashable, _Tried] = field(default_factory=dict)
-    tapes: dict[Hashable, Tapes] = field(default_factory=lambda: defaultdict(Tapes))
+        return replace(memory, phases=phases, host_peak_bytes=max(phase.host_bytes[1] for phase in phases))
 
 
 def predicted_memory(
@@ -98,33 +94,46 @@ def predicted_memory(
     """Of every rank, on a ``device`` of this kind ("cpu" or "cuda"); of ``batch`` only shapes and dtypes count (the
     tensors may be on the meta device)."""
     before, job = known or Known(), without_values(job)
-    common = device, _common(job, batch)
+    common = before.name(device, _common(job, batch))
     tapes = before.tapes[device, job.mesh, job.options.model_dump_json()]
 
-    def tried(rank: int) -> RankMemory:
+    def tried(rank: int, actions: Sequence[Action]) -> RankMemory:
+        run = partial(_try, actions=actions)
         try:
-            return on_shapes(job, batch, rank, partial(_try, tapes=tapes), before.shapes, device)
+            return on_shapes(job, batch, rank, partial(run, tapes=tapes), before.shapes, device)
         except UnlikeError:
-            return on_shapes(job, batch, rank, _try, before.shapes, device)
+            return on_shapes(job, batch, rank, run, before.shapes, device)
 
     def predicted(rank: int) -> RankMemory:
         actions = job.schedule.lists[job.mesh.coordinate(rank, "pp")]
         if is_asynchronous(actions):
             return on_shapes(job, batch, rank, measure, before.shapes, device)
-        wanted = keys(actions, job.stages(rank), job.schedule.microbatches)
-        alike = common, likeness(job, rank)
-        known = before.ranks.get(alike)
-        if known is None or not known.knows(wanted.values()):
-            memory = tried(rank)
+        texts = likeness(job, rank)
+        alike = before.name(common, tuple(texts.values()))
+        names = {stage: _name(before, job, stage, common, text, alike) for stage, text in texts.items()}
+        wanted = keys(actions, names, job.schedule.microbatches)
+        new = [action for key, action in stand_ins(wanted).items() if before.took(alike, key) is None]
+        if new:
+            ran, told = enough(actions, [action for action in new if not wanted[action].is_of_rank])
+            memory = tried(rank, ran)
+            before.ranks.setdefault(alike, memory)
             by_label = {phase.label: phase for phase in memory.phases}
-            ran = [action for action in actions if str(action) in by_label]
-            drops = dropped(ran, job.stages(rank))  # others than among all actions
-            run = [(wanted[a]._replace(drops=drops.get(a)), by_label[str(a)]) for a in ran]
-            found = _Tried(memory, dict(reversed(run)))  # of those alike, the first
-            known = before.ranks[alike] = found if known is None else known.or_else(found)
-        return known.composed(wanted)
+            drops = dropped(ran, names)  # others than among all actions
+            for action in ran:
+                key = wanted[action]._replace(drops=drops.get(action))
+                if key.is_of_rank:
+                    before.own[alike].setdefault(key, by_label[str(action)])
+                elif action.stage in told:
+                    before.phases.setdefault(key, by_label[str(action)])
+        return before.composed(alike, wanted)
 
     return of_each_index(job, predicted)
+
+
+def _name(known: Known, job: Job, stage: int, common: int, text: str, rank: int) -> int:
+    """Of a stage with this ``text``: what it takes depends on those of its ``rank`` that have weights in common."""
+    ties = any(parameter.shared_stages for parameter in job.programs[stage].program.parameters)
+    return known.name(common, text, rank if ties else ABSENT)
 
 
 def _common(job: Job, batch: Mapping[str, Tensor]) -> Hashable:
@@ -150,29 +159,32 @@ class _Object:
 
 
 def _try(
-    tracker: ShapeTracker, job: Job, axes: Axes, batch: Mapping[str, Tensor], tapes: Tapes | None = None
+    tracker: ShapeTracker,
+    job: Job,
+    axes: Axes,
+    batch: Mapping[str, Tensor],
+    actions: Sequence[Action],
+    tapes: Tapes | None = None,
 ) -> RankMemory:
-    """A step of this rank with the microbatches that the others are like; equal layers run once, on ``tapes``."""
-    actions, schedule = job.schedule.lists[axes["pp"].index], job.schedule
-    alike = stand_ins(actions, job.stages(axes.rank), schedule.microbatches)
-    tried = {ABSENT, *(action.microbatch for action in alike.values())}
+    """A step of this rank, of which it does these ``actions``; equal layers run once, on ``tapes``."""
     executor = begin(tracker, job, axes)
-    executor.actions = tuple(action for action in actions if action.microbatch in tried)
+    executor.actions = tuple(actions)
     if tapes is not None:
         replay_layers(executor, job, tapes, tracker)
     warm_up(executor, batch)
     for stream in executor.streams.values():
         stream.rest({})
-    return record(tracker, executor, batch, _Resting(tracker, executor, actions) if executor.streams else None)
+    return record(tracker, executor, batch, _Resting(tracker, executor, job) if executor.streams else None)
 
 
 class _Resting:
-    """Between the actions that are run, have gathered what is in the list of ``actions`` that others are left out of.
+    """Between the actions that are run, have gathered what is in the rank's whole list, which others are left out of.
 
     ``executor`` was made for all of them: passes leave what they leave there."""
 
-    def __init__(self, tracker: MemoryTracker, executor: Executor, actions: Sequence[Action]) -> None:
+    def __init__(self, tracker: MemoryTracker, executor: Executor, job: Job) -> None:
         self._tracker, self._streams = tracker, executor.streams
+        actions = job.schedule.lists[executor.axes["pp"].index]
         self._following, self._wanted = followers(actions), dict(resting(actions))
         self._now: Rest = frozenset()
 

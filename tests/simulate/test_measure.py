@@ -19,7 +19,7 @@ from autopar.runtime.job import Job
 from autopar.schedules import Action, Costs, generate, lower, simulate_timeline
 from autopar.schedules.actions import parse_action
 from autopar.schedules.offloads import ALL, Away, offload_activations
-from autopar.simulate.alike import keys, stand_ins
+from autopar.simulate.alike import enough, keys, stand_ins
 from autopar.simulate.alone import run_alone
 from autopar.simulate.likeness import likeness
 from autopar.simulate.measure import RankMemory, fake_memory, measure, measured_memory, on_shapes
@@ -120,10 +120,10 @@ def test_predicted_as_simulated_ranks_measure(name: str, mesh: dict[str, int], o
 class Chain(nn.Module):
     """Layers that are alike, between two that are not."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, width: int = 16) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(layers))
+        self.first, self.last = nn.Linear(8, width), nn.Linear(width, 4)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
@@ -136,7 +136,7 @@ def test_ranks_with_the_same_code_are_run_once() -> None:
     """Those in the middle; each keeps as many microbatches in flight as it really does."""
     batch = {"x": torch.randn(16, 8)}
     job = compile_pinned(Chain(12), 6, sample=batch, mesh={"pp": 6}, microbatches=8, cluster=FAST).job
-    kinds = [likeness(job, rank) for rank in range(6)]
+    kinds = [tuple(likeness(job, rank).values()) for rank in range(6)]
     assert len(set(kinds)) < 6
     assert kinds[1] == kinds[2]
     assert kinds[0] != kinds[1] != kinds[5]
@@ -168,7 +168,7 @@ def test_what_is_composed_where_activations_are_away() -> None:
 
 def test_microbatches_whose_activations_go_away_are_told_apart() -> None:
     kinds = {2: ("F", "OFFLOAD", "FETCH", "B"), 3: ("F", "B"), 4: ("F", "B")}
-    found = keys([Action(kind, number, 0) for number, row in kinds.items() for kind in row], [0], 8)
+    found = keys([Action(kind, number, 0) for number, row in kinds.items() for kind in row], {0: 0}, 8)
     forwards = [found[Action("F", number, 0)] for number in kinds]
     assert forwards[0] != forwards[1] == forwards[2]
 
@@ -228,9 +228,9 @@ def test_what_was_run_serves_other_jobs_as_far_as_they_are_alike() -> None:
     found = [predicted_memory(job, batch, known) for job in jobs]
     assert found == [predicted_memory(job, batch) for job in jobs]
     assert found[0] != found[2]
-    runs = {key: len(one.phases) for key, one in known.ranks.items()}
+    runs = len(known.ranks), len(known.phases), dict(known.own)
     assert found[1] == predicted_memory(jobs[1], batch, known)
-    assert runs == {key: len(one.phases) for key, one in known.ranks.items()}
+    assert runs == (len(known.ranks), len(known.phases), known.own)
 
 
 @pytest.mark.parametrize("room", [80, 1000])
@@ -246,12 +246,37 @@ def test_ranks_that_are_alike_tell_each_other_what_their_actions_take(room: int)
     away = Away({**dict.fromkeys([1, 7, 3], ALL), 8: 5}, [room] * 5)
     job, known = job.like(schedule=offload_activations(plain, away, costs)), Known()
     found = predicted_memory(job, batch, known)
-    assert likeness(job, 1) == likeness(job, 2) == likeness(job, 3)
+    assert len({tuple(likeness(job, rank).values()) for rank in (1, 2, 3)}) == 1
     for index in range(5):
         whole = on_shapes(job, batch, job.mesh.rank(pp=index), measure)
         assert [summed(phase) for phase in found[index].phases] == [summed(phase) for phase in whole.phases]
     assert found[1].host_peak_bytes != found[3].host_peak_bytes
     assert len(known.ranks) == 3
+
+
+def test_stages_that_are_alike_tell_each_other_what_their_passes_take() -> None:
+    """Of ranks that aren't: each kind of stage is run on one rank alone, but for two microbatches. What is done once a
+    step, and the first microbatch, find what is under way for the stages before: copies of small weights."""
+    with torch.device("meta"):
+        model, batch = Chain(40, 1536), {"x": torch.empty(512, 8)}
+    given: dict[str, Any] = {"schedule": "interleaved", "chunks": 3, "microbatches": 8, "zero": 1, "precision": "bf16"}
+    job = compile_pinned(model, 256, sample=batch, mesh={"pp": 4, "dp": 64}, cluster=FAST, **given).job
+    composed_as_whole(job, batch)
+    kinds = [Counter(likeness(job, job.mesh.rank(pp=index)).values()) for index in range(4)]
+    known = Known()
+    predicted_memory(job, batch, known)
+    assert len(known.ranks) == len(set(map(tuple, kinds))) > 2
+    forwards = [key for key in known.phases if key.kind == "F" and key.microbatch == 2]
+    assert len(forwards) == len({text for kind in kinds for text in kind}) < 12
+
+
+def test_stages_that_nobody_asks_about_run_two_microbatches() -> None:
+    actions = [Action(kind, number, stage) for stage in (0, 4, 5) for kind in "FB" for number in range(6)]
+    actions += [Action("GATHER", stage=stage) for stage in (0, 4, 5)]
+    ran, told = enough(actions, [Action("F", 3, 5)])
+    assert told == {4, 5}  # they hand over to each other
+    assert {action.microbatch for action in ran if action.stage == 0} == {-1, 0, 5}
+    assert {action.microbatch for action in ran if action.stage == 4} == {-1, 0, 1, 3, 5}
 
 
 def test_fake_tensors_hold_what_real_ones_do() -> None:
@@ -274,7 +299,8 @@ def test_masters_on_the_host() -> None:
 
 def stands_for(count: int) -> list[int]:
     actions = [Action("F", microbatch, 0) for microbatch in range(count)]
-    return [stand_ins(actions, [0], count)[action].microbatch for action in actions]
+    found = keys(actions, {0: 0}, count)
+    return [stand_ins(found)[found[action]].microbatch for action in actions]
 
 
 def test_which_microbatch_stands_for_which() -> None:
@@ -286,11 +312,11 @@ def test_which_microbatch_stands_for_which() -> None:
 def test_a_pass_that_only_later_microbatches_have_has_a_stand_in() -> None:
     """DualPipeV splits the backward of the first and last microbatches of a stage, and no others."""
     actions = generate("dualpipe-v", 4, 16).lists[0]
-    alike = stand_ins(actions, [0, 7], 16)
-    assert list(alike) == list(actions)
+    found = keys(actions, {0: 0, 7: 1}, 16)
+    assert list(found) == list(actions)
     whole = [action for action in actions if action.kind == "B" and action.stage == 7]
     assert min(action.microbatch for action in whole) > 2
-    assert {alike[action].microbatch for action in whole if action.microbatch < 15} == {whole[0].microbatch}
+    assert {stand_ins(found)[found[action]] for action in whole if action.microbatch < 15} == {whole[0]}
 
 
 def test_report_of_a_job() -> None:
