@@ -122,12 +122,14 @@ class _Learned:
 
     def likely(self, point: Point, estimate: float) -> float:
         """What it takes, if it does as well as any like it, or a little better (halfway, if one is known); of what
-        is on the host, if several are known, else as any that has as much there, or else as what is on the device. Of
-        what is stored as nothing yet, as others of its region."""
+        is on the host, if several are known, else as any that has as much there, or as what is on the device, whichever
+        does better. Of what is stored as nothing yet, as others of its region."""
         kind, *others = _kinds(point)
-        kinds = [kind] if len(self.known[kind]) >= (_SEVERAL if others else 1) else others
-        kinds += [*_kinds(point._replace(offload=())), _place(point)]
-        known = next((self.known[kind] for kind in kinds if self.known[kind]), [1.0])
+        alike = [self.known[kind]] if len(self.known[kind]) >= (_SEVERAL if others else 1) else []
+        if not alike:
+            here = (self.known[kind] for kind in (*_kinds(point._replace(offload=())), _place(point)))
+            alike = [*(self.known[kind] for kind in others), next(filter(None, here), [])]
+        known = min(filter(None, alike), key=min, default=[1.0])
         off = max(0.0, min(known) * (1 - _DOUBT) - 1.0)
         return estimate * (1.0 + (off if len(known) >= _SEVERAL else off / 2))
 
@@ -433,16 +435,25 @@ def _polish_away(search: Search, learned: _Learned) -> None:
 
 
 def _put_away(search: Search, learned: _Learned) -> None:
-    """Lay out the best of each region where some of it is recomputed with activations on the host instead."""
+    """Lay out each region where some of it is recomputed with activations on the host instead: what is likely the best
+    under a schedule that was laid out, here or elsewhere."""
     away: list[tuple[float, int, Region, Point]] = []
     for number, (region, outcome) in enumerate(_by_region(search).items()):
         profile = search.profile(region)
         if outcome.recomputes and _ACTIVATIONS in _ways_away(search, region) and profile is not None:
-            point = outcome.point._replace(offload=_ACTIVATIONS)
-            (estimate,) = search.estimates([point], profile)
+            points = _as_laid_out(search, outcome.point._replace(offload=_ACTIVATIONS))
+            found = [(search.estimates([point], profile)[0], point) for point in points]
+            estimate, point = min(found, key=lambda pair: learned.likely(pair[1], pair[0]))
             away.append((estimate, number, region, point))
     for _, _, region, point in sorted(away)[:_AWAY_TRIED]:
         _try_likely(search, region, [[point]], math.inf, learned)
+
+
+def _as_laid_out(search: Search, point: Point) -> list[Point]:
+    """``point``, under each schedule that was laid out in any region, if it may be in this one."""
+    known = {outcome.point.family[1:] for outcome in search.outcomes}
+    families = (family for family in search.families_of(point.region) if family[1:] in known)
+    return [point._replace(schedule=f.schedule, chunks=f.chunks, vocabulary=f.vocabulary) for f in families]
 
 
 def _by_region(search: Search) -> dict[Region, Outcome]:

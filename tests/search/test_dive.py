@@ -239,6 +239,8 @@ def test_what_is_on_the_host_is_taken_to_do_as_well_as_what_is_not() -> None:
     away = Point(Region(Mesh(pp=2, dp=2), 1, 4), "1f1b", None, "redistributed", 1, 0, ("activations",), 1)
     learned.known[dive._kinds(away._replace(offload=()))[0]].append(1.5)
     assert learned.likely(away, 2.0) == pytest.approx(corrected(2.0, 1.5, 1))
+    learned.known[("activations",),].append(1.75)
+    assert learned.likely(away, 2.0) == pytest.approx(corrected(2.0, 1.5, 1)), "that was under another schedule"
     learned.known[("activations",),].append(1.0)
     assert learned.likely(away, 2.0) == 2.0
 
@@ -333,6 +335,27 @@ def test_the_best_with_activations_on_the_host_is_laid_out_with_weights_stored_o
     assert others
     assert {point._replace(zero=1, zero_ranks=0) for point in others} == {best}
     assert len({point.zero for point in others}) == len(others), "each way once"
+
+
+def test_activations_go_to_the_host_under_schedules_that_were_laid_out_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If that is likely better there: others have been seen to make little of it."""
+    search, region = short_of_memory()
+    here = Point(region, "1f1b", None, "redistributed", 1, 0, (), 1)
+    there = here._replace(schedule="interleaved", chunks=2)
+    elsewhere = there._replace(region=Region(Mesh(pp=2, tp=2), 1, 8))
+    search.place(elsewhere.region)
+    assert search.lay_out(here).recomputes
+    search.lay_out(elsewhere)
+    tried = list[Point]()
+    monkeypatch.setattr(dive, "_try_likely", lambda _, __, families, *___: tried.extend(families[0]))
+    for bad, good in ((here, there), (there, here)):
+        learned = _Learned()
+        learned.known[dive._kinds(bad._replace(offload=("activations",)))[0]] += [100.0] * 2
+        dive._put_away(search, learned)
+        assert [point for point in tried if point.region == region] == [good._replace(offload=("activations",))]
+        tried.clear()
 
 
 def test_where_the_best_is_short_of_memory_others_may_be_better_with_activations_on_the_host() -> None:
