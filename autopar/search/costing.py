@@ -76,6 +76,23 @@ class Found:
     refusals: dict[Point, AutoparError]
 
 
+@dataclass(frozen=True)
+class _Loaded:
+    """Units with what their backwards take to add up gradients, and what all of them take, forward and backward."""
+
+    units: list[Unit]
+    seconds: float
+    backward_seconds: float
+
+    @classmethod
+    def of(cls, units: Sequence[Unit], added: Iterable[float]) -> _Loaded:
+        """Equal units with as much to add up are one."""
+        pairs = list(zip(units, added, strict=True))
+        one = {pair: replace(pair[0], backward=pair[0].backward + pair[1]) for pair in dict.fromkeys(pairs)}
+        found = [one[pair] for pair in pairs]
+        return cls(found, math.fsum(u.seconds for u in found), math.fsum(u.backward for u in found))
+
+
 @dataclass
 class Costing:
     """Costs of points of one search; ``spared_bytes`` of a budget are left for what no solver counts. ``root`` is
@@ -94,7 +111,7 @@ class Costing:
     keeping: Keeping = field(default_factory=Keeping)
     interleaving: Interleaving = field(default_factory=Interleaving)
     timelines: Timelines = field(default_factory=Timelines)
-    _loads: dict[tuple[object, ...], list[Unit]] = field(default_factory=dict)
+    _loads: dict[tuple[object, ...], _Loaded] = field(default_factory=dict)
     _holdings: dict[tuple[object, ...], Held | None] = field(default_factory=dict)
 
     @property
@@ -184,8 +201,7 @@ class Costing:
 
     def _mean_seconds(self, point: Point, profile: Profile) -> float:
         """Of the passes of a pipeline rank, on average."""
-        seconds = math.fsum(unit.seconds for unit in self._loaded(point, profile))
-        return point.region.microbatches * seconds / point.region.mesh.pp
+        return point.region.microbatches * self._loaded(point, profile).seconds / point.region.mesh.pp
 
     def _pass_seconds(self, point: Point, profile: Profile) -> float:
         mesh, microbatches = point.region.mesh, point.region.microbatches
@@ -197,7 +213,7 @@ class Costing:
         split = (row.splits_backward, splits_head(point.family), row.placement)
         key = (profile.key, sums, mesh.pp, microbatches, chunks, split)
         if key not in self._passes:
-            self._passes[key] = self._pipeline_seconds(self._loaded(point, profile), point.family)
+            self._passes[key] = self._pipeline_seconds(self._loaded(point, profile).units, point.family)
         return max(mean, self._passes[key])
 
     def _sums(self, point: Point, profile: Profile) -> Sums:
@@ -208,15 +224,14 @@ class Costing:
         split = row is None or row.splits_backward
         return Sums(shards, point.zero, tuple(point.offload), microbatches, split)
 
-    def _loaded(self, point: Point, profile: Profile) -> list[Unit]:
-        """Units with what their backwards take to add up gradients."""
+    def _loaded(self, point: Point, profile: Profile) -> _Loaded:
         sums = self._sums(point, profile)
         key = profile.key, sums
         if key not in self._loads:
             options, device = self.options_of(point), self.cluster.device
-            added = [sums.seconds(kinds, options, device) for kinds in profile.unit_parameters]
-            pairs = zip(profile.units, added, strict=True)
-            self._loads[key] = [replace(unit, backward=unit.backward + seconds) for unit, seconds in pairs]
+            kinds = {id(each): each for each in profile.unit_parameters}  # few: most units are alike
+            added = {number: sums.seconds(each, options, device) for number, each in kinds.items()}
+            self._loads[key] = _Loaded.of(profile.units, (added[id(each)] for each in profile.unit_parameters))
         return self._loads[key]
 
     def _pipeline_seconds(self, units: Sequence[Unit], family: Family) -> float:
@@ -247,7 +262,7 @@ class Costing:
         held = self._held(point, profile)
         if held is None:
             return 0.0
-        added = [a.seconds - b.seconds for a, b in zip(self._loaded(point, profile), profile.units, strict=True)]
+        added = [a.seconds - b.seconds for a, b in zip(self._loaded(point, profile).units, profile.units, strict=True)]
         held = replace(held, seconds=held.seconds + np.array(added))
         if point.head_chunks > 1:
             held = held.in_chunks()
@@ -316,7 +331,7 @@ class Costing:
         """What a step of ``point`` likely takes beside its passes: of scatters after each of them, more of which runs
         beside passes where a rank has several stages, and of all that comes after the last."""
         _, scattered, *_ = self._moves(point, profile)
-        backward = math.fsum(unit.backward for unit in self._loaded(point, profile)) / point.region.mesh.pp
+        backward = self._loaded(point, profile).backward_seconds / point.region.mesh.pp
         left = max(0.0, scattered - backward) if point.zero >= 2 else 0.0
         left *= _BESIDE if _has_several_stages(point) else 1.0
         return point.region.microbatches * left + self._update_seconds(point, profile)
@@ -327,7 +342,7 @@ class Costing:
         _, scattered, summed, updated = self._moves(point, profile)
         pp = point.region.mesh.pp
         layers = math.ceil(len(profile.units) / pp)
-        backward = math.fsum(unit.backward for unit in self._loaded(point, profile)) / pp
+        backward = self._loaded(point, profile).backward_seconds / pp
         if _has_several_stages(point):
             backward *= point.region.microbatches  # sums of later stages run beside the first ones' passes
         scattered, summed = (step.left_seconds(each, layers, backward) for each in (scattered, summed))
@@ -339,7 +354,7 @@ class Costing:
         gathered, scattered, *_ = self._moves(point, profile)
         count = point.region.microbatches
         gathers = 2 * count * gathered if self._streams(point) else 0.0
-        backward = math.fsum(unit.backward for unit in self._loaded(point, profile)) / point.region.mesh.pp
+        backward = self._loaded(point, profile).backward_seconds / point.region.mesh.pp
         return max(gathers, (count - 1) * (scattered - backward) if point.zero >= 2 else 0.0)
 
     def _streams(self, point: Point) -> bool:

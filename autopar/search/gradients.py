@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
+from torch import fx
 
 from autopar.cluster import Device
 from autopar.graph import Model, info
@@ -28,21 +29,27 @@ class Kind(NamedTuple):
     master: torch.dtype
     put_off: bool
 
+    @classmethod
+    def of(cls, node: fx.Node, put_off: bool) -> Kind:
+        """Of a block's parameter, as if it was trained in the dtype that it is computed with in."""
+        data = info(node)
+        split = tuple(axis for axis, kind in data.types().items() if kind.is_shard)
+        return cls(split, data.meta.dtype, data.meta.dtype, put_off)
+
 
 def kinds_by_call(model: Model) -> dict[int, Counter[Kind]]:
     """Call -> elements of the trained parameters that it is the first to use."""
     put_off = frozenset(node for block in model.blocks for node in put_off_weights(block))
     seen: set[str] = set()
     found: dict[int, Counter[Kind]] = {}
+    of_blocks = [[(Kind.of(node, node in put_off), info(node)) for node in block.parameters] for block in model.blocks]
     for index, call in enumerate(model.calls):
         found[index] = Counter()
-        for name, node in zip(call.parameters, model.block_of(call).parameters, strict=True):
-            known, data = model.parameters[name], info(node)
+        for name, (kind, data) in zip(call.parameters, of_blocks[call.block], strict=True):
+            known = model.parameters[name]
             if known.trainable and not known.is_buffer and name not in seen:
                 seen.add(name)
-                split = tuple(axis for axis, kind in data.types().items() if kind.is_shard)
-                kind = Kind(split, data.meta.dtype, known.master or data.meta.dtype, node in put_off)
-                found[index][kind] += data.meta.numel
+                found[index][kind._replace(master=known.master or data.meta.dtype)] += data.meta.numel
     return found
 
 

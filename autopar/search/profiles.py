@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -220,9 +220,11 @@ class Profile:
 
     @cached_property
     def unit_parameters(self) -> list[Counter[Kind]]:
-        """Elements of the trained parameters of each unit."""
+        """Elements of the trained parameters of each unit; equal ones are one object."""
         model, kinds = self.model, kinds_by_call(self.model)
-        return [kinds[i] for i, call in enumerate(model.calls) if model.block_of(call).kind not in STAGELESS]
+        found = [kinds[i] for i, call in enumerate(model.calls) if model.block_of(call).kind not in STAGELESS]
+        one: dict[Hashable, Counter[Kind]] = {}
+        return [one.setdefault(frozenset(each.items()), each) for each in found]
 
     @cached_property
     def layers(self) -> Counter[tuple[str, ...]]:
@@ -240,12 +242,15 @@ class Profile:
         return self._weights(summed=True)
 
     def _weights(self, *, summed: bool) -> dict[tuple[str, ...], Weights]:
-        sums = parameter_sums(self.model) if summed else {}
+        model, sums = self.model, parameter_sums(self.model) if summed else {}
         found: dict[tuple[str, ...], Weights] = {}
-        for name, data in _parameters(self.model).items():
-            known = self.model.parameters[name]
+        splits: dict[int, tuple[str, ...]] = {}  # equal layers share what is known of a parameter
+        for name, data in _parameters(model).items():
+            known = model.parameters[name]
             if known.trainable and not known.is_buffer:
-                split = tuple(axis for axis, kind in data.types().items() if kind.is_shard)
+                if id(data) not in splits:
+                    splits[id(data)] = tuple(axis for axis, kind in data.types().items() if kind.is_shard)
+                split = splits[id(data)]
                 if summed and not set(self.placed.request.mesh.data_axes(split)) <= set(sums[name]):
                     continue
                 here = Weights(
