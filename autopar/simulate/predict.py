@@ -27,7 +27,6 @@ from autopar.runtime.executor import Executor
 from autopar.runtime.job import Job
 from autopar.runtime.modules import dtype_of
 from autopar.schedules import Action
-from autopar.schedules.actions import ABSENT
 from autopar.schedules.weight_moves import followers
 from autopar.shapes import Shapes
 from autopar.simulate.alike import STREAMED, Key, Rest, dropped, enough, keys, left, resting, stand_ins
@@ -110,7 +109,7 @@ def predicted_memory(
             return on_shapes(job, batch, rank, measure, before.shapes, device)
         texts = likeness(job, rank)
         alike = before.name(common, tuple(texts.values()))
-        names = {stage: _name(before, job, stage, common, text, alike) for stage, text in texts.items()}
+        names = {stage: before.name(common, text) for stage, text in texts.items()}
         wanted = keys(actions, names, job.schedule.microbatches)
         new = [action for key, action in stand_ins(wanted).items() if before.took(alike, key) is None]
         if new:
@@ -128,12 +127,6 @@ def predicted_memory(
         return before.composed(alike, wanted)
 
     return of_each_index(job, predicted)
-
-
-def _name(known: Known, job: Job, stage: int, common: int, text: str, rank: int) -> int:
-    """Of a stage with this ``text``: what it takes depends on those of its ``rank`` that have weights in common."""
-    ties = any(parameter.shared_stages for parameter in job.programs[stage].program.parameters)
-    return known.name(common, text, rank if ties else ABSENT)
 
 
 def _common(job: Job, batch: Mapping[str, Tensor]) -> Hashable:

@@ -270,6 +270,34 @@ def test_stages_that_are_alike_tell_each_other_what_their_passes_take() -> None:
     assert len(forwards) == len({text for kind in kinds for text in kind}) < 12
 
 
+def test_passes_of_stages_that_ran_two_microbatches_say_nothing_of_others() -> None:
+    """Gradients become wider in the second one that is run, which may be the last one. Here all but the sends is
+    forgotten, which only the first of the stages that are alike is asked for again."""
+    batch = {"x": torch.randn(16, 8)}
+    given: dict[str, Any] = {"schedule": "interleaved", "chunks": 4, "microbatches": 8, "precision": "bf16"}
+    job = compile_pinned(Chain(14, 64), 2, sample=batch, mesh={"pp": 2}, cluster=FAST, **given).job
+    known = Known()
+    found = predicted_memory(job, batch, known)
+    for key in [key for key in known.phases if key.drops is None]:
+        del known.phases[key]
+    assert known.phases
+    assert predicted_memory(job, batch, known) == found
+
+
+@pytest.mark.parametrize("options", [{}, {"zero": 1, "mesh": {"pp": 2, "dp": 2}}, {"precision": "bf16"}], ids=str)
+def test_what_is_composed_where_stages_have_weights_in_common(options: dict[str, Any]) -> None:
+    """Stages with the same code, on one rank and on several."""
+    plain = {"mesh": {"pp": 2}, "schedule": "interleaved", "chunks": 4, "microbatches": 8, "cluster": FAST}
+    given: dict[str, Any] = {**plain, **options}
+    model, batch = Chain(14, 64), {"x": torch.randn(32, 8)}
+    for index in (4, 5, 8):
+        model.layers[index] = model.layers[2]
+    job = compile_pinned(model, math.prod(given["mesh"].values()), sample=batch, **given).job
+    ties = [any(p.shared_stages for p in module.program.parameters) for module in job.programs]
+    assert 1 < sum(ties) < len(ties)
+    composed_as_whole(job, batch)
+
+
 def test_stages_that_nobody_asks_about_run_two_microbatches() -> None:
     actions = [Action(kind, number, stage) for stage in (0, 4, 5) for kind in "FB" for number in range(6)]
     actions += [Action("GATHER", stage=stage) for stage in (0, 4, 5)]
