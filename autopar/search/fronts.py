@@ -23,7 +23,7 @@ from autopar.plan import PointPlan, bytes_text, change_text
 from autopar.planner.modes import MODES
 from autopar.search.costing import Found, Outcome
 from autopar.search.pins import Pins
-from autopar.search.space import Family, Point, Region, promise
+from autopar.search.space import Family, Point, Region, Savers, promise
 from autopar.search.work import work_of
 
 if TYPE_CHECKING:
@@ -121,15 +121,21 @@ def others(search: Search) -> Iterator[Point]:
             continue
         if opened > _OTHERS:
             continue
-        families = [item.what] if isinstance(item.what, Family) else list(search.families_of(item.what))
-        profile = search.profile(families[0].region)
+        rows = [search.saving(item.what)] if isinstance(item.what, Savers) else _rows(search, item.what)
+        profile = search.profile(rows[0][0].region)
         assert profile is not None
-        for family in families:
+        for row in rows:
             opened += 1
-            points = [point for point in search.stored(family) if search.is_placed(point)]
+            points = [point for point in row if search.is_placed(point)]
             for point, least in zip(points, search.bounds(points, profile), strict=True):
                 if not math.isinf(least):
                     heapq.heappush(heap, item._replace(bound=max(item.bound, least), number=next(numbers), what=point))
+
+
+def _rows(search: Search, what: Region | Family) -> list[list[Point]]:
+    """Points of each family."""
+    families = [what] if isinstance(what, Family) else search.families_of(what)
+    return [list(search.stored(family)) for family in families]
 
 
 def unplaced(search: Search) -> list[Region]:

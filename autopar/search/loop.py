@@ -19,7 +19,6 @@ import numpy as np
 
 from autopar.errors import AutoparError, BudgetError
 from autopar.mesh import Mesh
-from autopar.options import activations_on_host
 from autopar.search import work as units
 from autopar.search.ahead import Ahead
 from autopar.search.bounds import scaled
@@ -35,6 +34,7 @@ from autopar.search.space import (
     Family,
     Point,
     Region,
+    Savers,
     Sizes,
     Way,
     regions,
@@ -45,7 +45,7 @@ from autopar.search.space import (
     together,
     undominated,
 )
-from autopar.search.waiting import Item, work_beside
+from autopar.search.waiting import Item, What, work_beside
 from autopar.search.watching import Watcher
 
 TOLERANCE = 0.01
@@ -118,7 +118,7 @@ class Search:
 
     @property
     def work(self) -> float:
-        """What it took so far, in units of :data:`WORK`."""
+        """That it took so far, in units of :data:`WORK`."""
         return self._work
 
     @property
@@ -167,6 +167,8 @@ class Search:
                 self._open(item.bound, item.what)
             elif isinstance(item.what, Family):
                 self._open_family(item.bound, item.what)
+            elif isinstance(item.what, Savers):
+                self._open_savers(item.bound, item.what)
             else:
                 self._try(item.bound, item.what)
         self._raise_regions()
@@ -218,7 +220,7 @@ class Search:
         """What neither was laid out nor is all laid out, the best bound first."""
         return sorted((*self._waiting, *self._passed))
 
-    def is_placed(self, what: Region | Family | Point) -> bool:
+    def is_placed(self, what: What) -> bool:
         if isinstance(what, Point):
             return self.key_of(what)._replace(streamed=False) in self.profiler.known
         return self.profile(what if isinstance(what, Region) else what.region) is not None
@@ -232,7 +234,7 @@ class Search:
         """The whole batch on one rank, which bounds everything."""
         return self.profiler.of(Key(self.sizes.batch, 1, 1, 1), Mesh(), 1)
 
-    def _push(self, bound: float, what: Region | Family | Point) -> None:
+    def _push(self, bound: float, what: What) -> None:
         if math.isinf(bound):
             return
         if self.is_beaten(bound):
@@ -241,7 +243,7 @@ class Search:
             self._numbers += 1
             heapq.heappush(self._waiting, Item(bound, self._numbers, what))
 
-    def _pass(self, bound: float, what: Region | Family | Point) -> None:
+    def _pass(self, bound: float, what: What) -> None:
         """Leave it out; what is proven counts with its bound."""
         self._numbers += 1
         self._passed.append(Item(bound, self._numbers, what))
@@ -279,12 +281,12 @@ class Search:
         if further and not self.is_beaten(max(bound, min(self.bounds(further, profile, memory=False)))):
             self._place_streamed(family.region, profile)
         passes, kept = (self.bounds(points, profile, memory=memory) for memory in (False, True))
-        saved = []
+        saved = dict[Point, float]()
         for point, fastest, least in zip(points, passes, kept, strict=True):
             self._push(max(bound, least), point)
-            if least > fastest and not self.is_beaten(max(bound, fastest)):  # what only saves memory is no faster
-                saved.append(point)
-        self._save(bound, saved, profile)
+            if least > fastest and not self.is_beaten(max(bound, fastest)):
+                saved[point] = fastest
+        self._save(max(bound, min(saved.values(), default=bound)), saved)
 
     def _place_streamed(self, region: Region, profile: Profile) -> bool:
         """What those points of ``region`` are laid out on that split weights further than its ``profile``; whether it
@@ -506,6 +508,15 @@ class Search:
         for zero, zero_ranks in storages(region, cluster, self.pins):
             yield Point(*family, zero, zero_ranks, offload, head_chunks)
 
+    def saving(self, some: Savers) -> list[Point]:
+        """All of those."""
+        return some.all(self.costing.cluster, self.pins)
+
+    def _plain(self, point: Point) -> Point:
+        """Without what only saves memory."""
+        offload, head_chunks = next(savers(point.region, self.costing.cluster, self.pins))
+        return point._replace(offload=offload, head_chunks=head_chunks)
+
     def points_of(self, region: Region) -> Iterator[Point]:
         """All of :meth:`stored`."""
         return itertools.chain.from_iterable(map(self.stored, self.families_of(region)))
@@ -523,8 +534,7 @@ class Search:
 
     def _try(self, bound: float, point: Point) -> None:
         """Lay it out, if what is known of it by itself leaves it the best."""
-        plain = next(savers(point.region, self.costing.cluster, self.pins))
-        if point._replace(offload=plain[0], head_chunks=plain[1]) in self._roomy:
+        if self._plain(point) in self._roomy:
             return  # to save memory is no use where there is enough
         profile = self.profile(point.region)
         assert profile is not None
@@ -532,7 +542,7 @@ class Search:
         passes = max(bound, self.costing.bound(point, known))
         kept = passes if self.is_beaten(passes) else self.costing.memory_bound(point, known)
         if kept > passes:
-            self._save(bound, [point], profile)
+            self._save(passes, [point])
         if max(passes, kept) > bound:
             self._push(max(passes, kept), point)
             return
@@ -544,12 +554,12 @@ class Search:
             outcome = self.lay_out(point)
         except AutoparError as error:
             if isinstance(error, BudgetError):
-                self._save(bound, [point], profile)
+                self._save(bound, [point])
                 if error.needed_bytes <= self.costing.whole_budget_bytes + max(known.activations.working_bytes):
                     self._pass(bound, point)  # what its largest op needs was an estimate: that proves nothing
             return
         if outcome.is_tight:
-            self._save(bound, [point], profile)
+            self._save(bound, [point])
 
     def _can_better(self, bound: float) -> bool:
         """Whether the work that is left would do for a better bound than this."""
@@ -579,21 +589,17 @@ class Search:
         self.outcomes.append(outcome)
         return outcome
 
-    def _save(self, bound: float, points: Iterable[Point], profile: Profile) -> None:
-        """What saves memory in other ways than ``points`` of one family, which only helps where memory was tight."""
-        new = [point for point in points if point not in self._saved]
-        if not new:
-            return
-        plain, *ways = savers(new[0].region, self.costing.cluster, self.pins)
-        new = [point for point in new if (point.offload, point.head_chunks) == plain]
+    def _save(self, bound: float, points: Iterable[Point]) -> None:
+        """Let wait what saves memory in other ways than ``points`` of one family, which only helps where memory was
+        tight, and is no faster than they would be with enough."""
+        new = tuple(point for point in points if point not in self._saved and point == self._plain(point))
         self._saved.update(new)
-        for away in (False, True):
-            others = [
-                point._replace(offload=offload, head_chunks=chunks)
-                for offload, chunks in ways
-                if activations_on_host(offload) == away
-                for point in new
-            ]
-            if others:
-                for other, least in zip(others, self.bounds(others, profile), strict=True):
-                    self._push(max(bound, least), other)
+        for some in (Savers(new, away) for away in (False, True)):
+            if new and self.saving(some):
+                self._push(bound, some)
+
+    def _open_savers(self, bound: float, some: Savers) -> None:
+        profile, points = self.profile(some.region), self.saving(some)
+        assert profile is not None
+        for point, least in zip(points, self.bounds(points, profile), strict=True):
+            self._push(max(bound, least), point)

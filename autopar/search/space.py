@@ -198,6 +198,24 @@ class Point(NamedTuple):
         return self.region.mesh.pp if MODES[self.vocabulary].head else 0
 
 
+class Savers(NamedTuple):
+    """What saves memory in other ways than these ``points`` of one family; ``away``: with activations on the host."""
+
+    points: tuple[Point, ...]
+    away: bool
+
+    @property
+    def region(self) -> Region:
+        return self.points[0].region
+
+    def all(self, cluster: Cluster, pins: Pins) -> list[Point]:
+        _, *ways = savers(self.region, cluster, pins)
+        some = [way for way in ways if activations_on_host(way[0]) == self.away]
+        return [
+            point._replace(offload=offload, head_chunks=chunks) for offload, chunks in some for point in self.points
+        ]
+
+
 def regions(sizes: Sizes, pins: Pins) -> list[Region]:
     """All that the sizes allow, in a fixed order."""
     found = []

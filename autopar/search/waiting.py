@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-from autopar.search.space import Family, Point, Region
+from autopar.search.space import Family, Point, Region, Savers
 from autopar.search.work import work_of
 
 _STEP: Final = 1e-3  # by which a bound has to get better to be another one
+
+
+What = Region | Family | Savers | Point
 
 
 class Item(NamedTuple):
@@ -16,7 +19,7 @@ class Item(NamedTuple):
 
     bound: float
     number: int
-    what: Region | Family | Point
+    what: What
 
 
 def work_beside(waiting: Iterable[Item], bound: float, length: float) -> float:
