@@ -122,7 +122,7 @@ def audit(planned: Planned) -> Audit:
     seen = SeenCosts(job.schedule, ran, prices, [len(s.units) for s in plan.stage_plans])
     rows = [*_of_stages(timeline, seen), *_of_ranks(timeline, seen), *_of_exchanges(timeline, seen)]
     begins = [seen.begin_seconds(rank) for rank in range(job.schedule.ranks)]
-    device = step_seconds(job.schedule, seen.seconds, begins)
+    device = step_seconds(job.schedule, seen.seconds, seen.summed_seconds, begins)
     rows.append(Row("step", plan.cost.step_seconds, max(device, *map(seen.host_seconds, range(job.schedule.ranks)))))
     return Audit(tuple(rows), tuple(_unpriced(seen)))
 
@@ -137,6 +137,8 @@ _STAGE: Final = {
     "gather_seconds": "gather of weights",
     "scatter_seconds": "scatter of gradients",
     "reduce_seconds": "reduction of gradients",
+    "scattering_seconds": "all of a scatter",
+    "reducing_seconds": "all of a reduction",
     "offload_seconds": "copy to the host",
 }
 """Fields of :class:`autopar.schedules.timeline.Costs` by what rows call them."""

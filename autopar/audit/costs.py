@@ -294,7 +294,11 @@ class SeenCosts:
 
     def scatter_seconds(self, stage: int) -> float:
         """After each backward, where gradients are split."""
-        return self._left(self.prices.messages(self._scattered(stage)), stage)
+        return self._left(self.scattering_seconds(stage), stage)
+
+    def scattering_seconds(self, stage: int) -> float:
+        """All of that."""
+        return self.prices.messages(self._scattered(stage))
 
     def _scattered(self, stage: int) -> list[Message]:
         if not self._scatters:
@@ -303,7 +307,11 @@ class SeenCosts:
 
     def reduce_seconds(self, stage: int) -> float:
         """What the last backward and REDUCE start, but for that; and copies to the host."""
-        return self._left(self.prices.messages(self._reduced(stage)) + self._returned(stage), stage)
+        return self._left(self.reducing_seconds(stage), stage)
+
+    def reducing_seconds(self, stage: int) -> float:
+        """All of that."""
+        return self.prices.messages(self._reduced(stage)) + self._returned(stage)
 
     def _returned(self, stage: int) -> float:
         """Of gradients of masters that lie on the host."""
@@ -461,6 +469,11 @@ class SeenCosts:
             return self.step_seconds(rank)
         name = _FIELDS.get(kind)
         return self._of_stage(name, stage) if name else 0.0
+
+    def summed_seconds(self, rank: int, action: Action) -> float:
+        """What all sums of ``action`` take, which begin beside the pass before it."""
+        whole = {"SCATTER": "scattering_seconds", "REDUCE": "reducing_seconds"}.get(action.kind)
+        return self._of_stage(whole, action.stage) if whole else self.seconds(rank, action)
 
     @cached_property
     def _known(self) -> dict[tuple[str, int], float]:

@@ -16,9 +16,10 @@ from autopar.schedules.actions import Action, Schedule
 from autopar.schedules.flow import EXCHANGES, channel, is_exchange, is_receive, is_send, needs
 
 Seconds = Callable[[int, Action], float]
-"""What an action takes on a pipeline rank, by itself."""
+"""What an action takes on a pipeline rank, by itself; or, of SCATTER and REDUCE, what all of their sums do."""
 
-_REDUCTIONS: Final = frozenset({"REDUCE", "REDUCE_V", "SCATTER", "GATHER", "GATHER_V", "GATHER_F", "GATHER_B"})
+_GATHERS: Final = frozenset({"GATHER", "GATHER_V", "GATHER_F", "GATHER_B"})
+_SUMS: Final = ("REDUCE", "REDUCE_V", "SCATTER")
 _PASSES: Final = {"F": "GATHER_F", "B": "GATHER_B", "I": "GATHER_B"}
 _COPIES: Final = frozenset({"OFFLOAD", "FETCH"})
 _BEGIN: Final = "begin"
@@ -34,10 +35,10 @@ class _Event:
     waits: list[Key] = field(default_factory=list)  # it ends no earlier than these
 
 
-def step_seconds(schedule: Schedule, seconds: Seconds, begins: Sequence[float] = ()) -> float:
+def step_seconds(schedule: Schedule, seconds: Seconds, sums: Seconds, begins: Sequence[float] = ()) -> float:
     """Of a lowered schedule, until the last action has ended. Ranks start after ``begins`` (0 without them)."""
     events: dict[Key, _Event] = {(rank, _BEGIN): _Event(each) for rank, each in enumerate(begins)}
-    _Wiring(schedule, seconds, events).wire()
+    _Wiring(schedule, seconds, sums, events).wire()
     ends = _ends(events)
     return max(ends.values(), default=0.0)
 
@@ -63,8 +64,8 @@ def _ends(events: Mapping[Key, _Event]) -> dict[Key, float]:
 class _Wiring:
     """Who waits for whom, rank by rank."""
 
-    def __init__(self, schedule: Schedule, seconds: Seconds, events: dict[Key, _Event]) -> None:
-        self._schedule, self._seconds, self._events = schedule, seconds, events
+    def __init__(self, schedule: Schedule, seconds: Seconds, sums: Seconds, events: dict[Key, _Event]) -> None:
+        self._schedule, self._seconds, self._sums, self._events = schedule, seconds, sums, events
         self._streams = any(a.kind in ("GATHER_F", "GATHER_B") for row in schedule.lists for a in row)
         self._sends: dict[object, list[Key]] = defaultdict(list)
         self._receives: dict[object, list[Key]] = defaultdict(list)
@@ -99,7 +100,12 @@ class _Wiring:
             elif action.kind == "FREE":
                 event.starts.append((rank, Action("OFFLOAD", action.microbatch, action.stage)))
                 before = [key]
-            elif action.kind in _REDUCTIONS or action.kind in _COPIES:
+            elif action.kind in _SUMS:
+                whole: Key = (rank, ("all of", action))  # from when the stream is free, beside passes
+                self._events[whole] = _Event(self._sums(rank, action), list(last["reductions"]))
+                event.waits.append(whole)
+                last["reductions"] = [key]
+            elif action.kind in _GATHERS or action.kind in _COPIES:
                 stream = action.kind if action.kind in _COPIES else "reductions"
                 event.starts += last[stream]
                 last[stream] = [key]

@@ -127,6 +127,8 @@ def priced(work: Work, draft: Schedule, stages: Sequence[Sequence[int]], chosen:
         reduce_seconds=tuple(map(moves.left_to_reduce, stages, completing)),
         gather_seconds=moves.arrivals(forward),
         scatter_seconds=tuple(map(moves.left_to_scatter, stages, completing)),
+        reducing_seconds=tuple(map(moves.reduce_seconds, stages)),
+        scattering_seconds=tuple(map(moves.scatter_seconds, stages)),
         gather_vocabulary_seconds=moves.gather_seconds(tables, machine.sizes["pp"]),
         reduce_vocabulary_seconds=moves.reduce_seconds(tables, machine.sizes["pp"]),
         activation_bytes=tuple(work.activations.stage_bytes(stage, chosen) for stage in stages),

@@ -300,7 +300,8 @@ class _Engine:
         last = {r.action.stage: r.end_seconds for r in self.rows[rank] if r.action.kind in ("B", "W")}
         reduced = 0.0
         for stage, end in sorted(last.items(), key=lambda item: item[1]):
-            reduced = max(reduced, end) + costs.reduce_seconds[stage]
+            sums = costs.summed_seconds(rank, Action("REDUCE", stage=stage))
+            reduced = max(end + costs.reduce_seconds[stage], reduced + sums)
         return max(self.free[rank], reduced) + costs.step_seconds[rank]
 
     # Choosing.

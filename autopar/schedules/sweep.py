@@ -10,13 +10,16 @@ compute         rank, what it waits for                              rank
 send            rank, channel                                        channel, message
 receive         rank (ends when the message is there)                rank
 free            rank (ends when the copy to the host has)            rank
-reduce, gather  rank, the rank's reductions                          reductions, what it gathers
+gather          rank, the rank's reductions                          reductions, what it gathers
+reduce          rank, the rank's reductions                          reductions
 copy            rank, the rank's copies that way                     these copies, itself
 step            rank, the rank's reductions                          rank
 exchange        rank, exchanges it needs (posts, in no time)         by the last post: exchanges, itself
 ==============  ===================================================  ============================================
 
-A pass whose weights are gathered layer by layer ends when its compute could have, or the gathers have.
+A pass whose weights are gathered layer by layer ends when its compute could have, or the gathers have. What a reduce
+sums runs beside the pass before it, as far as reductions are free meanwhile: it ends what is left of it then (its
+seconds) after that pass, or all of it after reductions are free.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from autopar.schedules.offloads import COPIES
 from autopar.schedules.progress import run_order
 from autopar.schedules.weight_moves import GATHERS, PASSES, gather_of, moves_of
 
-COMPUTES, RECEIVES_, SENDS_, WAITS, STREAMS, POSTS = range(6)
+COMPUTES, RECEIVES_, SENDS_, WAITS, STREAMS, POSTS, REDUCES = range(7)
 Step = tuple[int, int, int, int, int, "Aside | None"]
 """What it is, the place of its seconds, three clocks (``rank`` first), and what is rarer."""
 
@@ -68,9 +71,12 @@ class Sweep:
     posts: tuple[tuple[int, int], ...]
     clocks: int
 
-    def run(self, seconds: Sequence[float], begins: Sequence[float] = ()) -> tuple[list[float], list[float]]:
-        """When each step starts and ends, with the seconds of each of ``taken``. A rank is free from ``begins`` on (0
-        without them)."""
+    def run(
+        self, seconds: Sequence[float], begins: Sequence[float] = (), sums: Sequence[float] | None = None
+    ) -> tuple[list[float], list[float]]:
+        """When each step starts and ends, with the seconds of each of ``taken``, and of all that it ``sums`` (without
+        them, as many). A rank is free from ``begins`` on (0 without them)."""
+        whole = seconds if sums is None else sums
         clocks = [*begins, *[0.0] * (self.clocks - len(begins))]
         starts: list[float] = []
         ends: list[float] = []
@@ -87,6 +93,10 @@ class Sweep:
                 if clocks[one] > start:
                     start = clocks[one]
                 end = clocks[one] = clocks[other] = start + seconds[place]
+            elif code == REDUCES:
+                free = clocks[one]
+                end = clocks[one] = max(start + seconds[place], free + whole[place])
+                start = max(start, free)
             else:
                 start, end = _rare(clocks, code, start, seconds, place, aside)
             starts.append(start)
@@ -286,8 +296,9 @@ class _Making:
             return self._exchange(rank, action, place)
         if kind == "STEP":
             return WAITS, place, rank, 0, 0, Aside((reductions,), (rank,))
-        sets = (reductions, self._set(action)) if kind in GATHERS else (reductions,)
-        return WAITS, place, rank, 0, 0, Aside((reductions,), sets)
+        if kind in GATHERS:
+            return WAITS, place, rank, 0, 0, Aside((reductions,), (reductions, self._set(action)))
+        return REDUCES, place, rank, reductions, 0, None
 
     def _set(self, action: Action) -> int:
         self.there[action] = self._clock()

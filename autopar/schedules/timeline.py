@@ -2,9 +2,9 @@
 
 The semantics are those of :mod:`autopar.schedules.progress`. Compute and STEP occupy a rank; a send occupies
 its channel from the end of the action before it; a REDUCE, a SCATTER and gathers occupy the rank's one reduction
-stream; an exchange occupies the one stream of exchanges that all ranks share, from when the last of them posts it. An
-OFFLOAD occupies the rank's one stream of copies to the host, a FREE waits for its end; a FETCH occupies that of copies
-back.
+stream; the sums of the first two begin beside the pass that completes their terms, if the stream is free; an exchange
+occupies the one stream of exchanges that all ranks share, from when the last of them posts it. An OFFLOAD occupies the
+rank's one stream of copies to the host, a FREE waits for its end; a FETCH occupies that of copies back.
 So transfers, exchanges and reductions overlap with compute, and cost time only where something waits for them. A pass
 whose weights are gathered layer by layer starts when its rank is free, and ends when its compute could have, or the
 gathers have, whichever is later.
@@ -43,7 +43,10 @@ class Costs:
     (``S``) and exchange (``SUM_X``), the seconds per pipeline rank; absent: none. ``logits_bytes`` are kept on a rank
     from ``S`` to ``T``. ``gather_seconds[s]`` is one gather of all of stage s's weights, ``scatter_seconds[s]`` one
     SCATTER of its gradients, ``gather_vocabulary_seconds`` a gather of the vocabulary tables,
-    ``reduce_vocabulary_seconds`` the reduction of their gradients; none without them. An OFFLOAD or FETCH of stage s
+    ``reduce_vocabulary_seconds`` the reduction of their gradients; none without them. ``reduce_seconds[s]`` and
+    ``scatter_seconds[s]`` are what is left when the pass ends that completes the gradients, where nothing else is on
+    the rank's stream; ``reducing_seconds[s]`` and ``scattering_seconds[s]`` all that is summed, for which the stream is
+    busy (without them: no more). An OFFLOAD or FETCH of stage s
     moves ``offload_bytes[s]`` of its ``activation_bytes`` in ``offload_seconds[s]``; none without them. Per pipeline
     rank, ``begin_seconds`` pass before its first action, and its STEP ends with ``end_seconds``: sums of scalars over
     ranks; none without them. Its host issues all of that in ``host_seconds``, ahead of the device: no event waits for
@@ -64,6 +67,8 @@ class Costs:
     logits_bytes: int = 0
     gather_seconds: tuple[float, ...] = ()
     scatter_seconds: tuple[float, ...] = ()
+    reducing_seconds: tuple[float, ...] = ()
+    scattering_seconds: tuple[float, ...] = ()
     gather_vocabulary_seconds: float = 0.0
     reduce_vocabulary_seconds: float = 0.0
     offload_seconds: tuple[float, ...] = ()
@@ -136,6 +141,11 @@ class Costs:
         values: tuple[float, ...] = getattr(self, name)
         return values[rank if action.kind == "UPDATE" else action.stage]
 
+    def summed_seconds(self, rank: int, action: Action) -> float:
+        """For how long what ``action`` sums occupies the rank's stream."""
+        whole = {"SCATTER": self.scattering_seconds, "REDUCE": self.reducing_seconds}.get(action.kind)
+        return whole[action.stage] if whole else self.seconds(rank, action)
+
     def kept_bytes(self, action: Action) -> int:
         """By how much ``action`` changes what its rank keeps for backwards; a backward frees at its end."""
         if action.kind == "S":
@@ -159,6 +169,8 @@ class Costs:
             reduce_seconds=free,
             gather_seconds=free,
             scatter_seconds=free,
+            reducing_seconds=free,
+            scattering_seconds=free,
             gather_vocabulary_seconds=0.0,
             reduce_vocabulary_seconds=0.0,
             offload_seconds=free,
@@ -255,7 +267,7 @@ class Timeline:
     @cached_property
     def communication_overhead_seconds(self) -> float:
         free = self.costs.without_communication()
-        _, ends = self.swept.sweep.run(_seconds(self.schedule, self.swept.sweep, free), free.begin_seconds)
+        _, ends = _run(self.schedule, free, self.swept.sweep)
         return self.makespan_seconds - max(ends)
 
     @property
@@ -355,7 +367,7 @@ def simulate_timeline(schedule: Schedule, costs: Costs, *, trusted: bool = False
 
 
 def _timeline(schedule: Schedule, costs: Costs, sweep: Sweep) -> Timeline:
-    starts, ends = sweep.run(_seconds(schedule, sweep, costs), costs.begin_seconds)
+    starts, ends = _run(schedule, costs, sweep)
     changes = [costs.kept_bytes(action) for _, action in sweep.taken]
     counts = [_COUNTS.get(action.kind, 0) for _, action in sweep.taken]
     return Timeline(
@@ -367,6 +379,12 @@ def _timeline(schedule: Schedule, costs: Costs, sweep: Sweep) -> Timeline:
         peak_activation_bytes=_peaks(sweep, changes),
         swept=Swept(sweep, starts, ends),
     )
+
+
+def _run(schedule: Schedule, costs: Costs, sweep: Sweep) -> tuple[list[float], list[float]]:
+    """When each step of its sweep starts and ends."""
+    sums = [costs.summed_seconds(rank, action) for rank, action in sweep.taken]
+    return sweep.run(_seconds(schedule, sweep, costs), costs.begin_seconds, sums)
 
 
 def _seconds(schedule: Schedule, sweep: Sweep, costs: Costs) -> list[float]:
@@ -390,6 +408,9 @@ def _busy(sweep: Sweep, rank: int, starts: Sequence[float], ends: Sequence[float
 def _check_costs(schedule: Schedule, costs: Costs) -> None:
     named = {item.name: getattr(costs, item.name) for item in fields(costs)}
     del named["logits_bytes"], named["vocabulary_seconds"], named["joined_seconds"]  # which may be below 0
+    for name in ("reducing_seconds", "scattering_seconds"):
+        if not named[name]:
+            del named[name]
     named |= {name: (named[name],) * schedule.ranks for name in _OF_TABLES}
     for name, values in named.items():
         _check_values(schedule, name, values, "rank" if name in _PER_RANK else "stage")

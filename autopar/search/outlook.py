@@ -46,7 +46,6 @@ from autopar.search.wholesale import (
     Stored,
     folded,
     least_seconds,
-    moved_seconds,
     passes_of,
     placed,
     straight,
@@ -152,8 +151,8 @@ class Outlook:
     def _by_paths(
         self, layers: Layers, ways: Sequence[Stored], ranks: Ranks, chunks: Sequence[int], microbatches: int
     ) -> Array:
-        """By way, what takes as long as the passes, or as what ranks move, of the fastest of interleaved schedules with
-        these ``chunks``, or of those on a V (no chunks)."""
+        """By way, what takes as long as the passes of the fastest of interleaved schedules with these ``chunks``, or of
+        those on a V (no chunks)."""
         paths, sizes, stored = self.costing.interleaving, (microbatches, layers.count), np.array(ways, dtype=np.float64)
         each = np.stack(passes_of(layers, stored), axis=1)
         beside = np.stack(np.broadcast_arrays(*layers.beside, each[:, 0])[:2], axis=1)
@@ -176,8 +175,7 @@ class Outlook:
             passes = whole(ends)
             if ranks.spreads_head:  # it may be computed while the last backwards run
                 passes = np.maximum(inner(ends), whole(paths.counts(ranks.count, number, *sizes, ends=False)))
-            moved = moved_seconds(layers, stored, replace(ranks, least_stages=number), microbatches)
-            found.append(np.maximum(passes, moved))
+            found.append(passes)
         least: Array = np.min(found, axis=0)
         return least
 
@@ -530,8 +528,7 @@ def _kinds(region: Region, layers: Layers, families: Sequence[Family]) -> list[t
         found.append((straight(layers, pp, count, kept, ends=False), []))
     if chunks:
         least = np.min([looped_kept(pp, count, each) for each in sorted(chunks)], axis=0)
-        looped = folded(layers, pp, least, ends=not heads, stages=max(chunks))
-        found.append((replace(looped, least_stages=min(chunks)), sorted(chunks)))
+        found.append((folded(layers, pp, least, ends=not heads, stages=max(chunks)), sorted(chunks)))
     return [(replace(ranks, spreads_head=heads), some) for ranks, some in found]
 
 

@@ -92,8 +92,7 @@ class Ranks:
     whatever its layers do, and holds the gathered weights of so many layers and the messages of so many (``passing``).
     What a layer computes again may be taken to be there as a whole in its backward (``transient``). ``last`` is the
     rank that has the last call, if that isn't spread. ``beside``: so many microbatches wait for a backward while what
-    weights' gradients of another one of a stage need is there (None: backwards leave nothing). It has
-    ``least_stages`` at least."""
+    weights' gradients of another one of a stage need is there (None: backwards leave nothing)."""
 
     share: Array
     waits: tuple[Array, Array]
@@ -112,7 +111,6 @@ class Ranks:
     transient: bool = False
     last: int | None = None
     beside: Array | None = None
-    least_stages: int = 1
 
     @property
     def count(self) -> int:
@@ -176,7 +174,7 @@ def folded(layers: Layers, ranks: int, kept: Array, *, ends: bool, stages: int) 
     share = np.full(ranks, 1 / ranks)
     waits = idle, ends * idle
     found = Ranks(share, (none, none), none > 0, waits, ahead, ends, False, kept)
-    return replace(found, goes_on=True, stages=stages, least_stages=stages)
+    return replace(found, goes_on=True, stages=stages)
 
 
 def placed(
@@ -190,7 +188,7 @@ def placed(
     waits = (each - microbatches * share[:, None] for each in (forward, backward))
     must = (stage >= layers.ahead) & (stage < forward.size - layers.behind)
     found = Ranks(share, (next(waits), next(waits)), must, (0.0, 0.0), _ahead(layers, len(kept)), ends, False, kept)
-    return replace(found, goes_on=True, stages=stage.shape[1], least_stages=stage.shape[1])
+    return replace(found, goes_on=True, stages=stage.shape[1])
 
 
 def _ahead(layers: Layers, ranks: int) -> Array:
@@ -230,29 +228,14 @@ def passes_of(layers: Layers, stored: Array) -> tuple[Array, Array]:
 
 
 def moved_seconds(layers: Layers, stored: Array, ranks: Ranks, microbatches: int) -> Array:
-    """By way, seconds of the stream that gathers weights for each pass and scatters what passes leave of the gradients,
-    one after the other: of each stage's first layer all, of others what runs beside no pass, where no other call takes
-    part in one. Before the first backward, all layers run forward once, and a rank gathers for as many forwards as
-    there are and two passes more at most.
-
-    What is recomputed may run beside scatters, but a step is no shorter than half of what these and the passes take
-    without it.
-    """
-    forward, (gathered, scattered, added) = layers.forward + np.zeros(len(stored)), stored[:, 1:4].T
-    completing = layers.weights + added + (0.0 if ranks.puts_off else layers.inputs)
-    left = layers.count * np.maximum(0.0, scattered - completing) - layers.beside[1]
-    left = microbatches * np.maximum(0.0, left) / ranks.count
-    passes = microbatches * layers.count * (forward + completing) / ranks.count
-    alone = max(0.0, ranks.least_stages - (layers.ahead + layers.behind) / ranks.count)  # stages of nothing but layers
-    first, least = (microbatches * alone * np.minimum(scattered, most) for most in (completing, math.inf))
+    """By way, seconds of the stream that gathers weights for each pass and scatters gradients, one after the other, on
+    the average of ranks. Before the first backward, all layers run forward once, and a rank gathers for as many
+    forwards as there are and two passes more at most."""
+    forward, gathered, scattered = layers.forward + np.zeros(len(stored)), stored[:, 1], stored[:, 2]
+    each = layers.count / ranks.count
     found = np.zeros(len(stored))
     for gathers, until in ((2 * microbatches, 0.0), (max(0, microbatches - 2), layers.count * forward)):
-        begun = until + gathers * layers.count * gathered / ranks.count
-        if ranks.puts_off:
-            every: tuple[Array, ...] = (begun + left + first,)
-        else:
-            every = begun + least, (begun + left + first + passes) / 2
-        found = np.maximum(found, np.max(every, axis=0))
+        found = np.maximum(found, until + each * (gathers * gathered + microbatches * scattered))
     return found
 
 

@@ -284,7 +284,8 @@ def test_wrong_prices_of_the_host_are_seen(monkeypatch: pytest.MonkeyPatch) -> N
     right = zero_costs.MoveCosts._host
     monkeypatch.setattr(zero_costs.MoveCosts, "_host", lambda *given: 9 * right(*given))
     rows = {row.what for row in plan.compile().audit().different}
-    assert {"stage 0: gather of weights", "stage 0: reduction of gradients", "step"} == rows
+    sums = {"stage 0: reduction of gradients", "stage 0: all of a reduction"}
+    assert {"stage 0: gather of weights", "step", *sums} == rows
     monkeypatch.undo()
     update = pass_costs._step_seconds
     monkeypatch.setattr(pass_costs, "_step_seconds", lambda *given: tuple(1.01 * each for each in update(*given)))
@@ -415,7 +416,9 @@ def test_waits_for_copies_take_as_long(name: str, room: int) -> None:
     both = offload_activations(schedule, Away(dict.fromkeys(range(stages), 5), [room] * 4), costs)
     timeline = simulate_timeline(both, costs)
     assert any(e.action.kind == "FREE" and e.end_seconds > e.start_seconds for e in timeline.events)
-    assert step_seconds(both, costs.seconds) == pytest.approx(timeline.makespan_seconds, rel=1e-12)
+    assert step_seconds(both, costs.seconds, costs.summed_seconds) == pytest.approx(
+        timeline.makespan_seconds, rel=1e-12
+    )
 
 
 def _offloading(pp: int, schedule: str, microbatches: int) -> autopar.ParallelModel:
@@ -476,12 +479,14 @@ def test_the_longest_path_is_the_timeline(name: str, chunks: int | None, head: s
         step_seconds=tuple(0.7 + k for k in range(ranks)),
         gather_seconds=tuple(1.5 + 0.2 * k for k in range(stages)),
         scatter_seconds=tuple(0.6 + 0.1 * k for k in range(stages)),
+        reducing_seconds=tuple(5.0 + k for k in range(stages)),
+        scattering_seconds=tuple(2.4 + 0.1 * k for k in range(stages)),
         gather_vocabulary_seconds=0.9,
         reduce_vocabulary_seconds=1.1,
         vocabulary_seconds=dict.fromkeys(("S", "T", "E", "G", "SUM_X", "CAST_X", "STATS", "SUM_E"), (0.3,) * ranks),
     )
     lowered = lower(schedule, costs.seconds, moves) if moves != WeightMoves() else lower(schedule, costs.seconds)
-    assert step_seconds(lowered, costs.seconds) == pytest.approx(
+    assert step_seconds(lowered, costs.seconds, costs.summed_seconds) == pytest.approx(
         simulate_timeline(lowered, costs).makespan_seconds, rel=1e-12
     )
 

@@ -131,6 +131,20 @@ def test_scatters_run_beside_compute() -> None:
     assert alone(WeightMoves("step", True), scatter=1.0).makespan_seconds == 6 + 1 + 0.5 + 0.25  # the last one shows
 
 
+def test_sums_wait_for_those_before() -> None:
+    """Of each two and a half seconds, half a second is left when a backward ends, or all when the stream is free."""
+    schedule = lower(generate("1f1b", 1, 4), moves=WeightMoves("step", True))
+    left = replace(costs(schedule, 0.0, 0.5), scattering_seconds=(2.5,))
+    assert simulate_timeline(schedule, left).makespan_seconds == 12 + 0.5 + 0.5 + 0.25
+    busy = replace(left, scattering_seconds=(5.0,), scatter_seconds=(3.0,))
+    timeline = simulate_timeline(schedule, busy)
+    assert timeline.makespan_seconds == 1 + 4 * 5 + 0.5 + 0.25
+    assert [e.end_seconds for e in timeline.events if e.action.kind == "SCATTER"] == [6.0, 11.0, 16.0, 21.0]
+    summed = replace(busy, reducing_seconds=(1.5,))
+    assert simulate_timeline(schedule, summed).makespan_seconds == 1 + 4 * 5 + 1.5 + 0.25
+    assert simulate_timeline(schedule, summed).communication_overhead_seconds == 22.75 - 12.25
+
+
 def test_gather_costs_must_be_for_these_stages() -> None:
     schedule = lower(generate("1f1b", 2, 2), moves=WeightMoves("step"))
     with pytest.raises(ArgumentError, match="costs have 1 gather_seconds, but schedule '1f1b' needs 2, one per stage"):
