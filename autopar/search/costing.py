@@ -34,7 +34,6 @@ from autopar.search.profiles import Key, Profile, Profiler, Unit, Weights
 from autopar.search.space import BEATEN, Family, Point, Region, Way, moves_each_time
 
 _WHOLE = 0.02  # of the weights: as many at least that tp doesn't split
-_BESIDE = 0.3  # of what scatters have left to do after a backward, where other stages have passes
 
 
 @dataclass(frozen=True)
@@ -327,14 +326,12 @@ class Costing:
         held = sum(each.masters + (0 if on_host else self.trained_bytes(each)) for each in self.root.weights.values())
         return math.ceil(held / self.budget_bytes)
 
-    def beside_seconds(self, point: Point, profile: Profile) -> float:
-        """What a step of ``point`` likely takes beside its passes: of scatters after each of them, more of which runs
-        beside passes where a rank has several stages, and of all that comes after the last."""
-        _, scattered, *_ = self._moves(point, profile)
-        backward = self._loaded(point, profile).backward_seconds / point.region.mesh.pp
-        left = max(0.0, scattered - backward) if point.zero >= 2 else 0.0
-        left *= _BESIDE if _has_several_stages(point) else 1.0
-        return point.region.microbatches * left + self._update_seconds(point, profile)
+    def likely(self, passes: float, point: Point, profile: Profile) -> float:
+        """Seconds of a step of ``point`` whose ``passes`` likely take so long: these, or what moves beside them, and
+        what comes after the last; or what it takes to issue all."""
+        after = self._update_seconds(point, profile)
+        device = max(passes, self._streamed_seconds(point, profile)) + after
+        return max(device, self.issued_seconds(point, profile))
 
     def _update_seconds(self, point: Point, profile: Profile) -> float:
         """Of the optimizer, and of what is summed after the last pass, if ranks shared all of it evenly. What is
@@ -349,13 +346,13 @@ class Costing:
         return scattered + summed + updated
 
     def _streamed_seconds(self, point: Point, profile: Profile) -> float:
-        """Of what runs beside the passes: of each microbatch two gathers, and of all but the last what a scatter has
-        left to do after its backward."""
+        """Of what runs beside the passes, one after the other: of each microbatch two gathers, and of all but the last,
+        of which more is known, a scatter, after one microbatch's forward through all layers, and its gathers."""
         gathered, scattered, *_ = self._moves(point, profile)
-        count = point.region.microbatches
-        gathers = 2 * count * gathered if self._streams(point) else 0.0
-        backward = self._loaded(point, profile).backward_seconds / point.region.mesh.pp
-        return max(gathers, (count - 1) * (scattered - backward) if point.zero >= 2 else 0.0)
+        count, gathered = point.region.microbatches, gathered if self._streams(point) else 0.0
+        scatters = (count - 1) * scattered if point.zero >= 2 else 0.0
+        first = math.fsum(unit.forward for unit in profile.units[1:-1])  # the first and last call may be others
+        return max(2 * count * gathered + scatters, first + max(0, count - 2) * gathered + scatters)
 
     def _streams(self, point: Point) -> bool:
         return weights_streamed(point.zero, point.offload, point.region.mesh.zero_shards(point.zero_ranks))

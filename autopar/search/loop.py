@@ -383,12 +383,8 @@ class Search:
         if found.min() < self.best_seconds:
             found = np.maximum(found, self._outlook.estimates(points, profile, kept=True))
         self._work += units.LIKELY + costing.keeping.generated - generated
-        return [
-            max(float(passes) + costing.beside_seconds(point, profile), costing.issued_seconds(point, profile))
-            if costing.may_fit(point, profile)
-            else math.inf
-            for point, passes in zip(points, found, strict=True)
-        ]
+        pairs = zip(points, found.tolist(), strict=True)
+        return [costing.likely(s, p, profile) if costing.may_fit(p, profile) else math.inf for p, s in pairs]
 
     def _ways(self, region: Region, *, saving: bool) -> list[Way]:
         """To store weights, those that only save memory too if it is about ``saving``."""
@@ -509,7 +505,6 @@ class Search:
             yield Point(*family, zero, zero_ranks, offload, head_chunks)
 
     def saving(self, some: Savers) -> list[Point]:
-        """All of those."""
         return some.all(self.costing.cluster, self.pins)
 
     def _plain(self, point: Point) -> Point:
@@ -601,5 +596,5 @@ class Search:
     def _open_savers(self, bound: float, some: Savers) -> None:
         profile, points = self.profile(some.region), self.saving(some)
         assert profile is not None
-        for point, least in zip(points, self.bounds(points, profile), strict=True):
+        for least, point in zip(self.bounds(points, profile), points, strict=True):
             self._push(max(bound, least), point)

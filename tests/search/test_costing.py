@@ -8,7 +8,6 @@ import pytest
 
 from autopar.errors import StageError
 from autopar.mesh import Mesh
-from autopar.search import costing
 from autopar.search.costing import Costing, Outcome
 from autopar.search.space import Point, Region
 from tests.fast_cluster import FAST
@@ -57,19 +56,20 @@ def test_more_stages_than_layers_have_a_bound_and_are_refused() -> None:
         search.lay_out(point)
 
 
-def test_what_scatters_have_left_to_do_is_less_where_other_stages_have_passes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_scatters_go_one_after_the_other_after_the_first_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the last one, which a backward may hide in part; with gathers, where there are such."""
     search = search_of("llama", 8, 8, FAST, mesh={"pp": 2})
     search.glance()
-    monkeypatch.setattr(Costing, "_moves", lambda *_: (0.0, 1.0, 0.0, 0.0))  # a scatter takes a second
-    whole = Point(Region(Mesh(pp=2, dp=4), 1, 2), "1f1b", None, "redistributed", 2, 0, (), 1)
-    profile = search.place(whole.region)
+    point = Point(Region(Mesh(pp=2, dp=4), 1, 2), "1f1b", None, "redistributed", 2, 0, (), 1)
+    profile, costing = search.place(point.region), search.costing
     assert profile is not None
-
-    def left(point: Point) -> float:
-        return search.costing.beside_seconds(point, profile) - search.costing._update_seconds(point, profile)
-
-    assert 0 < left(whole) < 2
-    assert left(whole._replace(schedule="interleaved", chunks=2)) == pytest.approx(costing._BESIDE * left(whole))
-    assert left(whole._replace(zero=1)) == 0, "all is summed after the last"
+    monkeypatch.setattr(Costing, "_moves", lambda *_: (0.5, 1.0, 0.0, 0.0))  # a scatter takes a second
+    after = costing._update_seconds(point, profile)
+    first = sum(unit.forward for unit in profile.units[1:-1])
+    assert 0 < first < 0.1
+    assert costing.likely(1e-3, point, profile) == pytest.approx(first + 1.0 + after)
+    assert costing.likely(9.0, point, profile) == pytest.approx(9.0 + after)
+    assert costing.bound(point, profile) == pytest.approx(first + 1.0 + after)
+    assert costing.bound(point._replace(zero=3), profile) == pytest.approx(2 * 2 * 0.5 + 1.0 + after)
+    once = point._replace(zero=1)
+    assert costing.likely(0.5, once, profile) == 0.5 + costing._update_seconds(once, profile)
