@@ -33,6 +33,7 @@ from autopar.search.layers import layer_block
 from autopar.search.profiles import Key, Profile, Profiler, Unit, Weights
 from autopar.search.space import BEATEN, Family, Point, Region, Way, moves_each_time
 
+_BESIDE = 0.3  # of what scatters have left to do after a backward, where other stages have passes
 _WHOLE = 0.02  # of the weights: as many at least that tp doesn't split
 
 
@@ -327,11 +328,18 @@ class Costing:
         return math.ceil(held / self.budget_bytes)
 
     def likely(self, passes: float, point: Point, profile: Profile) -> float:
-        """Seconds of a step of ``point`` whose ``passes`` likely take so long: these, or what moves beside them, and
-        what comes after the last; or what it takes to issue all."""
-        after = self._update_seconds(point, profile)
-        device = max(passes, self._streamed_seconds(point, profile)) + after
+        """Seconds of a step of ``point`` whose ``passes`` likely take so long: these, with what scatters have left to
+        do after each, or all that moves beside them; then what comes after the last; or what it takes to issue all."""
+        passes += point.region.microbatches * self._left_seconds(point, profile)
+        device = max(passes, self._streamed_seconds(point, profile)) + self._update_seconds(point, profile)
         return max(device, self.issued_seconds(point, profile))
+
+    def _left_seconds(self, point: Point, profile: Profile) -> float:
+        """Of a scatter, what a pass likely waits for: more of it runs beside passes where a rank has several stages."""
+        _, scattered, *_ = self._moves(point, profile)
+        backward = self._loaded(point, profile).backward_seconds / point.region.mesh.pp
+        left = max(0.0, scattered - backward) if point.zero >= 2 else 0.0
+        return left * (_BESIDE if _has_several_stages(point) else 1.0)
 
     def _update_seconds(self, point: Point, profile: Profile) -> float:
         """Of the optimizer, and of what is summed after the last pass, if ranks shared all of it evenly. What is
