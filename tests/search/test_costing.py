@@ -8,6 +8,7 @@ import pytest
 
 from autopar.errors import StageError
 from autopar.mesh import Mesh
+from autopar.search import costing
 from autopar.search.costing import Costing, Outcome
 from autopar.search.space import Point, Region
 from tests.fast_cluster import FAST
@@ -57,19 +58,23 @@ def test_more_stages_than_layers_have_a_bound_and_are_refused() -> None:
 
 
 def test_scatters_go_one_after_the_other_after_the_first_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but the last one, which a backward may hide in part; with gathers, where there are such."""
+    """All but the last one, which a backward may hide in part; with gathers, where there are such. Passes are likely to
+    wait for what each leaves, less where other stages have passes."""
     search = search_of("llama", 8, 8, FAST, mesh={"pp": 2})
     search.glance()
     point = Point(Region(Mesh(pp=2, dp=4), 1, 2), "1f1b", None, "redistributed", 2, 0, (), 1)
-    profile, costing = search.place(point.region), search.costing
+    profile, costs = search.place(point.region), search.costing
     assert profile is not None
     monkeypatch.setattr(Costing, "_moves", lambda *_: (0.5, 1.0, 0.0, 0.0))  # a scatter takes a second
-    after = costing._update_seconds(point, profile)
-    first = sum(unit.forward for unit in profile.units[1:-1])
-    assert 0 < first < 0.1
-    assert costing.likely(1e-3, point, profile) == pytest.approx(first + 1.0 + after)
-    assert costing.likely(9.0, point, profile) == pytest.approx(9.0 + after)
-    assert costing.bound(point, profile) == pytest.approx(first + 1.0 + after)
-    assert costing.bound(point._replace(zero=3), profile) == pytest.approx(2 * 2 * 0.5 + 1.0 + after)
+    after, first = costs._update_seconds(point, profile), sum(unit.forward for unit in profile.units[1:-1])
+    left = 1.0 - sum(unit.backward for unit in profile.units) / 2
+    assert 0 < first < 0.1 < left
+    assert costs.bound(point, profile) == pytest.approx(first + 1.0 + after)
+    assert costs.bound(point._replace(zero=3), profile) == pytest.approx(2 * 2 * 0.5 + 1.0 + after)
+    assert costs.likely(9.0, point, profile) == pytest.approx(9.0 + 2 * left + after, rel=1e-3)
+    several = point._replace(schedule="interleaved", chunks=2)
+    after = costs._update_seconds(several, profile)
+    assert costs.likely(9.0, several, profile) == pytest.approx(9.0 + 2 * costing._BESIDE * left + after, rel=1e-3)
+    assert costs.likely(0.1, several, profile) == pytest.approx(first + 1.0 + after), "the stream takes longer"
     once = point._replace(zero=1)
-    assert costing.likely(0.5, once, profile) == 0.5 + costing._update_seconds(once, profile)
+    assert costs.likely(0.5, once, profile) == 0.5 + costs._update_seconds(once, profile)
