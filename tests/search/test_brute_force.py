@@ -15,7 +15,7 @@ from autopar.mesh import Mesh
 from autopar.planner.modes import MODES
 from autopar.preparation import Captured
 from autopar.schedules.registry import SCHEDULES
-from autopar.search import searching
+from autopar.search import loop, searching
 from autopar.search.choose import _build
 from autopar.search.loop import TOLERANCE, Search
 from autopar.search.space import Point, Region
@@ -80,6 +80,17 @@ def checked(search: Search, every: int) -> float:
 def test_small_spaces(name: str, batch: int, gpus: int, cluster: str, every: int, given: dict[str, Any]) -> None:
     """What is left out would show as a gap: these are searched to the end."""
     assert check(name, batch, gpus, cluster, every, given) >= 1 - TOLERANCE
+
+
+@pytest.mark.parametrize(("mesh", "budget"), [({"dp": 2}, 5 << 19), ({"pp": 2}, 3 << 19)], ids=str)
+def test_what_saves_memory_is_looked_at_by_the_proof_itself(
+    monkeypatch: pytest.MonkeyPatch, mesh: dict[str, int], budget: int
+) -> None:
+    monkeypatch.setattr(loop, "dive", lambda *_: None)
+    given = {"schedule": "1f1b", "microbatch": 2, "vocabulary": "redistributed", "zero": 0, "budget_bytes": budget}
+    search = search_of("gpt2", 8, 2, FAST, mesh=mesh, **given)
+    assert checked(search, 1) >= 1 - TOLERANCE
+    assert search.ranked()[0].point.offload
 
 
 @pytest.mark.parametrize(("name", "batch", "gpus", "cluster", "every", "given"), MOVING)
