@@ -300,16 +300,16 @@ class Search:
 
     def _bounds(self, points: Sequence[Point], profile: Profile, *, memory: bool) -> list[float]:
         generated = self.costing.keeping.generated
+        some = [point for point in points if not memory or self.costing.may_fit(point, profile)]
+        if not some:
+            return [math.inf] * len(points)
         if self._outlook is None:
-            found = [self.costing.bound(point, profile) for point in points]
+            found = {point: self.costing.bound(point, profile) for point in some}
         else:
-            pairs = zip(points, self._outlook.bounds(points, profile, memory=memory), strict=True)
-            found = [float(bound) + self.costing.after_seconds(point, profile) for point, bound in pairs]
+            pairs = zip(some, self._outlook.bounds(some, profile, memory=memory).tolist(), strict=True)
+            found = {point: bound + self.costing.after_seconds(point, profile) for point, bound in pairs}
         self._work += (units.FAMILY if memory else units.PASSES) + self.costing.keeping.generated - generated
-        if not memory:
-            return found
-        pairs = zip(points, found, strict=True)
-        return [bound if self.costing.may_fit(point, profile) else math.inf for point, bound in pairs]
+        return [found.get(point, math.inf) for point in points]
 
     def region_bound(self, region: Region) -> float:
         """What no point of ``region`` is below, by the profiles that are known; inf where none fits."""
