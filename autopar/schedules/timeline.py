@@ -46,11 +46,10 @@ class Costs:
     ``reduce_vocabulary_seconds`` the reduction of their gradients; none without them. ``reduce_seconds[s]`` and
     ``scatter_seconds[s]`` are what is left when the pass ends that completes the gradients, where nothing else is on
     the rank's stream; ``reducing_seconds[s]`` and ``scattering_seconds[s]`` all that is summed, for which the stream is
-    busy (without them: no more). An OFFLOAD or FETCH of stage s
-    moves ``offload_bytes[s]`` of its ``activation_bytes`` in ``offload_seconds[s]``; none without them. Per pipeline
-    rank, ``begin_seconds`` pass before its first action, and its STEP ends with ``end_seconds``: sums of scalars over
-    ranks; none without them. Its host issues all of that in ``host_seconds``, ahead of the device: no event waits for
-    it, but a step is no shorter.
+    busy (without them: no more). An OFFLOAD or FETCH of stage s moves ``offload_bytes[s]`` of its ``activation_bytes``
+    in ``offload_seconds[s]``; none without them. Per pipeline rank, ``begin_seconds`` pass before its first action, and
+    its STEP ends with ``end_seconds``: sums of scalars over ranks; none without them. Its host issues all of that in
+    ``host_seconds``, ahead of the device: no event waits for it, but a step is no shorter.
     """
 
     forward_seconds: tuple[float, ...]
