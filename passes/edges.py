@@ -154,14 +154,38 @@ class Wire:
 def wires(model: Model, mesh: Mesh, places: Mapping[int, int], edges: Mapping[tuple[int, int], Edge]) -> list[Wire]:
     """What crosses cuts, in the order in which it is made; ``places`` are the stages of calls, ``edges`` by call and
     input position. No gradient of it goes back where none comes to it."""
-    reached = _reached(model)
+    reached, ordered = _reached(model), sorted(_takers(places, edges).items(), key=lambda item: _order_of(item[0]))
+    crossing = [_wire(model, mesh, places, value, found) for value, found in ordered]
+    return [w if w.value in reached else replace(w, meta=replace(w.meta, needs_grad=False)) for w in crossing]
+
+
+def least_sent_bytes(
+    model: Model, mesh: Mesh, places: Mapping[int, int], edges: Mapping[tuple[int, int], Edge]
+) -> tuple[int, int]:
+    """What any cut between two of ``places`` sends at least, on to the next stage and back, wherever others are: of
+    each value the smallest of what it is made and taken as."""
+    reached, cuts = _reached(model), max(places.values())
+    there, back = [0] * cuts, [0] * cuts
+    for value, takers in _takers(places, edges).items():
+        every = [_wire(model, mesh, places, value, [taker]) for taker in takers]
+        bytes_, has_gradient = min(wire.meta.bytes for wire in every), value in reached and every[0].meta.needs_grad
+        for cut in range(every[0].first, max(wire.last for wire in every)):
+            there[cut] += bytes_
+            back[cut] += bytes_ * has_gradient
+    return min(there, default=0), min(back, default=0)
+
+
+def _takers(places: Mapping[int, int], edges: Mapping[tuple[int, int], Edge]) -> dict[Value, list[tuple[int, Edge]]]:
+    """By value, who takes it at another place than where it is made."""
     takers: dict[Value, list[tuple[int, Edge]]] = {}
     for (call, _), into in edges.items():
         if into.value.call in places and places[into.value.call] < places[call]:
             takers.setdefault(into.value, []).append((places[call], into))
-    ordered = sorted(takers.items(), key=lambda item: (item[0].call, item[0].output))
-    crossing = [_wire(model, mesh, places, value, found) for value, found in ordered]
-    return [w if w.value in reached else replace(w, meta=replace(w.meta, needs_grad=False)) for w in crossing]
+    return takers
+
+
+def _order_of(value: Value) -> tuple[int, int]:
+    return value.call, value.output
 
 
 def _reached(model: Model) -> set[Value]:

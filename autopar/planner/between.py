@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from autopar.cost_models import collective, compute
 from autopar.graph import INPUT_CALL, Meta, Model, Value, info
-from autopar.passes.edges import Edge, Wire, changed_meta, edge, needed_tables, wires
+from autopar.mesh import Mesh
+from autopar.passes.edges import Edge, Wire, changed_meta, edge, least_sent_bytes, needed_tables, wires
 from autopar.passes.vocabulary import vocabulary_calls
 from autopar.planner.block_costs import BlockCost, Both, Machine, calls_of
 from autopar.planner.block_costs import Wire as Exchange
@@ -81,6 +82,21 @@ def between(
             )
         )
     return found
+
+
+def least_message(model: Model, mesh: Mesh, calls: Sequence[int]) -> tuple[int, int]:
+    """Bytes that a cut between any two of ``calls`` sends at least of a microbatch: to the next stage, and back."""
+    places = {call: place for place, call in enumerate(calls)}
+    alike: dict[tuple[int, int, int, int], Edge] = {}  # what equal layers take of equal layers
+    edges: dict[tuple[int, int], Edge] = {}
+    for call in calls:
+        for position, value in enumerate(model.calls[call].operands):
+            if value.call in places:
+                kind = model.calls[value.call].block, value.output, model.calls[call].block, position
+                if kind not in alike:
+                    alike[kind] = edge(model, mesh, call, position)
+                edges[call, position] = replace(alike[kind], value=value)
+    return least_sent_bytes(model, mesh, places, edges)
 
 
 def _places(model: Model, stages: Sequence[Sequence[int]]) -> dict[int, int]:

@@ -51,8 +51,11 @@ def scaled(known: Key, wanted: Key) -> float | None:
     return math.prod(smaller / larger for smaller, larger in pairs) / together
 
 
-def straight(units: Sequence[Unit], stages: int, microbatches: int, *, split: bool) -> float:
-    """Of a pipeline with one stage per rank, over all cuts of ``units``: seconds of the passes.
+def straight(
+    units: Sequence[Unit], stages: int, microbatches: int, *, split: bool, sent: tuple[float, float] = (0.0, 0.0)
+) -> float:
+    """Of a pipeline with one stage per rank, over all cuts of ``units``: seconds of the passes, where messages to the
+    next rank and back take so long (``sent``).
 
     With backwards that are ``split``, only forwards have to come before a stage's first pass; else a backward has to
     go all the way back after its last one, too.
@@ -60,29 +63,38 @@ def straight(units: Sequence[Unit], stages: int, microbatches: int, *, split: bo
     seconds = _sums(unit.seconds for unit in units)
     waits = _sums(unit.forward for unit in units) if split else seconds
     later = math.fsum(unit.weights for unit in units) if split else 0.0  # nothing waits for it
-    low = max(microbatches * seconds[-1] / stages, seconds[-1] - later)
-    return _least(lambda step: _fills(seconds, waits, stages, microbatches, step), low, microbatches * seconds[-1])
+    low = max(microbatches * seconds[-1] / stages, seconds[-1] - later + (stages - 1) * sum(sent))
+    high, hop = microbatches * seconds[-1] + stages * sum(sent), _waited(sent, split=split)
+    return _least(lambda step: _fills(seconds, waits, stages, microbatches, step, hop), low, high)
 
 
-def _fills(seconds: Array, waits: Array, stages: int, microbatches: int, step: float) -> bool:
+def _waited(sent: tuple[float, float], *, split: bool) -> float:
+    """What a rank waits for messages of each rank ahead of it."""
+    return sent[0] + (0.0 if split else sent[1])
+
+
+def _fills(seconds: Array, waits: Array, stages: int, microbatches: int, step: float, hop: float) -> bool:
     """Whether stages that each take as many units as ``step`` allows hold all of them."""
     first = 0
-    for _ in range(stages):
-        room = seconds[first] + (step * (1 + 1e-12) - waits[first]) / microbatches
+    for rank in range(stages):
+        room = seconds[first] + (step * (1 + 1e-12) - waits[first] - rank * hop) / microbatches
         first = int(np.searchsorted(seconds, room, side="right")) - 1
         if first >= len(seconds) - 1:
             return True
     return False
 
 
-def folded(units: Sequence[Unit], ranks: int, microbatches: int, *, split: bool) -> float:
+def folded(
+    units: Sequence[Unit], ranks: int, microbatches: int, *, split: bool, sent: tuple[float, float] = (0.0, 0.0)
+) -> float:
     """Of a pipeline whose ranks hold several stages each: the slowest rank's passes, and what ranks wait on average.
 
-    Rank r waits for r stages to run before its first one, and if backwards aren't ``split`` for as many after its last
-    pass; each has one unit at least, and these are the first ones.
+    Rank r waits for r stages to run and send before its first one, and if backwards aren't ``split`` for as many after
+    its last pass; each has one unit at least, and these are the first ones.
     """
     total = math.fsum(unit.seconds for unit in units)
-    waits = list(accumulate(unit.forward if split else unit.seconds for unit in units[: ranks - 1]))
+    hop = _waited(sent, split=split)
+    waits = list(accumulate(hop + (unit.forward if split else unit.seconds) for unit in units[: ranks - 1]))
     slowest = max(total / ranks, *(unit.seconds for unit in units))
     return max(microbatches * slowest, (microbatches * total + math.fsum(waits)) / ranks)
 
@@ -232,7 +244,15 @@ def _between(values: Array) -> Array:
     return sums[None, :] - sums[:, None]
 
 
-def recomputed(held: Held, inflight: Sequence[Kept], microbatches: int, budget: float, *, split: bool) -> float:
+def recomputed(
+    held: Held,
+    inflight: Sequence[Kept],
+    microbatches: int,
+    budget: float,
+    *,
+    split: bool,
+    sent: tuple[float, float] = (0.0, 0.0),
+) -> float:
     """Seconds of the passes of a pipeline with one stage per rank, where rank r keeps ``inflight[r]`` of all that
     it holds; inf where that doesn't fit in ``budget`` bytes however units are cut.
 
@@ -241,12 +261,12 @@ def recomputed(held: Held, inflight: Sequence[Kept], microbatches: int, budget: 
     ranks, count = len(inflight), len(held.seconds)
     tables = {kept: held.stage_seconds(kept, budget) for kept in set(inflight)}
     rows = [tables[kept] for kept in inflight]
-    ahead = _sums(held.forward if split else held.seconds)
+    ahead, hop = _sums(held.forward if split else held.seconds), _waited(sent, split=split)
 
     def works(step: float) -> bool:
         first = 0
-        for row in rows:
-            room = (step * (1 + 1e-12) - ahead[first]) / microbatches
+        for rank, row in enumerate(rows):
+            room = (step * (1 + 1e-12) - ahead[first] - rank * hop) / microbatches
             last = first + int(np.searchsorted(row[first, first:], room, side="right")) - 1
             if last >= count:
                 return True
@@ -254,12 +274,19 @@ def recomputed(held: Held, inflight: Sequence[Kept], microbatches: int, budget: 
         return False
 
     low = microbatches * float(held.seconds.sum()) / ranks
-    high = 2 * ranks * microbatches * (float(held.seconds.sum()) + count * float(held.extra[-1]))
+    high = 2 * ranks * microbatches * (float(held.seconds.sum()) + count * float(held.extra[-1])) + ranks * sum(sent)
     return _least(works, low, high) if works(high) else math.inf
 
 
 def shared_out(
-    held: Held, inflight: Sequence[Kept], microbatches: int, budget: float, *, split: bool, last: int = -1
+    held: Held,
+    inflight: Sequence[Kept],
+    microbatches: int,
+    budget: float,
+    *,
+    split: bool,
+    last: int = -1,
+    sent: tuple[float, float] = (0.0, 0.0),
 ) -> float:
     """The same where ranks hold several stages each, which may be any of the layers; rank ``last`` the last unit.
 
@@ -273,7 +300,7 @@ def shared_out(
     rows = np.array([microbatches * tables[kept] for kept in inflight])
     if not held.layers[-1]:
         rows[last] = microbatches * held.layer_seconds(inflight[last], budget, last=True)
-    waits = _sums((held.forward if split else held.seconds)[: ranks - 1])
+    waits = _sums((held.forward if split else held.seconds)[: ranks - 1] + _waited(sent, split=split))
     with np.errstate(invalid="ignore"):
         more = np.diff(rows, axis=1)[np.isfinite(rows[:, 1:])]
     if len(more) < held.count:
@@ -285,6 +312,6 @@ def shared_out(
     return max(float(slowest), mean)
 
 
-def by_paths(units: Sequence[Unit], counts: Counts) -> float:
+def by_paths(units: Sequence[Unit], counts: Counts, sent: tuple[float, float] = (0.0, 0.0)) -> float:
     """Of several stages on each rank, over all cuts of ``units``, by ``counts`` of paths."""
-    return counts.seconds([(unit.forward, unit.backward) for unit in units])
+    return counts.seconds([(unit.forward, unit.backward) for unit in units]) + float(counts.sent(sent))

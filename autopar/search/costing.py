@@ -113,6 +113,7 @@ class Costing:
     timelines: Timelines = field(default_factory=Timelines)
     _loads: dict[tuple[object, ...], _Loaded] = field(default_factory=dict)
     _holdings: dict[tuple[object, ...], Held | None] = field(default_factory=dict)
+    _sent: dict[tuple[object, ...], tuple[float, float]] = field(default_factory=dict)
 
     @property
     def whole_budget_bytes(self) -> int:
@@ -211,9 +212,10 @@ class Costing:
             return mean
         sums, chunks = self._sums(point, profile), row.chunks or point.chunks
         split = (row.splits_backward, splits_head(point.family), row.placement)
-        key = (profile.key, sums, mesh.pp, microbatches, chunks, split)
+        sent = self.sent_seconds(profile, mesh)
+        key = (profile.key, sums, mesh.pp, microbatches, chunks, split, sent)
         if key not in self._passes:
-            self._passes[key] = self._pipeline_seconds(self._loaded(point, profile).units, point.family)
+            self._passes[key] = self._pipeline_seconds(self._loaded(point, profile).units, point.family, sent)
         return max(mean, self._passes[key])
 
     def _sums(self, point: Point, profile: Profile) -> Sums:
@@ -234,24 +236,24 @@ class Costing:
             self._loads[key] = _Loaded.of(profile.units, (added[id(each)] for each in profile.unit_parameters))
         return self._loads[key]
 
-    def _pipeline_seconds(self, units: Sequence[Unit], family: Family) -> float:
+    def _pipeline_seconds(self, units: Sequence[Unit], family: Family, sent: tuple[float, float]) -> float:
         row, ranks, microbatches = SCHEDULES[family.schedule], family.region.mesh.pp, family.region.microbatches
         chunks = row.chunks or family.chunks or 2
         inner, beside = _inner(units, family), _head_seconds(units, family)
         split = row.splits_backward or splits_head(family)
         if chunks == 1:
-            return beside + straight(inner, ranks, microbatches, split=split)
+            return beside + straight(inner, ranks, microbatches, split=split, sent=sent)
         if ranks * chunks > len(units):
             return beside  # no cut has so many stages, as laying it out says
-        found, paths = beside + folded(inner, ranks, microbatches, split=split), self.interleaving
+        found, paths = beside + folded(inner, ranks, microbatches, split=split, sent=sent), self.interleaving
         first, last = (Unit(unit.block, 0.0, 0.0, 0.0) for unit in (units[0], units[-1]))
         cut = [first, *inner, last] if beside else units
         if row.placement == "v":
-            return max(found, beside + by_paths(cut, paths.on_v(ranks, microbatches, len(inner))))
+            return max(found, beside + by_paths(cut, paths.on_v(ranks, microbatches, len(inner)), sent))
         sizes = ranks, chunks, microbatches, len(inner)
         if not beside:
-            return max(found, by_paths(cut, paths.counts(*sizes, ends=True)))
-        both = (by_paths(cut, paths.counts(*sizes, ends=ends)) for ends in (True, False))
+            return max(found, by_paths(cut, paths.counts(*sizes, ends=True), sent))
+        both = (by_paths(cut, paths.counts(*sizes, ends=ends), sent) for ends in (True, False))
         return max(found, next(both), beside + next(both))  # the head may be computed while the last backwards run
 
     def _memory_seconds(self, point: Point, profile: Profile) -> float:
@@ -266,9 +268,10 @@ class Costing:
         held = replace(held, seconds=held.seconds + np.array(added))
         if point.head_chunks > 1:
             held = held.in_chunks()
-        return self._filled(held, point.family, away=activations_on_host(point.offload))
+        sent = self.sent_seconds(profile, point.region.mesh)
+        return self._filled(held, point.family, sent, away=activations_on_host(point.offload))
 
-    def _filled(self, held: Held, family: Family, *, away: bool) -> float:
+    def _filled(self, held: Held, family: Family, sent: tuple[float, float], *, away: bool) -> float:
         """Seconds of ranks that ``held`` fills; activations may be ``away`` on the host."""
         row, pp, microbatches = SCHEDULES[family.schedule], family.region.mesh.pp, family.region.microbatches
         beside, split = 0.0, row.splits_backward or splits_head(family)
@@ -279,9 +282,9 @@ class Costing:
         rate = self.swap_rate([family.schedule], microbatches)
         kept = self.keeping.away(*asked, rate) if away and rate else self.keeping.here(*asked)
         if pp == 1 or (row.chunks or family.chunks) == 1:
-            return beside + recomputed(held, kept, microbatches, self.budget_bytes, split=split)
+            return beside + recomputed(held, kept, microbatches, self.budget_bytes, split=split, sent=sent)
         last = 0 if row.placement == "v" else pp - 1
-        return beside + shared_out(held, kept, microbatches, self.budget_bytes, split=split, last=last)
+        return beside + shared_out(held, kept, microbatches, self.budget_bytes, split=split, last=last, sent=sent)
 
     def _held(self, point: Point, profile: Profile) -> Held | None:
         """None where there are too few layers to speak of."""
@@ -418,6 +421,16 @@ class Costing:
 
     def _machine(self, point: Point) -> Machine:
         return self.machine_of(point.region.mesh, point.zero_ranks)
+
+    def sent_seconds(self, profile: Profile, mesh: Mesh, share: float = 1.0) -> tuple[float, float]:
+        """What a message between pipeline ranks takes at least, on and back: of that ``share`` of what those of
+        ``profile`` send."""
+        key = profile.key, mesh.pp, mesh.stride("pp"), share
+        if key not in self._sent:
+            link = self.cluster.link(mesh.pp, mesh.stride("pp"), mesh.world)
+            there, back = (seconds_of("send", round(share * each), mesh.pp, link) for each in profile.message_bytes)
+            self._sent[key] = there, back
+        return self._sent[key]
 
     def machine_of(self, mesh: Mesh, zero_ranks: int) -> Machine:
         key = mesh, zero_ranks

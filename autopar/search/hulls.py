@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]
+Figure = float | Array
 
 
 def hull(points: Sequence[tuple[float, float]]) -> tuple[Array, Array]:

@@ -1,8 +1,9 @@
 """What ranks with several stages wait, whatever these are cut to be: paths that count each stage alike.
 
-A step takes at least what any path of passes that wait for each other does. One leads down to a stage with the first
-microbatch, stays on that stage's rank to the stage's last backward, and leads up again: between, the rank runs all of
-its passes but those forwards that came before the stage's first one, and the backwards that come after its last one.
+A step takes at least what any path of passes and messages that wait for each other does. One leads down to a stage with
+the first microbatch, stays on that stage's rank to the stage's last backward, and leads up again: between, the rank
+runs all of its passes but those forwards that came before the stage's first one, and the backwards that come after its
+last one.
 Of interleaved 1F1B the lists say which these are. Of schedules on a V, which are made for the costs at hand, all
 forwards of a rank's first stage may come before the first one of its second; and where backwards are split, weights'
 gradients may fill the time at the end. A mean of such paths is a bound as well; in the best one it is no use to have a
@@ -14,22 +15,29 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
 from autopar.schedules.interleaved import groups_of
 from autopar.schedules.placements import looped, v_shaped
-from autopar.search.hulls import Array, Flags
+from autopar.search.hulls import Array, Figure, Flags
 
 _LONGER = 2.0  # times a forward: a backward, where the mean is chosen
 
 
 @dataclass(frozen=True)
 class Counts:
-    """By stage, how many of its forwards and backwards the mean of some paths has."""
+    """By stage, how many of its forwards and backwards the mean of some paths has; and how many ``messages`` it has to
+    the next rank, and back."""
 
     forward: Array
     backward: Array
+    messages: tuple[float, float] = (0.0, 0.0)
+
+    def sent(self, seconds: tuple[Figure, Figure]) -> Figure:
+        """Of messages that take so long each way."""
+        return self.messages[0] * seconds[0] + self.messages[1] * seconds[1]
 
     def seconds(self, passes: Sequence[tuple[float, float]]) -> float:
         """The least over all cuts of units with these seconds of a forward and of a backward, in order.
@@ -64,14 +72,16 @@ class Interleaving:
         lead up again: other work may be done meanwhile."""
         key = ranks, chunks, microbatches, layers, ends
         if key not in self._known:
-            self._known[key] = _best(*paths(ranks, chunks, microbatches, ends=ends), layers)
+            crossed = messages(looped(ranks, chunks))
+            self._known[key] = _best(*paths(ranks, chunks, microbatches, ends=ends), (crossed, ends * crossed), layers)
         return self._known[key]
 
     def on_v(self, ranks: int, microbatches: int, layers: int) -> Counts:
         """The same of two stages on each rank, as a V, in any order of passes."""
         key = ranks, 2, microbatches, layers, None
         if key not in self._known:
-            self._known[key] = _best(*paths_on_v(ranks, microbatches), layers)
+            crossed = messages(v_shaped(ranks))
+            self._known[key] = _best(*paths_on_v(ranks, microbatches), (crossed, 0 * crossed), layers)
         return self._known[key]
 
 
@@ -92,13 +102,18 @@ def paths_on_v(ranks: int, microbatches: int) -> tuple[Array, Array]:
     return forward.astype(np.float64), (microbatches * own).astype(np.float64)
 
 
+def messages(placement: Sequence[int]) -> Array:
+    """By stage, how many a microbatch takes on its way there: neighbours on one rank send nothing."""
+    return np.cumsum([0.0, *(float(here != there) for here, there in pairwise(placement))])
+
+
 def _own_and_before(placement: Sequence[int]) -> tuple[Flags, Flags]:
     """``[stage, other]``: whether the other is on the same rank, and whether it comes before."""
     ranks, stage = np.array(placement), np.arange(len(placement))
     return ranks[:, None] == ranks, stage < stage[:, None]
 
 
-def _best(forward: Array, backward: Array, layers: int) -> Counts:
+def _best(forward: Array, backward: Array, crossed: tuple[Array, Array], layers: int) -> Counts:
     """Of the mean in which all stages count alike, and of each path alone, what bounds equal layers best."""
     paths_, means = forward + _LONGER * backward, np.eye(len(forward))
     if (level := _level(paths_)) is not None:
@@ -107,7 +122,7 @@ def _best(forward: Array, backward: Array, layers: int) -> Counts:
     least = both.min(axis=1)
     found = layers * least + (both[:, 1:-1] - least[:, None]).sum(axis=1)  # each inner stage has a layer
     best = means[int(found.argmax())]
-    return Counts(best @ forward, best @ backward)
+    return Counts(best @ forward, best @ backward, (float(best @ crossed[0]), float(best @ crossed[1])))
 
 
 def _level(both: Array) -> Array | None:

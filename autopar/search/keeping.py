@@ -30,16 +30,19 @@ _STEADY: Final = 2  # times the ranks: with more microbatches, no more are in fl
 _NEVER: Final = 1e-9  # times that a microbatch is away
 _BARRIERS: Final = {"naive": 3, "vocab-1": 2, "vocab-2": 1}
 """Of a split head (arXiv 2411.05288, section 5); for each, one microbatch more is kept."""
+_SHORT: Final = 1e-3  # of a forward: a message
 _FEW: Final = 4  # ranks of a schedule that is generated to say what more ranks are likely to do
 
 
 class Likely(NamedTuple):
     """Of a schedule, more or less: by rank the most microbatches that wait for a backward, the most that wait for
-    weights' gradients on any, and how long ranks wait in a step, in passes of a microbatch through one of them."""
+    weights' gradients on any; and how long ranks wait in a step, in passes of a microbatch through one of them and in
+    messages to the next rank or back."""
 
     kept: Array
     later: float
     waits: float
+    messages: float
 
 
 class _Level(NamedTuple):
@@ -70,7 +73,7 @@ class Keeping:
     """What ranks keep, by schedule, ranks, microbatches, chunks and the split of the head; each found once."""
 
     _known: dict[tuple[str, int, int, int | None, str], tuple[_Rank, ...]] = field(default_factory=dict)
-    _waits: dict[tuple[str, int, int, int | None, str], float] = field(default_factory=dict)
+    _waits: dict[tuple[str, int, int, int | None, str], tuple[float, float]] = field(default_factory=dict)
     generated: int = 0
     """Passes of the lists that were read."""
 
@@ -128,15 +131,18 @@ class Keeping:
             kept = np.interp(np.linspace(0, 1, ranks), np.linspace(0, 1, few), kept)
         if head and not whole:
             kept = np.minimum(kept + _BARRIERS[head], max(float(kept.max()), microbatches))
-        waits = self.waits(*asked, whole) * (times if few == 1 else (ranks - 1) / (few - 1))
-        return Likely(kept, times * self.later(*asked, whole), waits)
+        more = times if few == 1 else (ranks - 1) / (few - 1)
+        waits, messages = (more * each for each in self.waits(*asked, whole))
+        return Likely(kept, times * self.later(*asked, whole), waits, messages)
 
-    def waits(self, name: str, ranks: int, microbatches: int, chunks: int | None, head: str) -> float:
-        """How long ranks wait in a step, in passes of a microbatch through one rank."""
-        if ranks == 1 or (not head and name == "1f1b"):
-            return ranks - 1.0
+    def waits(self, name: str, ranks: int, microbatches: int, chunks: int | None, head: str) -> tuple[float, float]:
+        """How long ranks wait in a step: in passes of a microbatch through one rank, and in messages."""
+        if ranks == 1:
+            return 0.0, 0.0
+        if not head and name == "1f1b" and microbatches >= ranks:
+            return ranks - 1.0, straight_messages(ranks, microbatches)
         if not head and name == "interleaved" and microbatches % ranks == 0:
-            return (ranks - 1) / (chunks or 2)
+            return (ranks - 1) / (chunks or 2), looped_messages(ranks, chunks or 2)
         key = _key(name, ranks, microbatches, chunks, head)
         if key not in self._waits:
             self._waits[key] = _waited(generate(*key[:3], chunks=chunks, head=head))
@@ -170,6 +176,16 @@ def looped_kept(ranks: int, microbatches: int, chunks: int) -> Array:
     return np.minimum(float(microbatches), ahead / chunks)
 
 
+def straight_messages(ranks: int, microbatches: int) -> float:
+    """Of 1F1B: it keeps as few microbatches as fill the ranks, so each way back and forth of one is waited for."""
+    return 2 * (ranks - 1) / ranks * max(ranks, microbatches) + 2 * (ranks - 2)
+
+
+def looped_messages(ranks: int, chunks: int) -> float:
+    """Of interleaved 1F1B: rounds of microbatches wait for the first of them to come back from the last rank."""
+    return 2.0 * (ranks * chunks - 1)
+
+
 def folded_kept(ranks: int, microbatches: int) -> Array:
     """Of V-Min, a third of 1F1B's first rank (arXiv 2405.15362, section 4.2), with fewer microbatches half of these at
     least: no schedule with this placement keeps less."""
@@ -185,12 +201,15 @@ def _key(
     return name, ranks, min(microbatches, _STEADY * ranks, max(ranks * max(1, row.least_per_rank), most)), chunks, head
 
 
-def _waited(schedule: Schedule) -> float:
-    """Of equal passes, a backward two."""
-    costs = Costs.uniform(schedule, forward_seconds=1.0, backward_seconds=2.0, weight_seconds=1.0)
-    timeline = simulate_timeline(lower(schedule, costs.seconds), costs, trusted=True)
-    each = 3.0 * schedule.chunks
-    return timeline.makespan_seconds / each - schedule.microbatches
+def _waited(schedule: Schedule) -> tuple[float, float]:
+    """Of equal passes, a backward two, and of short messages between them."""
+    costs = [
+        Costs.uniform(schedule, forward_seconds=1.0, backward_seconds=2.0, weight_seconds=1.0, send_seconds=sent)
+        for sent in (0.0, _SHORT)
+    ]
+    lowered = lower(schedule, costs[0].seconds)
+    without, with_them = (simulate_timeline(lowered, each, trusted=True).makespan_seconds for each in costs)
+    return without / (3.0 * schedule.chunks) - schedule.microbatches, (with_them - without) / _SHORT
 
 
 def _spill(level: _Level, microbatches: int, seconds: float) -> Spill:

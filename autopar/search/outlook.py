@@ -21,11 +21,12 @@ from autopar.schedules.placements import looped as going_round
 from autopar.schedules.placements import v_shaped
 from autopar.schedules.registry import SCHEDULES
 from autopar.schedules.weight_moves import MESSAGES
+from autopar.search.bounds import scaled
 from autopar.search.costing import Costing, seconds_of, splits_further, splits_head
 from autopar.search.gradients import Adding, Kind, Sums, adding
 from autopar.search.hulls import Array
 from autopar.search.interleaving import Counts
-from autopar.search.keeping import folded_kept, looped_kept, straight_kept
+from autopar.search.keeping import folded_kept, looped_kept, looped_messages, straight_kept, straight_messages
 from autopar.search.layers import LayerWeight, Messages, Scaler, layer_weights, weights_of_layer
 from autopar.search.profiles import Key, Profile, Weights
 from autopar.search.space import Family, Point, Region, Way, expert_share, stages_of
@@ -131,13 +132,20 @@ class Outlook:
     def _row(self, view: View, microbatches: int) -> _Row:
         mesh, profile = view.region.mesh, view.profile
         if profile is None or not self.scaler.suits(profile):
-            layers = self.scaler.scaled(view.region.key, view.times)
+            layers = self._sending(self.scaler.scaled(view.region.key, view.times), view.region)
             return _Row(layers, *self._best_ways(mesh, view.ways, microbatches))
         every = [self._of_way(mesh, profile, way, microbatches, split=True) for way in view.ways]
         stored = [every[place] for place in undominated(every)]
         free_of_state = [way._replace(state=0.0) for way in stored]
         roomy = [free_of_state[place] for place in undominated(free_of_state)]
-        return _Row(self.scaler.placed(profile), stored, roomy)
+        return _Row(self._sending(self.scaler.placed(profile), view.region, profile), stored, roomy)
+
+    def _sending(self, layers: Layers, region: Region, profile: Profile | None = None) -> Layers:
+        """With messages between pipeline ranks as of ``profile``, or else as small as any of as many rows can be."""
+        if profile is None:
+            share = scaled(self.scaler.root.key, region.key) or 0.0
+            return replace(layers, sent=self.costing.sent_seconds(self.scaler.root, region.mesh, share))
+        return replace(layers, sent=self.costing.sent_seconds(profile, region.mesh))
 
     def _fastest(self, rows: Sequence[_Row], ranks: Ranks, chunks: Sequence[int], microbatches: int) -> Array:
         """As if all fitted."""
@@ -159,7 +167,7 @@ class Outlook:
         shared = microbatches * beside.sum(axis=1) / ranks.count if ranks.spreads_head else np.full(len(each), np.inf)
 
         def inner(counts: Counts) -> Array:
-            return counts.layer_seconds(layers.count, each, layers.ahead, layers.behind)
+            return counts.layer_seconds(layers.count, each, layers.ahead, layers.behind) + counts.sent(layers.sent)
 
         def whole(counts: Counts) -> Array:
             """With the other calls: in any stage, or as ranks share them."""
@@ -187,7 +195,7 @@ class Outlook:
         if like is None or not self.scaler.suits(like):
             return float(self.all_likely([region], [list(ways)], [times])[0])
         layers, ways = self.scaler.scaled(region.key, times), list(ways)
-        layers = layers.slower(self.scaler.timed(like), region.rows / like.key.rows)
+        layers = self._sending(layers.slower(self.scaler.timed(like), region.rows / like.key.rows), region)
         count = region.microbatches
         every = [self._of_way(region.mesh, like, way, count, split=False) for way in ways]
         stored = [every[place] for place in undominated(every)]
@@ -198,7 +206,8 @@ class Outlook:
         """The same of ``regions`` with as many pipeline ranks and microbatches, like which nothing is known."""
         count = regions[0].microbatches
         stored = [self._best_ways(region.mesh, some, count)[0] for region, some in zip(regions, ways, strict=True)]
-        each = [self.scaler.scaled(region.key, its) for region, its in zip(regions, times, strict=True)]
+        pairs = zip(regions, times, strict=True)
+        each = [self._sending(self.scaler.scaled(region.key, its), region) for region, its in pairs]
         rows = list(zip(each, stored, strict=True))
         layers, every = beside_each_other(rows)
         last = np.repeat([self.scaler.last_bytes(region.key) for region in regions], list(map(len, stored)))
@@ -211,10 +220,11 @@ class Outlook:
         """By way, for the best of what stages are likely; the last call works in ``last`` bytes."""
         pp, count = region.mesh.pp, region.microbatches
         chunks = max(1, min(_STAGES, layers.count // pp))
-        kinds = [_even(layers, straight_kept(pp, count), pp - 1, 1)]
+        kinds = [_even(layers, straight_kept(pp, count), (pp - 1, straight_messages(pp, count)), 1)]
         if chunks > 1 < pp:
-            kinds.append(_even(layers, looped_kept(pp, count, chunks), (pp - 1) / chunks, chunks))
-            kinds.append(_even(layers, 1.5 * folded_kept(pp, count), (pp - 1) / 2, 2))
+            looped = (pp - 1) / chunks, looped_messages(pp, chunks)
+            kinds.append(_even(layers, looped_kept(pp, count, chunks), looped, chunks))
+            kinds.append(_even(layers, 1.5 * folded_kept(pp, count), ((pp - 1) / 2, looped_messages(pp, 2)), 2))
         kinds = [_with_last(ranks, last, "straight") for ranks in kinds]
         hosts = [self._host(ranks, region, (), away=away) for ranks in kinds]
         budget = self.costing.budget_bytes
@@ -230,12 +240,13 @@ class Outlook:
         family = points[0].family
         if family.schedule not in SCHEDULES or not self.scaler.suits(profile):
             return np.array([self.costing.bound(point, profile) for point in points])
-        layers = self.scaler.placed(profile) if kept else self.scaler.timed(profile)
-        stored = [self._of_point(point, profile) for point in points]
         region, count = family.region, family.region.microbatches
+        layers = self._sending(self.scaler.placed(profile) if kept else self.scaler.timed(profile), region, profile)
+        stored = [self._of_point(point, profile) for point in points]
         asked = (family.schedule, region.mesh.pp, count, family.chunks, MODES[family.vocabulary].head)
         likely = self.costing.keeping.likely(*asked)
-        ranks = _even(layers, likely.kept, likely.waits, stages_of(points[0]) // region.mesh.pp)
+        waits = likely.waits, likely.messages
+        ranks = _even(layers, likely.kept, waits, stages_of(points[0]) // region.mesh.pp)
         if not MODES[family.vocabulary].head and points[0].head_chunks == 1:
             last = np.array(self.scaler.last_bytes(region.key))
             ranks = _with_last(ranks, last, SCHEDULES[family.schedule].placement)
@@ -252,7 +263,7 @@ class Outlook:
         row, region = SCHEDULES.get(family.schedule), family.region
         if row is None or not self.scaler.suits(profile):
             return np.zeros(len(points))
-        layers = self.scaler.timed(profile)
+        layers = self._sending(self.scaler.timed(profile), region, profile)
         stored = [self._of_point(point, profile) for point in points]
         head, count = MODES[family.vocabulary].head, region.microbatches
         asked = (family.schedule, region.mesh.pp, count, family.chunks, head)
@@ -267,7 +278,7 @@ class Outlook:
         if host is not None:
             kinds = [_ranks(family, layers, kept)]  # copies take time where paths are elsewhere
         beside = self.costing.keeping.beside(*asked, away=host is not None)
-        layers = self.scaler.placed(profile)
+        layers = self._sending(self.scaler.placed(profile), region, profile)
         kinds = [replace(ranks, passing=(int(layers.behind <= 1), 0), beside=beside) for ranks in kinds]
         last = np.array(self.scaler.placed_last_bytes(profile))
         whole = np.array([point.head_chunks == 1 and not splits_head(family) for point in points])
@@ -521,14 +532,15 @@ def _kinds(region: Region, layers: Layers, families: Sequence[Family]) -> list[t
     placements = {SCHEDULES[family.schedule].placement for family in families}
     found: list[tuple[Ranks, list[int]]] = []
     if "v" in placements:
-        found.append((folded(layers, pp, folded_kept(pp, count), ends=False, stages=2), []))
+        found.append((folded(layers, pp, folded_kept(pp, count), ends=False, stages=2, hops=2 * (pp - 1)), []))
     if "straight" in placements:
         naive = any(family.schedule == "naive" for family in families)
         kept = np.ones(pp) if naive else straight_kept(pp, count)
         found.append((straight(layers, pp, count, kept, ends=False), []))
     if chunks:
         least = np.min([looped_kept(pp, count, each) for each in sorted(chunks)], axis=0)
-        found.append((folded(layers, pp, least, ends=not heads, stages=max(chunks)), sorted(chunks)))
+        hops = min(chunks) * pp - 1
+        found.append((folded(layers, pp, least, ends=not heads, stages=max(chunks), hops=hops), sorted(chunks)))
     return [(replace(ranks, spreads_head=heads), some) for ranks, some in found]
 
 
@@ -539,7 +551,9 @@ def _ranks(family: Family, layers: Layers, kept: Array) -> Ranks:
     if pp == 1 or row.placement == "straight":
         found = straight(layers, pp, count, kept, ends=ends)
     else:
-        found = folded(layers, pp, kept, ends=ends, stages=row.chunks or family.chunks or 2)
+        stages = row.chunks or family.chunks or 2
+        hops = 2 * (pp - 1) if row.placement == "v" else stages * pp - 1
+        found = folded(layers, pp, kept, ends=ends, stages=stages, hops=hops)
     return replace(found, puts_off=row.splits_backward, spreads_head=heads, last=_last_rank(family))
 
 
@@ -555,12 +569,13 @@ def _unevenness(units: int, stages: int) -> float:
     return 1 + _UNEVEN * (math.ceil(units / stages) * stages / units - 1)
 
 
-def _even(layers: Layers, kept: Array, waits: float, each: int) -> Ranks:
-    """Ranks of so many stages ``each``, that all wait for so many passes of a microbatch through one of them."""
+def _even(layers: Layers, kept: Array, waits: tuple[float, float], each: int) -> Ranks:
+    """Ranks of so many stages ``each``, that all wait for so many passes of a microbatch through one of them, and for
+    so many messages."""
     count, none = len(kept), np.zeros(len(kept))
-    idle = waits * layers.count / count
+    idle = waits[0] * layers.count / count
     share = np.full(count, 1 / count)
     stages = none[:, None]
     passing = min(2, math.ceil(layers.count / count / each)), each
     ranks = Ranks(share, (stages, stages), stages > 0, (idle, idle), none, True, False, kept, spreads_head=True)
-    return replace(ranks, passing=passing, transient=True)
+    return replace(ranks, passing=passing, transient=True, messages=(waits[1] / 2, waits[1] / 2))

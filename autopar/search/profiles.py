@@ -26,6 +26,7 @@ from autopar.passes.hoist import parameter_sums, unhoisted
 from autopar.passes.pad_head import Table, table_of
 from autopar.passes.vocabulary import STAGELESS
 from autopar.planner.activations import Activations
+from autopar.planner.between import least_message
 from autopar.planner.block_costs import BlockCost, Computed, Machine, block_cost
 from autopar.planner.build import Local, Placed, Request, activations_of, begin, place_inner, split_rows
 from autopar.planner.dispatch_forms import FLAT
@@ -134,6 +135,12 @@ class Profile:
     def issued_calls(self) -> int:
         """What the host issues for a microbatch's passes."""
         return sum(sum(self.costs[unit.block].passes(split=False)) for unit in self.units)
+
+    @cached_property
+    def message_bytes(self) -> tuple[int, int]:
+        """Of a microbatch, what any two stages send each other at least: on, and back."""
+        calls = [i for i, call in enumerate(self.model.calls) if self.model.block_of(call).kind not in STAGELESS]
+        return least_message(self.model, self.placed.request.mesh, calls)
 
     @cached_property
     def trained(self) -> int:

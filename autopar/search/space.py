@@ -446,9 +446,8 @@ def promise(what: Region | Point) -> float:
     row = SCHEDULES.get(what.schedule)
     doubts = [
         (0.02, bool(MODES[what.vocabulary].head)),
-        (0.01, _stages(what.schedule, what.chunks) > 1),
         (0.01, row is not None and row.cost_aware),
-        (0.03, bool(what.offload)),
+        (0.01, bool(what.offload)),
         (0.02, what.head_chunks > 1),
         (0.01, what.region.mesh.cp > 1),
     ]

@@ -15,10 +15,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from autopar.search.hulls import Array, Flags
-from autopar.search.interleaving import Counts
-
-Figure = float | Array
+from autopar.search.hulls import Array, Figure, Flags
+from autopar.search.interleaving import Counts, messages
 
 _NOTHING: Final = np.zeros(1)
 _VALUES: Final = 16  # of what layers keep that are told apart where the rest is copied
@@ -34,8 +32,8 @@ class Layers:
     backward that the next one waits for (``inputs``), and of its ``weights``' gradients; seconds of all other calls
     (``beside``: forward, backward), of the last one alone at least (``last``). A layer may keep ``saved`` bytes
     (falling) for ``extra`` seconds more (rising, convex), a ``share`` of both, and works in ``working`` bytes; what its
-    weights' gradients need takes ``later`` bytes. What isn't counted may differ by way to store them: then it is an
-    array."""
+    weights' gradients need takes ``later`` bytes. What a stage gives takes ``sent`` seconds to the next rank, and what
+    comes back to it. What isn't counted may differ by way to store them: then it is an array."""
 
     count: int
     ahead: int
@@ -50,6 +48,7 @@ class Layers:
     share: Figure = 1.0
     last: float = 0.0
     later: Figure = 0.0
+    sent: tuple[Figure, Figure] = (0.0, 0.0)
 
     def slower(self, other: Layers, share: float) -> Layers:
         """With passes that take as long as that part of those of ``other``, if they don't already."""
@@ -84,7 +83,8 @@ class Stored(NamedTuple):
 class Ranks:
     """How pipeline ranks work, by rank. In the mean, each counts with ``share`` (they sum to 1 at most), and a layer of
     each of its stages is waited for so many forwards and backwards (``waits``, ``[rank, stage]``); ``idle`` layers are
-    waited for wherever they are. ``must`` says which stages have a layer in any case. ``ahead`` layers at least come
+    waited for wherever they are, and so many ``messages`` to the next rank and back; a microbatch crosses ``hops`` on
+    its way through all stages. ``must`` says which stages have a layer in any case. ``ahead`` layers at least come
     before a rank's first forward; if they do after its last backward, too, these ``ends`` count. ``puts_off``: weights'
     gradients are a pass of their own. ``kept`` microbatches wait for a backward at most, after as many forwards, or
     when some backwards ran as well (``goes_on``: there are several ``stages``). A split head is spread over all ranks,
@@ -111,6 +111,8 @@ class Ranks:
     transient: bool = False
     last: int | None = None
     beside: Array | None = None
+    messages: tuple[float, float] = (0.0, 0.0)
+    hops: int = 0
 
     @property
     def count(self) -> int:
@@ -143,7 +145,8 @@ def straight(layers: Layers, ranks: int, microbatches: int, kept: Array, *, ends
     later = (np.cumsum(share[::-1])[::-1] - share)[:, None]
     none = np.zeros((ranks, 1))
     waits = later, later if ends else none
-    return Ranks(share, waits, none > 0, (0.0, 0.0), _ahead(layers, ranks), ends, False, kept)
+    found = Ranks(share, waits, none > 0, (0.0, 0.0), _ahead(layers, ranks), ends, False, kept)
+    return _with_messages(found, ranks - 1)
 
 
 def side_by_side(rows: Sequence[tuple[Layers, int]]) -> Layers:
@@ -164,17 +167,25 @@ def side_by_side(rows: Sequence[tuple[Layers, int]]) -> Layers:
         working=column(layers.working for layers, _ in rows),
         later=column(layers.later for layers, _ in rows),
         share=column(layers.share for layers, _ in rows),
+        sent=(column(layers.sent[0] for layers, _ in rows), column(layers.sent[1] for layers, _ in rows)),
     )
 
 
-def folded(layers: Layers, ranks: int, kept: Array, *, ends: bool, stages: int) -> Ranks:
-    """Several ``stages`` per rank, wherever they are: rank r waits for a layer of each of those ahead at least."""
+def folded(layers: Layers, ranks: int, kept: Array, *, ends: bool, stages: int, hops: int) -> Ranks:
+    """Several ``stages`` per rank, wherever they are: rank r waits for a layer of each of those ahead at least, and for
+    as many messages."""
     ahead, none = _ahead(layers, ranks), np.zeros((ranks, 1))
     idle = float(ahead.mean())
     share = np.full(ranks, 1 / ranks)
     waits = idle, ends * idle
     found = Ranks(share, (none, none), none > 0, waits, ahead, ends, False, kept)
-    return replace(found, goes_on=True, stages=stages)
+    return _with_messages(replace(found, goes_on=True, stages=stages), hops)
+
+
+def _with_messages(ranks: Ranks, hops: int) -> Ranks:
+    """With one to each next rank before its first forward, and if they end so, after its last backward."""
+    each = float(ranks.share @ np.arange(ranks.count))
+    return replace(ranks, messages=(each, ranks.ends * each), hops=hops)
 
 
 def placed(
@@ -188,7 +199,8 @@ def placed(
     waits = (each - microbatches * share[:, None] for each in (forward, backward))
     must = (stage >= layers.ahead) & (stage < forward.size - layers.behind)
     found = Ranks(share, (next(waits), next(waits)), must, (0.0, 0.0), _ahead(layers, len(kept)), ends, False, kept)
-    return replace(found, goes_on=True, stages=stage.shape[1])
+    hops = int(messages(placement)[-1])
+    return replace(found, goes_on=True, stages=stage.shape[1], messages=counts.messages, hops=hops)
 
 
 def _ahead(layers: Layers, ranks: int) -> Array:
@@ -212,8 +224,10 @@ def least_seconds(
         most = layers.count
     beside, (forward, backward) = _beside(layers, ranks, microbatches), passes_of(layers, stored)
     waited = ranks.idle[0] * forward + ranks.idle[1] * backward
+    waited = waited + (ranks.messages[0] * layers.sent[0] + ranks.messages[1] * layers.sent[1])
     until = backward if ranks.ends else layers.inputs
     latency = layers.count * (forward + until) + (0.0 if ranks.spreads_head else layers.beside[0])
+    latency = latency + ranks.hops * (layers.sent[0] + layers.sent[1])
     found = np.maximum(np.maximum(mean + beside + waited, slowest), latency)
     moves = stored[:, 1:3].any()
     result: Array = np.maximum(found, moved_seconds(layers, stored, ranks, microbatches)) if moves else found
@@ -270,6 +284,9 @@ def _least(
     starts = rows
     if ranks.ahead.any():
         starts = rows + ((forward + (backward if ranks.ends else 0.0))[:, None] * ranks.ahead)[:, :, None]
+    if ranks.hops:
+        each = np.asarray(layers.sent[0]) + (layers.sent[1] if ranks.ends else 0.0)
+        starts = starts + np.multiply.outer(np.broadcast_to(each, len(stored)), np.arange(ranks.count))[..., None]
     if alone := microbatches * layers.last if ranks.last is not None else 0.0:
         starts = starts.copy()
         starts[:, ranks.last] += alone

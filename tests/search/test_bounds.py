@@ -14,12 +14,17 @@ from hypothesis import strategies as st
 
 from autopar.schedules import Action, Costs, Schedule, generate, lower, simulate_timeline
 from autopar.schedules.pass_times import PassTimes
+from autopar.schedules.placements import looped, v_shaped
 from autopar.search.bounds import Held, Kept, Spill, by_paths, folded, recomputed, scaled, shared_out, straight
 from autopar.search.hulls import Array, hull
 from autopar.search.interleaving import Interleaving, paths
+from autopar.search.interleaving import messages as crossed
 from autopar.search.profiles import Key, Unit
 
 times = st.lists(st.tuples(*[st.floats(0.01, 3.0)] * 3), min_size=4, max_size=7)
+messages = st.tuples(st.floats(0.0, 2.0), st.floats(0.0, 2.0))
+Sent = tuple[float, float]
+SILENT = 0.0, 0.0
 ROUNDED = 1 + 1e-9
 
 
@@ -28,21 +33,23 @@ def units_of(passes: list[tuple[float, float, float]]) -> list[Unit]:
     return [Unit(0, forward, inputs + weights, weights) for forward, inputs, weights in passes]
 
 
-def shortest(units: list[Unit], name: str, ranks: int, chunks: int | None, microbatches: int) -> float:
-    """Over all cuts, by the timeline."""
+def shortest(
+    units: list[Unit], name: str, ranks: int, chunks: int | None, microbatches: int, sent: Sent = SILENT
+) -> float:
+    """Over all cuts, by the timeline; messages to the next rank and back take as long as ``sent`` says."""
     draft = generate(name, ranks, microbatches, chunks=chunks)
     cuts = itertools.combinations(range(1, len(units)), draft.stages - 1)
-    return min(_seconds(units, draft, (0, *cut, len(units)), name) for cut in cuts)
+    return min(_seconds(units, draft, (0, *cut, len(units)), name, sent) for cut in cuts)
 
 
-def _seconds(units: list[Unit], draft: Schedule, cut: tuple[int, ...], name: str) -> float:
+def _seconds(units: list[Unit], draft: Schedule, cut: tuple[int, ...], name: str, sent: Sent) -> float:
     stages = [units[a:b] for a, b in itertools.pairwise(cut)]
     costs = Costs(
         forward_seconds=tuple(sum(u.forward for u in stage) for stage in stages),
         backward_seconds=tuple(sum(u.backward for u in stage) for stage in stages),
         weight_seconds=tuple(sum(u.weights for u in stage) for stage in stages),
-        send_forward_seconds=(0.0,) * len(stages),
-        send_backward_seconds=(0.0,) * len(stages),
+        send_forward_seconds=(sent[0],) * len(stages),
+        send_backward_seconds=(sent[1],) * len(stages),
         reduce_seconds=(0.0,) * len(stages),
         activation_bytes=(0,) * len(stages),
         step_seconds=(0.0,) * draft.ranks,
@@ -53,49 +60,49 @@ def _seconds(units: list[Unit], draft: Schedule, cut: tuple[int, ...], name: str
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 @settings(max_examples=30)
-@given(times, st.integers(2, 3), st.integers(1, 4))
+@given(times, st.integers(2, 3), st.integers(1, 4), messages)
 def test_no_cut_is_below_the_straight_bound(
-    name: str, passes: list[tuple[float, float, float]], ranks: int, microbatches: int
+    name: str, passes: list[tuple[float, float, float]], ranks: int, microbatches: int, sent: Sent
 ) -> None:
     units = units_of(passes)
-    bound = straight(units, ranks, microbatches, split=name != "1f1b")
-    assert bound <= shortest(units, name, ranks, None, microbatches) * ROUNDED
+    bound = straight(units, ranks, microbatches, split=name != "1f1b", sent=sent)
+    assert bound <= shortest(units, name, ranks, None, microbatches, sent) * ROUNDED
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("interleaved", 2), ("zb-v", None), ("v-half", None)])
 @settings(max_examples=30)
-@given(times, st.integers(1, 2))
+@given(times, st.integers(1, 2), messages)
 def test_no_cut_is_below_the_folded_bound(
-    name: str, chunks: int | None, passes: list[tuple[float, float, float]], microbatches: int
+    name: str, chunks: int | None, passes: list[tuple[float, float, float]], microbatches: int, sent: Sent
 ) -> None:
     units = units_of(passes)
-    bound = folded(units, 2, 2 * microbatches, split=name != "interleaved")
-    assert bound <= shortest(units, name, 2, chunks, 2 * microbatches) * ROUNDED
+    bound = folded(units, 2, 2 * microbatches, split=name != "interleaved", sent=sent)
+    assert bound <= shortest(units, name, 2, chunks, 2 * microbatches, sent) * ROUNDED
 
 
 @settings(max_examples=40)
-@given(times, st.integers(2, 3), st.integers(2, 3), st.integers(1, 7))
+@given(times, st.integers(2, 3), st.integers(2, 3), st.integers(1, 7), messages)
 def test_no_cut_is_below_the_looped_bound(
-    passes: list[tuple[float, float, float]], ranks: int, chunks: int, microbatches: int
+    passes: list[tuple[float, float, float]], ranks: int, chunks: int, microbatches: int, sent: Sent
 ) -> None:
     """At both ends, and at the beginning alone; groups of microbatches may be larger than there are ranks, or fewer."""
     assume(ranks * chunks <= len(passes))
     units, paths = units_of(passes), Interleaving()
-    least = shortest(units, "interleaved", ranks, chunks, microbatches) * ROUNDED
+    least = shortest(units, "interleaved", ranks, chunks, microbatches, sent) * ROUNDED
     for ends in (False, True):
-        assert by_paths(units, paths.counts(ranks, chunks, microbatches, len(units) - 2, ends=ends)) <= least
+        assert by_paths(units, paths.counts(ranks, chunks, microbatches, len(units) - 2, ends=ends), sent) <= least
 
 
 @pytest.mark.parametrize("name", ["zb-v", "v-half", "v-min"])
 @settings(max_examples=30)
-@given(times, st.integers(2, 3), st.integers(1, 7))
+@given(times, st.integers(2, 3), st.integers(1, 7), messages)
 def test_no_cut_is_below_the_bound_on_a_v(
-    name: str, passes: list[tuple[float, float, float]], ranks: int, microbatches: int
+    name: str, passes: list[tuple[float, float, float]], ranks: int, microbatches: int, sent: Sent
 ) -> None:
     assume(2 * ranks <= len(passes))
     units = units_of(passes)
     counts = Interleaving().on_v(ranks, microbatches, len(units) - 2)
-    assert by_paths(units, counts) <= shortest(units, name, ranks, None, microbatches) * ROUNDED
+    assert by_paths(units, counts, sent) <= shortest(units, name, ranks, None, microbatches, sent) * ROUNDED
 
 
 def test_few_microbatches_wait_on_a_v_until_the_first_comes_back() -> None:
@@ -126,6 +133,30 @@ def test_where_there_is_one_unit_for_each_stage_the_looped_bound_is_met() -> Non
     units = [none, *units_of([(1.0, 1.0, 1.0)] * 6), none]
     counts = Interleaving().counts(4, 2, 8, 6, ends=True)
     assert by_paths(units, counts) == pytest.approx(shortest(units, "interleaved", 4, 2, 8))
+
+
+def test_messages_that_paths_cross() -> None:
+    """On a V, the two stages of the last rank send each other nothing."""
+    assert crossed(looped(3, 2)).tolist() == [0, 1, 2, 3, 4, 5]
+    assert crossed(v_shaped(3)).tolist() == [0, 1, 2, 2, 3, 4]
+    (_, back), there = Interleaving().on_v(3, 6, 12).messages, Interleaving().counts(3, 2, 6, 12, ends=True).messages
+    assert back == 0.0, "other work may be done at the end"
+    assert there[0] == there[1] > 0.0
+
+
+def test_messages_of_all_ranks_ahead_are_waited_for() -> None:
+    """Each way, if backwards are whole; one microbatch goes down and up."""
+    units, sent = units_of([(1.0, 1.0, 1.0)] * 4), (0.5, 0.25)
+    for microbatches in (1, 8):
+        whole = straight(units, 4, microbatches, split=False, sent=sent)
+        assert whole == pytest.approx((microbatches + 3) * 3 + 3 * 0.75)
+    assert straight(units, 4, 8, split=False, sent=sent) <= shortest(units, "1f1b", 4, None, 8, sent)
+    assert folded(units, 2, 8, split=False, sent=sent) == pytest.approx(8 * 6 + (3 + 0.75) / 2)
+    assert folded(units, 2, 8, split=True, sent=sent) == pytest.approx(8 * 6 + (1 + 0.5) / 2)
+    held, kept = held_of(np.full(4, 3.0), np.zeros(4), np.array([1.0]), np.array([0.0])), [Kept(1.0)] * 4
+    for bounded in (recomputed, shared_out):
+        without, with_them = (bounded(held, kept, 8, 100.0, split=False, sent=each) for each in (SILENT, sent))
+        assert with_them == pytest.approx(without + 3 * 0.75)
 
 
 @pytest.mark.parametrize("head", ["", "vocab-1", "vocab-2"])

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from autopar.errors import StageError
+from autopar.graph import Model
 from autopar.mesh import Mesh
+from autopar.planner.block_costs import BlockCost
+from autopar.planner.pipeline import Pipeline
 from autopar.search import costing
 from autopar.search.costing import Costing, Outcome
 from autopar.search.space import Point, Region
-from tests.fast_cluster import FAST
+from tests.fast_cluster import BUSY, FAST
 from tests.search.spaces import search_of
 
 
@@ -78,3 +82,40 @@ def test_scatters_go_one_after_the_other_after_the_first_forward(monkeypatch: py
     assert costs.likely(0.1, several, profile) == pytest.approx(first + 1.0 + after), "the stream takes longer"
     once = point._replace(zero=1)
     assert costs.likely(0.5, once, profile) == 0.5 + costs._update_seconds(once, profile)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"), [("llama", Mesh(pp=4)), ("llama", Mesh(pp=2, tp=2)), ("encoder", Mesh(pp=4))]
+)
+def test_stages_send_each_other_no_less_than_is_known_before(
+    name: str, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of any cut. Equal layers send each other as much as that; bounds by passes and by memory count it."""
+    search = search_of(name, 8, 4, BUSY, mesh=mesh.to_json(), recompute="none")
+    search._begin()
+    sent: list[tuple[float, float]] = []
+    parts_of = costing.parts_of
+
+    def seen(pipeline: Pipeline, costs: list[BlockCost], model: Model) -> dict[str, float]:
+        taken, placement = pipeline.timeline.costs, pipeline.schedule.placement
+        for stage, (home, following) in enumerate(pairwise(placement)):
+            if home != following:
+                sent.append((taken.send_forward_seconds[stage], taken.send_backward_seconds[stage + 1]))
+        return parts_of(pipeline, costs, model)
+
+    monkeypatch.setattr(costing, "parts_of", seen)
+    region = Region(mesh, 1, 8)
+    profile = search.place(region)
+    assert profile is not None
+    least = search.costing.sent_seconds(profile, mesh)
+    point = Point(region, "1f1b", None, "redistributed", 0, 0, (), 1)
+    search.lay_out(point)
+    assert len(sent) == mesh.pp - 1
+    assert all(there >= least[0] and back >= least[1] for there, back in sent)
+    assert least in sent or name == "encoder"
+    assert min(least) > 0
+    with_them = search.costing.bound(point, profile), search.costing.memory_bound(point, profile)
+    silent = Costing(search.costing.cluster, search.costing.options, root=search.root)
+    monkeypatch.setattr(silent, "sent_seconds", lambda *_: (0.0, 0.0))
+    without = silent.bound(point, profile), silent.memory_bound(point, profile)
+    assert all(one > other for one, other in zip(with_them, without, strict=True))

@@ -239,7 +239,7 @@ def test_interleaved_regions_are_bounded_by_their_best_number_of_stages() -> Non
     region, outlook = Region(Mesh(pp=2), 1, 8), search._outlook
     assert outlook is not None
     layers = outlook.scaler.scaled(region.key, search.scaling.layers(region.key))
-    ranks = folded(layers, 2, np.ones(2), ends=True, stages=3)
+    ranks = folded(layers, 2, np.ones(2), ends=True, stages=3, hops=5)
 
     def by_paths(chunks: list[int], ranks: Ranks, way: Stored = WAY) -> float:
         both = beside_each_other([(layers, [way]), (layers, [way])])

@@ -93,7 +93,7 @@ def test_no_cut_is_below(
     found = least_seconds(layers, ways, every, microbatches, budget)
     for way, bound in zip(ways, found, strict=True):
         assert bound <= shortest(layers, way, every, microbatches, budget) * ROUNDED
-    some = folded(layers, ranks, kept, ends=ends, stages=2)  # knows less of what ranks wait for
+    some = folded(layers, ranks, kept, ends=ends, stages=2, hops=0)  # knows less of what ranks wait for
     assert (
         least_seconds(layers, ways, some, microbatches, budget)[1]
         <= shortest(layers, ways[1], every, microbatches, budget) * ROUNDED
@@ -110,7 +110,11 @@ def test_several_kinds_of_layers_at_once_take_what_each_takes(kinds: list[tuple[
     rows = []
     for number, (seconds, share) in enumerate(kinds, start=1):
         layers = replace(
-            layers_of(6, seconds, 1.2 * seconds), share=share, working=share, beside=(seconds, 2 * seconds)
+            layers_of(6, seconds, 1.2 * seconds),
+            share=share,
+            working=share,
+            beside=(seconds, 2 * seconds),
+            sent=(9 * seconds, share),
         )
         rows.append((layers, number))
     every = replace(straight(rows[0][0], 2, 4, kept, ends=True), transient=True, passing=(1, 1))
@@ -179,7 +183,7 @@ def test_what_a_rank_moves_goes_one_after_the_other() -> None:
     """Of four layers in two stages; gradients after all layers' first forward, and ten forwards' gathers."""
     layers, none, four = layers_of(8), np.ones(2), 4
     for off in (False, True):
-        works = replace(folded(layers, 2, none, ends=not off, stages=2), puts_off=off)
+        works = replace(folded(layers, 2, none, ends=not off, stages=2, hops=2), puts_off=off)
         for way, seconds in (
             (Stored(0.0, 3.0, 0.0), 12 * four * 6.0),
             (Stored(0.0, 0.0, 9.0), 8 * 1.0 + 12 * four * 9.0),
@@ -219,6 +223,9 @@ def test_ranks_wait_for_each_other() -> None:
     (found,) = least_seconds(layers, [FREE], many, 16, 1e9)
     assert 16 * 6.0 + 0.4 * bubble < found <= 16 * 6.0 + bubble
     counts = Interleaving().counts(4, 2, 16, 8, ends=True)
+    sending = replace(layers, sent=(0.5, 0.25))
+    (later,) = least_seconds(sending, [FREE], one, 1, 100.0)
+    assert later == pytest.approx(8 * 3.0 + 3 * 0.75), "each rank sends to the next, and back"
     rounds = placed(layers, looped(4, 2), counts, 16, looped_kept(4, 16, 2), ends=True)
     (found,) = least_seconds(layers, [FREE], rounds, 16, 1e9)
     assert found == pytest.approx(16 * 6.0 + bubble / 2), "each stage has one layer"
@@ -232,15 +239,23 @@ def test_ranks_wait_for_each_other() -> None:
     st.floats(0.0, 4.0),
     st.floats(0.0, 4.0),
     st.sampled_from(["interleaved", "1f1b", "zb-h1", "v-half", "v-min"]),
+    st.tuples(st.floats(0.0, 2.0), st.floats(0.0, 2.0)),
 )
 def test_no_timeline_is_below(
-    count: int, shape: tuple[int, int], microbatches: int, gathered: float, scattered: float, name: str
+    count: int,
+    shape: tuple[int, int],
+    microbatches: int,
+    gathered: float,
+    scattered: float,
+    name: str,
+    sent: tuple[float, float],
 ) -> None:
-    """Of equal layers, cut in all ways, whose weights are gathered for each pass, and gradients scattered after it."""
+    """Of equal layers, cut in all ways, whose weights are gathered for each pass, and gradients scattered after it,
+    with messages between ranks."""
     ranks, chunks = shape
     stages = ranks * {"interleaved": chunks, "v-half": 2, "v-min": 2}.get(name, 1)
     assume(stages <= count)
-    layers, kept = layers_of(count), np.ones(ranks)
+    layers, kept = replace(layers_of(count), sent=sent), np.ones(ranks)
     whole, split = name in ("interleaved", "1f1b"), name in ("zb-h1", "v-half", "v-min")
     if name == "interleaved":
         counts = Interleaving().counts(ranks, chunks, microbatches, count, ends=True)
@@ -249,7 +264,7 @@ def test_no_timeline_is_below(
         counts = Interleaving().on_v(ranks, microbatches, count)
         works = placed(layers, v_shaped(ranks), counts, microbatches, kept, ends=False)
     elif name == "v-min":
-        works = folded(layers, ranks, kept, ends=False, stages=2)
+        works = folded(layers, ranks, kept, ends=False, stages=2, hops=2 * (ranks - 1))
     else:
         works = straight(layers, ranks, microbatches, kept, ends=whole)
     ways = [FREE, *(Stored(0.0, gathered, sent, held=held) for sent in (0.0, scattered) for held in (0.0, 0.2))]
@@ -285,8 +300,8 @@ def timelines(name: str, layers: Layers, way: Stored, stages: int, ranks: int, m
             forward_seconds=tuple(forward),
             backward_seconds=tuple(backward),
             weight_seconds=tuple(weights),
-            send_forward_seconds=(0.0,) * stages,
-            send_backward_seconds=(0.0,) * stages,
+            send_forward_seconds=(layers.sent[0],) * stages,
+            send_backward_seconds=(layers.sent[1],) * stages,
             reduce_seconds=(0.0,) * stages,
             activation_bytes=(0,) * stages,
             step_seconds=(0.0,) * ranks,
@@ -318,7 +333,7 @@ def test_the_rank_of_the_last_call_has_fewer_layers(
     layers = replace(layers_of(count), beside=(last, 0.0), last=last)
     kept, home = np.ones(ranks), 0 if placement == "v" else ranks - 1
     if placement == "v":
-        works = folded(layers, ranks, kept, ends=ends, stages=2)
+        works = folded(layers, ranks, kept, ends=ends, stages=2, hops=2 * (ranks - 1))
     else:
         works = straight(layers, ranks, 4, kept, ends=ends)
     (found,) = least_seconds(layers, [FREE], replace(works, last=home), 4, 1e9)
@@ -417,10 +432,31 @@ def test_what_is_kept_without_reading_lists(ranks: int, microbatches: int) -> No
 def test_waits_of_common_schedules() -> None:
     """A bubble of one pass through all other ranks, of a part of it, and of a third."""
     keeping = Keeping()
-    assert keeping.waits("1f1b", 4, 8, None, "") == pytest.approx(3)
-    assert keeping.waits("interleaved", 4, 8, 2, "") == pytest.approx(3 / 2)
-    assert keeping.waits("zb-h1", 4, 8, None, "") == pytest.approx(1)
+    assert keeping.waits("1f1b", 4, 8, None, "")[0] == pytest.approx(3)
+    assert keeping.waits("interleaved", 4, 8, 2, "")[0] == pytest.approx(3 / 2)
+    assert keeping.waits("zb-h1", 4, 8, None, "")[0] == pytest.approx(1)
     assert keeping.later("zb-h1", 4, 8, None, "") > 0 == keeping.later("1f1b", 4, 8, None, "")
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (2, 8), (4, 4), (4, 12), (8, 16)])
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", None), ("interleaved", 2), ("interleaved", 3)])
+def test_messages_that_common_schedules_wait_for(name: str, chunks: int | None, ranks: int, microbatches: int) -> None:
+    """As the timeline has them."""
+    schedule, sent = generate(name, ranks, microbatches, chunks=chunks), 1e-3
+    costs = [
+        Costs.uniform(schedule, forward_seconds=1.0, backward_seconds=2.0, send_seconds=each) for each in (0, sent)
+    ]
+    without, with_them = (simulate_timeline(lower(schedule, each.seconds), each).makespan_seconds for each in costs)
+    assert Keeping().waits(name, ranks, microbatches, chunks, "")[1] == pytest.approx((with_them - without) / sent)
+
+
+def test_messages_of_many_ranks_are_told_from_a_few() -> None:
+    """Of 1F1B as many for each microbatch, of V-Half by the ranks alone: to 15 % of what a timeline says."""
+    keeping = Keeping()
+    for name in ("1f1b", "v-half", "v-min"):
+        for ranks, microbatches in ((8, 16), (8, 64)):
+            likely = keeping.likely(name, ranks, microbatches, None, "").messages
+            assert likely == pytest.approx(keeping.waits(name, ranks, microbatches, None, "")[1], rel=0.15)
 
 
 @pytest.mark.parametrize("puts_off", [False, True])
