@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final, NamedTuple
@@ -29,6 +29,7 @@ from autopar.search.interleaving import Counts
 from autopar.search.keeping import folded_kept, looped_kept, looped_messages, straight_kept, straight_messages
 from autopar.search.layers import LayerWeight, Messages, Scaler, layer_weights, weights_of_layer
 from autopar.search.profiles import Key, Profile, Weights
+from autopar.search.ranks import even, kind_of, kinds_of, last_rank, ranks_of, unevenness, with_last
 from autopar.search.space import Family, Point, Region, Way, expert_share, stages_of
 from autopar.search.ways import (
     Adds,
@@ -45,18 +46,15 @@ from autopar.search.wholesale import (
     Layers,
     Ranks,
     Stored,
-    folded,
     least_seconds,
     passes_of,
     placed,
-    straight,
     without_memory,
 )
 
 _STAGES: Final = 8  # of a rank at most, where several are likely
 _STEADY: Final = 2  # times the ranks: of fewer microbatches, none are taken to wait as those of a steady state do
 _BOUNDLESS: Final = 1e30
-_UNEVEN: Final = 0.2  # of what the longest stage takes more than the mean, ranks wait for it
 
 
 class View(NamedTuple):
@@ -91,6 +89,7 @@ class Outlook:
     _sums: dict[tuple[object, ...], Adding] = field(default_factory=dict)
     _kinds: dict[Key, Counter[Kind]] = field(default_factory=dict)
     _shares: dict[Key, dict[tuple[str, ...], Weights]] = field(default_factory=dict)
+    _found: dict[tuple[object, ...], Array] = field(default_factory=dict)
 
     @classmethod
     def of(cls, costing: Costing, root: Profile) -> Outlook | None:
@@ -114,7 +113,7 @@ class Outlook:
         rows = [self._row(view, 1 if alone else region.microbatches) for view in views]
         away = any(any_away(view.ways) for view in views)
         names = [family.schedule for family in families]
-        for ranks, chunks in _kinds(region, rows[0].layers, families):
+        for ranks, chunks in kinds_of(region, rows[0].layers, families):
             some = np.flatnonzero(found > known)  # of the others it says nothing
             if not some.size:
                 break
@@ -220,12 +219,12 @@ class Outlook:
         """By way, for the best of what stages are likely; the last call works in ``last`` bytes."""
         pp, count = region.mesh.pp, region.microbatches
         chunks = max(1, min(_STAGES, layers.count // pp))
-        kinds = [_even(layers, straight_kept(pp, count), (pp - 1, straight_messages(pp, count)), 1)]
+        kinds = [even(layers, straight_kept(pp, count), (pp - 1, straight_messages(pp, count)), 1)]
         if chunks > 1 < pp:
             looped = (pp - 1) / chunks, looped_messages(pp, chunks)
-            kinds.append(_even(layers, looped_kept(pp, count, chunks), looped, chunks))
-            kinds.append(_even(layers, 1.5 * folded_kept(pp, count), ((pp - 1) / 2, looped_messages(pp, 2)), 2))
-        kinds = [_with_last(ranks, last, "straight") for ranks in kinds]
+            kinds.append(even(layers, looped_kept(pp, count, chunks), looped, chunks))
+            kinds.append(even(layers, 1.5 * folded_kept(pp, count), ((pp - 1) / 2, looped_messages(pp, 2)), 2))
+        kinds = [with_last(ranks, last, "straight") for ranks in kinds]
         hosts = [self._host(ranks, region, (), away=away) for ranks in kinds]
         budget = self.costing.budget_bytes
         every = [
@@ -246,52 +245,79 @@ class Outlook:
         asked = (family.schedule, region.mesh.pp, count, family.chunks, MODES[family.vocabulary].head)
         likely = self.costing.keeping.likely(*asked)
         waits = likely.waits, likely.messages
-        ranks = _even(layers, likely.kept, waits, stages_of(points[0]) // region.mesh.pp)
+        ranks = even(layers, likely.kept, waits, stages_of(points[0]) // region.mesh.pp)
         if not MODES[family.vocabulary].head and points[0].head_chunks == 1:
             last = np.array(self.scaler.last_bytes(region.key))
-            ranks = _with_last(ranks, last, SCHEDULES[family.schedule].placement)
+            ranks = with_last(ranks, last, SCHEDULES[family.schedule].placement)
         host = self._copies(points[0])
         later = likely.later * profile.costs[self.scaler.block].later_bytes
         room = self.costing.budget_bytes - later * math.ceil(layers.count / region.mesh.pp)
         found = least_seconds(layers, stored, ranks, count, room, host)
-        return found * _unevenness(len(profile.units), stages_of(points[0]))
+        return found * unevenness(len(profile.units), stages_of(points[0]))
 
     def bounds(self, points: Sequence[Point], profile: Profile, *, memory: bool = True) -> Array:
         """The same of each of ``points`` of one family, all or none of which may have activations on the host; without
         ``memory``, by their passes alone."""
         family = points[0].family
-        row, region = SCHEDULES.get(family.schedule), family.region
-        if row is None or not self.scaler.suits(profile):
+        if family.schedule not in SCHEDULES or not self.scaler.suits(profile):
             return np.zeros(len(points))
-        layers = self._sending(self.scaler.timed(profile), region, profile)
-        stored = [self._of_point(point, profile) for point in points]
-        head, count = MODES[family.vocabulary].head, region.microbatches
-        asked = (family.schedule, region.mesh.pp, count, family.chunks, head)
-        kept = self.costing.keeping.most(*asked) if memory else np.ones(region.mesh.pp)
-        kinds = self._all_ranks(family, layers, kept)
-        free = without_memory(layers)
-        passes = bounds_of_each(stored, free, kinds, count, _BOUNDLESS)
-        passes = np.maximum(passes, [self.costing.host_seconds(point, profile) for point in points])
-        if not memory:
-            return passes
-        host, budget = self._copies(points[0]), self.costing.budget_bytes
+        passes = self._by_passes(points, profile)
+        return np.maximum(passes, self._by_memory(points, profile)) if memory else passes
+
+    def _by_passes(self, points: Sequence[Point], profile: Profile) -> Array:
+        """As if all fitted."""
+        family, region = points[0].family, points[0].region
+
+        def found() -> Array:
+            layers = self._sending(self.scaler.timed(profile), region, profile)
+            kinds, ways = self._all_ranks(family, layers, np.ones(region.mesh.pp)), self._ways_of(points, profile)
+            return bounds_of_each(ways, without_memory(layers), kinds, region.microbatches, _BOUNDLESS)
+
+        passes = self._once((profile.key, *kind_of(points)), found)
+        return np.maximum(passes, [self.costing.host_seconds(point, profile) for point in points])
+
+    def _by_memory(self, points: Sequence[Point], profile: Profile) -> Array:
+        """With what ranks have to recompute, or to copy to the host."""
+        family, region, keeping = points[0].family, points[0].region, self.costing.keeping
+        asked = (family.schedule, region.mesh.pp, region.microbatches, family.chunks, MODES[family.vocabulary].head)
+        kept, host = keeping.most(*asked), self._copies(points[0])
+        beside = keeping.beside(*asked, away=host is not None)
+        chunked = [point.head_chunks > 1 or splits_head(family) for point in points]
+
+        def found() -> Array:
+            layers = self._sending(self.scaler.placed(profile), region, profile)
+            kinds, ways = self._all_ranks(family, layers, kept), self._ways_of(points, profile)
+            if host is not None:
+                kinds = [ranks_of(family, layers, kept)]  # copies take time where paths are elsewhere
+            kinds = [replace(ranks, passing=(int(layers.behind <= 1), 0), beside=beside) for ranks in kinds]
+            last, placement = np.array(self.scaler.placed_last_bytes(profile)), SCHEDULES[family.schedule].placement
+            least = np.empty(len(points))
+            for each in set(chunked):
+                places = [place for place, other in enumerate(chunked) if other == each]
+                some = kinds if each else [with_last(ranks, last, placement) for ranks in kinds]
+                those = [ways[place] for place in places]
+                least[places] = bounds_of_each(
+                    those, layers, some, region.microbatches, self.costing.budget_bytes, host
+                )
+            return least
+
         if host is not None:
-            kinds = [_ranks(family, layers, kept)]  # copies take time where paths are elsewhere
-        beside = self.costing.keeping.beside(*asked, away=host is not None)
-        layers = self._sending(self.scaler.placed(profile), region, profile)
-        kinds = [replace(ranks, passing=(int(layers.behind <= 1), 0), beside=beside) for ranks in kinds]
-        last = np.array(self.scaler.placed_last_bytes(profile))
-        whole = np.array([point.head_chunks == 1 and not splits_head(family) for point in points])
-        for is_whole in set(whole.tolist()):
-            those = [way for way, same in zip(stored, whole == is_whole, strict=True) if same]
-            some = [_with_last(ranks, last, row.placement) for ranks in kinds] if is_whole else kinds
-            found = bounds_of_each(those, layers, some, count, budget, host)
-            passes[whole == is_whole] = np.maximum(passes[whole == is_whole], found)
-        return passes
+            return found()
+        held = kept.tobytes(), None if beside is None else beside.tobytes(), tuple(chunked)
+        return self._once((profile.key, *kind_of(points), *held), found)
+
+    def _once(self, key: tuple[object, ...], found: Callable[[], Array]) -> Array:
+        """What is ``found``, kept for families that work and keep alike."""
+        if key not in self._found:
+            self._found[key] = found()
+        return self._found[key]
+
+    def _ways_of(self, points: Sequence[Point], profile: Profile) -> list[Stored]:
+        return [self._of_point(point, profile) for point in points]
 
     def _all_ranks(self, family: Family, layers: Layers, kept: Array) -> list[Ranks]:
         """Ways to say how ranks work under a schedule, each of which is a bound."""
-        found, row = [_ranks(family, layers, kept)], SCHEDULES[family.schedule]
+        found, row = [ranks_of(family, layers, kept)], SCHEDULES[family.schedule]
         pp, count, heads = family.region.mesh.pp, family.region.microbatches, splits_head(family)
         if pp == 1 or row.placement == "straight":
             return found
@@ -303,7 +329,7 @@ class Outlook:
             ranks = placed(layers, placement, counts, count, kept, ends=ends)
             puts_off = is_v and row.splits_backward
             ranks = replace(ranks, puts_off=puts_off, spreads_head=heads, skips_head=heads and ends)
-            found.append(replace(ranks, last=_last_rank(family)))
+            found.append(replace(ranks, last=last_rank(family)))
         return found
 
     def _copies(self, point: Point) -> Host | None:
@@ -505,13 +531,6 @@ class Outlook:
         return Stored(state, gathered, scattered, held=held / (gathered + scattered) if held else 0.0)
 
 
-def _with_last(ranks: Ranks, bytes_: Array, placement: str) -> Ranks:
-    """With room for the ``bytes_`` (of each way, or of all) that the last call works in, on the rank that has it."""
-    working = np.zeros((*bytes_.shape, ranks.count))
-    working[..., 0 if placement == "v" else -1] = bytes_
-    return replace(ranks, working=working)
-
-
 def _by_split(kinds: Mapping[Kind, int]) -> dict[tuple[str, ...], Weights]:
     """All of them, by the axes that they are split on."""
     found: dict[tuple[str, ...], Weights] = {}
@@ -519,63 +538,3 @@ def _by_split(kinds: Mapping[Kind, int]) -> dict[tuple[str, ...], Weights]:
         here = Weights(elements, elements * kind.dtype.itemsize, elements * kind.master.itemsize)
         found[kind.split] = found.get(kind.split, Weights(0, 0, 0)) + here
     return found
-
-
-def _kinds(region: Region, layers: Layers, families: Sequence[Family]) -> list[tuple[Ranks, list[int]]]:
-    """How ranks work: of all schedules that are placed alike one that waits and keeps as little as any; and how many
-    stages ranks of interleaved ones hold."""
-    pp, count = region.mesh.pp, region.microbatches
-    if pp == 1:
-        return [(straight(layers, 1, count, np.ones(1), ends=False), [])]
-    heads = any(splits_head(family) for family in families)
-    chunks = {family.chunks or 2 for family in families if SCHEDULES[family.schedule].placement == "looped"}
-    placements = {SCHEDULES[family.schedule].placement for family in families}
-    found: list[tuple[Ranks, list[int]]] = []
-    if "v" in placements:
-        found.append((folded(layers, pp, folded_kept(pp, count), ends=False, stages=2, hops=2 * (pp - 1)), []))
-    if "straight" in placements:
-        naive = any(family.schedule == "naive" for family in families)
-        kept = np.ones(pp) if naive else straight_kept(pp, count)
-        found.append((straight(layers, pp, count, kept, ends=False), []))
-    if chunks:
-        least = np.min([looped_kept(pp, count, each) for each in sorted(chunks)], axis=0)
-        hops = min(chunks) * pp - 1
-        found.append((folded(layers, pp, least, ends=not heads, stages=max(chunks), hops=hops), sorted(chunks)))
-    return [(replace(ranks, spreads_head=heads), some) for ranks, some in found]
-
-
-def _ranks(family: Family, layers: Layers, kept: Array) -> Ranks:
-    row, pp, count = SCHEDULES[family.schedule], family.region.mesh.pp, family.region.microbatches
-    heads = splits_head(family)
-    ends = pp > 1 and not (row.splits_backward or heads)
-    if pp == 1 or row.placement == "straight":
-        found = straight(layers, pp, count, kept, ends=ends)
-    else:
-        stages = row.chunks or family.chunks or 2
-        hops = 2 * (pp - 1) if row.placement == "v" else stages * pp - 1
-        found = folded(layers, pp, kept, ends=ends, stages=stages, hops=hops)
-    return replace(found, puts_off=row.splits_backward, spreads_head=heads, last=_last_rank(family))
-
-
-def _last_rank(family: Family) -> int | None:
-    """The one that has the last call, if that isn't spread."""
-    if splits_head(family):
-        return None
-    return 0 if SCHEDULES[family.schedule].placement == "v" else family.region.mesh.pp - 1
-
-
-def _unevenness(units: int, stages: int) -> float:
-    """How many times as long a step is likely to take as with stages that are all as long."""
-    return 1 + _UNEVEN * (math.ceil(units / stages) * stages / units - 1)
-
-
-def _even(layers: Layers, kept: Array, waits: tuple[float, float], each: int) -> Ranks:
-    """Ranks of so many stages ``each``, that all wait for so many passes of a microbatch through one of them, and for
-    so many messages."""
-    count, none = len(kept), np.zeros(len(kept))
-    idle = waits[0] * layers.count / count
-    share = np.full(count, 1 / count)
-    stages = none[:, None]
-    passing = min(2, math.ceil(layers.count / count / each)), each
-    ranks = Ranks(share, (stages, stages), stages > 0, (idle, idle), none, True, False, kept, spreads_head=True)
-    return replace(ranks, passing=passing, transient=True, messages=(waits[1] / 2, waits[1] / 2))

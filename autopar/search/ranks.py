@@ -1,0 +1,94 @@
+"""How pipeline ranks work under schedules: as :class:`autopar.search.wholesale.Ranks`, of which bounds are found at
+once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from autopar.schedules.registry import SCHEDULES
+from autopar.search.costing import splits_head
+from autopar.search.hulls import Array
+from autopar.search.keeping import folded_kept, looped_kept, straight_kept
+from autopar.search.space import Family, Point, Region
+from autopar.search.wholesale import Layers, Ranks, folded, straight
+
+_UNEVEN: Final = 0.2  # of what the longest stage takes more than the mean, ranks wait for it
+
+
+def kinds_of(region: Region, layers: Layers, families: Sequence[Family]) -> list[tuple[Ranks, list[int]]]:
+    """How ranks work: of all schedules that are placed alike one that waits and keeps as little as any; and how many
+    stages ranks of interleaved ones hold."""
+    pp, count = region.mesh.pp, region.microbatches
+    if pp == 1:
+        return [(straight(layers, 1, count, np.ones(1), ends=False), [])]
+    heads = any(splits_head(family) for family in families)
+    chunks = {family.chunks or 2 for family in families if SCHEDULES[family.schedule].placement == "looped"}
+    placements = {SCHEDULES[family.schedule].placement for family in families}
+    found: list[tuple[Ranks, list[int]]] = []
+    if "v" in placements:
+        found.append((folded(layers, pp, folded_kept(pp, count), ends=False, stages=2, hops=2 * (pp - 1)), []))
+    if "straight" in placements:
+        naive = any(family.schedule == "naive" for family in families)
+        kept = np.ones(pp) if naive else straight_kept(pp, count)
+        found.append((straight(layers, pp, count, kept, ends=False), []))
+    if chunks:
+        least = np.min([looped_kept(pp, count, each) for each in sorted(chunks)], axis=0)
+        hops = min(chunks) * pp - 1
+        found.append((folded(layers, pp, least, ends=not heads, stages=max(chunks), hops=hops), sorted(chunks)))
+    return [(replace(ranks, spreads_head=heads), some) for ranks, some in found]
+
+
+def ranks_of(family: Family, layers: Layers, kept: Array) -> Ranks:
+    row, pp, count = SCHEDULES[family.schedule], family.region.mesh.pp, family.region.microbatches
+    heads = splits_head(family)
+    ends = pp > 1 and not (row.splits_backward or heads)
+    if pp == 1 or row.placement == "straight":
+        found = straight(layers, pp, count, kept, ends=ends)
+    else:
+        stages = row.chunks or family.chunks or 2
+        hops = 2 * (pp - 1) if row.placement == "v" else stages * pp - 1
+        found = folded(layers, pp, kept, ends=ends, stages=stages, hops=hops)
+    return replace(found, puts_off=row.splits_backward, spreads_head=heads, last=last_rank(family))
+
+
+def kind_of(points: Sequence[Point]) -> tuple[object, ...]:
+    """What says how ranks work, of points of one family: others may have it in common."""
+    family, row = points[0].family, SCHEDULES[points[0].schedule]
+    works = row.placement, row.splits_backward, row.asynchronous, row.chunks or family.chunks, splits_head(family)
+    return family.region, *works, *(point.way for point in points)
+
+
+def last_rank(family: Family) -> int | None:
+    """The one that has the last call, if that isn't spread."""
+    if splits_head(family):
+        return None
+    return 0 if SCHEDULES[family.schedule].placement == "v" else family.region.mesh.pp - 1
+
+
+def with_last(ranks: Ranks, bytes_: Array, placement: str) -> Ranks:
+    """With room for the ``bytes_`` (of each way, or of all) that the last call works in, on the rank that has it."""
+    working = np.zeros((*bytes_.shape, ranks.count))
+    working[..., 0 if placement == "v" else -1] = bytes_
+    return replace(ranks, working=working)
+
+
+def even(layers: Layers, kept: Array, waits: tuple[float, float], each: int) -> Ranks:
+    """Ranks of so many stages ``each``, that all wait for so many passes of a microbatch through one of them, and for
+    so many messages."""
+    count, none = len(kept), np.zeros(len(kept))
+    idle = waits[0] * layers.count / count
+    share = np.full(count, 1 / count)
+    stages = none[:, None]
+    passing = min(2, math.ceil(layers.count / count / each)), each
+    ranks = Ranks(share, (stages, stages), stages > 0, (idle, idle), none, True, False, kept, spreads_head=True)
+    return replace(ranks, passing=passing, transient=True, messages=(waits[1] / 2, waits[1] / 2))
+
+
+def unevenness(units: int, stages: int) -> float:
+    """How many times as long a step is likely to take as with stages that are all as long."""
+    return 1 + _UNEVEN * (math.ceil(units / stages) * stages / units - 1)
