@@ -7,6 +7,7 @@ chosen once for all of its rows. No constant of a device is taken from these row
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ from typing import Any, Final
 from published_gpt import GptSizes
 from published_llama import LlamaSizes
 from published_runs import Run, Sizes
-from published_tables import Row, Table, other_products, read
+from published_tables import Row, Table, gpt_sizes, megatron_flops, other_products, read
 
 from autopar.cluster import Cluster
 
@@ -136,10 +137,28 @@ def titan(file: str, rows: Sequence[Row], gpu: str) -> Table:
     return Table("torchtitan, FSDP (H100 at 500 W)", file, runs, note=note)
 
 
+def sequence_parallel(file: str, rows: Sequence[Row], gpu: str) -> Table:
+    """Megatron-LM of 2022: attention of several kernels, which alone is recomputed; no gradients are summed beside
+    passes (``--DDP-impl local``)."""
+    runs = []
+    for row in rows:
+        sizes = gpt_sizes(row, fused=False, dropout=0.1)
+        degrees = {axis: int(row[axis]) for axis in ("pp", "dp", "tp")}
+        microbatch, batch, chunks = (int(row[key]) for key in ("microbatch", "global_batch", "chunks"))
+        rate = float(row["mfu_pct"]) / 100 * 312e12 * math.prod(degrees.values())
+        seconds = megatron_flops(sizes, batch, 3) / rate
+        more: dict[str, Any] = {"options": {"recompute": "selective"}, "late_sums": True}
+        if chunks > 1:
+            more |= {"schedule": "interleaved", "chunks": chunks}
+        runs.append(Run(f"{row['model']} dp{row['dp']}", gpu, sizes, degrees, microbatch, batch, seconds, **more))
+    return Table("Megatron-LM, sequence parallelism (A100)", file, runs)
+
+
 _TABLES: Final[Sequence[tuple[str, str, Callable[[str, Sequence[Row], str], Table]]]] = (
     ("dgx_cloud_nemo.csv", "h100", nemo),
     ("dgx_cloud_nemo.csv", "gb200", nemo),
     ("llm_foundry_mpt.csv", "h100", foundry),
     ("llm_foundry_mpt.csv", "a100", foundry),
     ("torchtitan_h100_2024.csv", "h100", titan),
+    ("megatron_sequence_parallel.csv", "a100", sequence_parallel),
 )
