@@ -313,8 +313,18 @@ def _op_vertex(build: _Build, key: Key, count: int) -> None:
         choices = [c for c in choices if _keeps_vocabulary(build, key, c)]
     if key == build.loss:
         choices = [c for c in choices if c.result in (P, I)]
+    if not choices:
+        raise ShardingError(_no_way(build, key))
     seconds = problem.prices.ops(node, op, rule, choices)
     _vertex(build, key, choices, seconds, [0] * len(choices), count, node.name)
+
+
+def _no_way(build: _Build, key: Key) -> str:
+    axis, size = build.problem.axis, build.problem.size
+    others = ", or vocabulary='redistributed'" if build.model.blocks[key[0]].kind == VOCABULARY else ""
+    return (
+        f"{where(build.spread.ops[key].node)}: no way to compute it goes with {axis}={size}; use another {axis}{others}"
+    )
 
 
 def _divide(build: _Build, node: fx.Node, op: Op, choice: Choice) -> bool:

@@ -343,12 +343,17 @@ def _climb(search: Search, around: _Around, learned: _Learned, offload: tuple[st
             for number, region in enumerate(around.next_to(best.region))
             if region not in known
         ]
-        placed = 0
-        for seconds, _, region in _by_mesh(sorted(near)):
-            if seconds >= search.best_seconds or search.work >= limit:
-                break
-            placed += search.profile(region) is None
-            if (search.profile(region) is not None or placed <= _LOOKED) and search.place(region) is not None:
+        placed, waiting = 0, _by_mesh(sorted(near))  # sorted, so it is a heap
+        while waiting and waiting[0][0] < search.best_seconds and search.work < limit:
+            seconds, number, region = heapq.heappop(waiting)
+            is_new = search.profile(region) is None
+            if is_new and placed:  # others with its axes may say more by now
+                likely = _likely_best(search, region, best._replace(offload=offload), learned)
+                if likely > seconds:
+                    heapq.heappush(waiting, (likely, number, region))
+                    continue
+            placed += is_new
+            if (not is_new or placed <= _LOOKED) and search.place(region) is not None:
                 families = [list(search.stored(family)) for family in search.families_of(region)]
                 if offload:
                     families = _alike(search, region, best._replace(offload=offload))

@@ -122,7 +122,7 @@ def others(search: Search) -> Iterator[Point]:
         if opened > _OTHERS:
             continue
         rows = [search.saving(item.what)] if isinstance(item.what, Savers) else _rows(search, item.what)
-        profile = search.profile(rows[0][0].region)
+        profile = search.profile(item.what if isinstance(item.what, Region) else item.what.region)
         assert profile is not None
         for row in rows:
             opened += 1

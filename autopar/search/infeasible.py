@@ -117,9 +117,10 @@ def _leanest_bytes(search: Search) -> int:
     where that can't run at all. Bounds alone refused it, which don't say by how much."""
     found = regions(search.sizes, search.pins)
     for region in sorted(found, key=lambda r: (r.rows / r.key.inner, -r.mesh.pp))[:_LEAN_REGIONS]:
-        if search.place(region) is None:
+        points = list(search.points_of(region))  # none without a pipeline, if several chunks are pinned
+        if not points or search.place(region) is None:
             continue
-        point = max(search.points_of(region), key=lambda p: (p.schedule == "1f1b", p.zero, not p.head))
+        point = max(points, key=lambda p: (p.schedule == "1f1b", p.zero, not p.head))
         ways = savers(region, search.costing.cluster, search.pins)
         offload, chunks = max(ways, key=lambda way: (len(way[0]), -way[1]))
         try:

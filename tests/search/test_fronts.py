@@ -107,3 +107,12 @@ def test_nothing_is_placed_for_runners_up_where_enough_is_nearly_as_good(monkeyp
     taken = [likely[region] for region in placed]
     assert taken == sorted(taken)
     assert placed != [region for region in left if region in placed], "not by bounds"
+
+
+def test_runners_up_where_chunks_are_pinned() -> None:
+    """Regions without a pipeline have no points then."""
+    search = search_of("mlp", 4, 16, FAST, chunks=2)
+    found = search.run()
+    best, *others = compared(search, found).outcomes
+    assert others
+    assert all(outcome.point.chunks == 2 for outcome in (best, *others))

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from autopar import Cluster
-from autopar.errors import BudgetError
+from autopar.errors import BudgetError, ShardingError
 from autopar.mesh import Mesh
 from autopar.search import choose
 from autopar.search.infeasible import relaxations
 from autopar.search.loop import Search
+from autopar.search.profiles import Key
+from tests.fast_cluster import SLOW_NETWORK
 from tests.search.spaces import experts_on, pins_of, prepared, search_of
 
 CPU = Cluster.load("cpu")
@@ -104,3 +106,19 @@ def test_too_few_gpus_for_the_state_are_told_from_others_at_once() -> None:
     host = search_of("mlp", 4, 1, CPU, budget_bytes=30_000)
     host.run()
     assert host.least_gpus == -(-elements * 8 // 30_000)
+
+
+def test_what_has_no_points_of_the_pinned_chunks_is_no_way_to_save_memory() -> None:
+    """Regions without a pipeline, which would hold the least otherwise."""
+    with pytest.raises(BudgetError, match=r"nothing fits on 8 GPUs with chunks=3.*pp 2"):
+        choose(prepared("llama", 8), pins_of(8, chunks=3, recompute="none", budget_bytes=10_000), CPU, {})
+
+
+def test_a_head_that_can_t_be_split_any_further_is_refused_by_name() -> None:
+    """Of a classifier of whole sequences, cp split the classes: too few of them are left for tp."""
+    mesh = Mesh(pp=5, cp=2, tp=4)
+    search = search_of("encoder", 8, 40, SLOW_NETWORK, mesh=mesh.to_json(), vocabulary="vocab-1")
+    key = Key(rows=1, ep=1, cp=2, tp=4, head=5, several=True, streamed=True, counted=16)
+    assert search.profiler.of(key, mesh, 8) is None
+    with pytest.raises(ShardingError, match=r"cross_entropy.*goes with tp=4; use another tp, or vocabulary='redist"):
+        raise search.profiler.refused[key]
