@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar
+from autopar import verification
 from autopar.divergence import first_divergence
 from autopar.runtime.job import Job
 from tests.expert_loop_models import ByWhere, looped
@@ -53,6 +54,28 @@ def test_a_wrong_op_is_named_with_its_line(job: autopar.ParallelModel, monkeypat
     assert "aten.tanh.default" in result.divergence
     assert "activations.py" in result.divergence
     assert "NOT equal" in str(result)
+
+
+@pytest.mark.parametrize("agrees", [True, False])
+def test_what_differs_after_an_update_alone_is_told_from_wrong_gradients(
+    agrees: bool, job: autopar.ParallelModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the gradients of the first step."""
+    steps = list[int]()
+
+    def compared(_job: object, _batch: object, count: int, _device: str) -> tuple[autopar.Verification, set[str]]:
+        steps.append(count)
+        error = 1e-7 if agrees and count == 1 else 1e-4
+        return autopar.Verification(False, 2e-5, 1e-8, {"weight": error}, {"weight": 1e-4}), set()
+
+    monkeypatch.setattr(verification, "_compared", compared)
+    with Float64():
+        result = job.verify(make("gpt2", 8).batch, steps=3)
+    assert steps == [3, 1]
+    assert result.gradient_errors == {"weight": 1e-4}, "of the last step"
+    assert result.divergence.startswith(
+        "loss and gradients of the first step agree" if agrees else "all forward values"
+    )
 
 
 def test_a_dropped_collective_is_caught(job: autopar.ParallelModel, monkeypatch: pytest.MonkeyPatch) -> None:
