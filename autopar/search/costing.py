@@ -428,7 +428,7 @@ class Costing:
         key = profile.key, mesh.pp, mesh.stride("pp"), share
         if key not in self._sent:
             link = self.cluster.link(mesh.pp, mesh.stride("pp"), mesh.world)
-            there, back = (seconds_of("send", round(share * each), mesh.pp, link) for each in profile.message_bytes)
+            there, back = (seconds_of("send", int(share * each), mesh.pp, link) for each in profile.message_bytes)
             self._sent[key] = there, back
         return self._sent[key]
 
