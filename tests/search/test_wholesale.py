@@ -226,9 +226,9 @@ def test_ranks_wait_for_each_other() -> None:
     sending = replace(layers, sent=(0.5, 0.25))
     (later,) = least_seconds(sending, [FREE], one, 1, 100.0)
     assert later == pytest.approx(8 * 3.0 + 3 * 0.75), "each rank sends to the next, and back"
-    counts = Interleaving().counts(4, 2, 1, 8, ends=True)
+    single = Interleaving().counts(4, 2, 1, 8, ends=True)
     for works, hops in (
-        (placed(layers, looped(4, 2), counts, 1, np.ones(4), ends=True), 7),
+        (placed(layers, looped(4, 2), single, 1, np.ones(4), ends=True), 7),
         (folded(layers, 4, np.ones(4), ends=True, stages=2, hops=6), 6),
     ):
         (later,) = least_seconds(sending, [FREE], works, 1, 100.0)
@@ -236,6 +236,13 @@ def test_ranks_wait_for_each_other() -> None:
     rounds = placed(layers, looped(4, 2), counts, 16, looped_kept(4, 16, 2), ends=True)
     (found,) = least_seconds(layers, [FREE], rounds, 16, 1e9)
     assert found == pytest.approx(16 * 6.0 + bubble / 2), "each stage has one layer"
+    idle = replace(rounds, idle=(100.0, 100.0))  # the mean is what counts
+    (before,), (later,) = (least_seconds(each, [FREE], idle, 16, 1e9) for each in (layers, sending))
+    assert later == pytest.approx(before + counts.sent(sending.sent))
+    assert counts.sent(sending.sent) > 2 * 0.75
+    few = replace(layers_of(4), sent=(0.5, 0.25))
+    (slowest,) = least_seconds(few, [FREE], straight(few, 4, 8, straight_kept(4, 8), ends=True), 8, 1e9)
+    assert slowest == pytest.approx((8 + 3) * 3.0 + 3 * 0.75), "the last rank waits for all others"
 
 
 @settings(max_examples=40)
