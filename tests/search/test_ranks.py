@@ -1,0 +1,58 @@
+"""How ranks work under schedules, as bounds and estimates of whole families see it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from autopar.mesh import Mesh
+from autopar.search.costing import Costing
+from autopar.search.loop import Search
+from autopar.search.outlook import Outlook
+from autopar.search.ranks import kind_of
+from autopar.search.space import Region, savers
+from tests.fast_cluster import BUSY
+from tests.search.spaces import search_of
+
+REGION = Region(Mesh(pp=2, tp=2), 1, 8)
+
+
+@pytest.fixture(scope="module")
+def search() -> Search:
+    found = search_of("llama", 8, 4, BUSY, mesh={"pp": 2, "tp": 2}, budget_bytes=400_000)
+    found._begin()
+    return found
+
+
+def test_families_that_are_bounded_once_are_bounded_as_each_by_itself(search: Search) -> None:
+    """By passes and by memory, on the device and on the host, whatever was bounded before."""
+    profile, shared = search.place(REGION), search._outlook
+    assert profile is not None
+    assert shared is not None
+    bounded, kinds = 0, set[tuple[object, ...]]()
+    for family in search.families_of(REGION):
+        for offload, chunks in savers(REGION, search.costing.cluster, search.pins):
+            points = [p._replace(offload=offload, head_chunks=chunks) for p in search.stored(family)]
+            alone = Outlook.of(search.costing, search.root)
+            assert alone is not None
+            for memory in (False, True):
+                found, fresh = (each.bounds(points, profile, memory=memory) for each in (shared, alone))
+                assert np.array_equal(found, fresh), (family, offload, memory)
+            bounded += 1
+            kinds.add(kind_of(points))
+    assert len(kinds) < bounded / 2, "else nothing is shared"
+
+
+def test_estimates_count_the_messages_that_are_waited_for(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
+    profile, outlook = search.place(REGION), search._outlook
+    assert profile is not None
+    assert outlook is not None
+    family = next(family for family in search.families_of(REGION) if family.schedule == "1f1b" and not family.chunks)
+    points = list(search.stored(family))[:1]
+
+    def estimate(sent: tuple[float, float]) -> float:
+        monkeypatch.setattr(Costing, "sent_seconds", lambda *_: sent)
+        return float(outlook.estimates(points, profile)[0])
+
+    messages = search.costing.keeping.likely("1f1b", 2, 8, None, "").messages
+    assert estimate((1.0, 3.0)) == pytest.approx(estimate((0.0, 0.0)) + messages * (1.0 + 3.0) / 2, rel=0.05)
