@@ -142,6 +142,8 @@ def test_messages_that_paths_cross() -> None:
     (_, back), there = Interleaving().on_v(3, 6, 12).messages, Interleaving().counts(3, 2, 6, 12, ends=True).messages
     assert back == 0.0, "other work may be done at the end"
     assert there[0] == there[1] > 0.0
+    ahead = Interleaving().counts(3, 2, 6, 12, ends=False).messages
+    assert ahead[0] > 0.0 == ahead[1], "where paths would lead up again, other work may be done"
 
 
 def test_messages_of_all_ranks_ahead_are_waited_for() -> None:

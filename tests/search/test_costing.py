@@ -114,6 +114,8 @@ def test_stages_send_each_other_no_less_than_is_known_before(
     assert all(there >= least[0] and back >= least[1] for there, back in sent)
     assert least in sent or name == "encoder"
     assert min(least) > 0
+    unplaced = search.costing.sent_seconds(search.root, mesh, search.share(region))
+    assert all(0 < share <= whole for share, whole in zip(unplaced, least, strict=True))
     with_them = search.costing.bound(point, profile), search.costing.memory_bound(point, profile)
     silent = Costing(search.costing.cluster, search.costing.options, root=search.root)
     monkeypatch.setattr(silent, "sent_seconds", lambda *_: (0.0, 0.0))

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
@@ -382,6 +383,32 @@ def test_what_is_next_to_the_best_is_looked_at_by_its_own_estimates_where_it_is_
     here = families[0][0]._replace(offload=())
     search.note(here, 123.0)
     assert dive._likely_best(search, region, best._replace(offload=()), learned) == 123.0
+
+
+def test_what_is_next_to_the_best_is_looked_at_again_by_what_was_placed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others that looked better before they were known to be worse than the best aren't placed instead of the last."""
+    search = space("gpt2", 8, "h100")
+    found = search._begin()
+    here = next(region for region in found if region.mesh.dp == 8)
+    search.place(here)
+    best = search.lay_out(next(search.points_of(here)))
+    around, looked, placed = dive._Around.of(found), Counter[Region](), list[Region]()
+    near = list({region.mesh: region for region in reversed(around.next_to(here))}.values())[::-1]  # the first of each
+    assert len(near) > dive._LOOKED + 1
+
+    def likely(_search: object, region: Region, *_: object) -> float:
+        looked[region] += 1
+        if region not in near or (looked[region] > 1 and region != near[-1]):
+            return math.inf
+        return best.step_seconds * (near.index(region) + 1) / (len(near) + 1)
+
+    def place(_search: object, region: Region) -> None:
+        placed.append(region)
+
+    monkeypatch.setattr(dive, "_likely_best", likely)
+    monkeypatch.setattr(type(search), "place", place)
+    dive._climb(search, around, _Learned(), ())
+    assert placed == [near[0], near[-1]]
 
 
 def test_what_is_like_the_best_has_any_number_of_chunks() -> None:
