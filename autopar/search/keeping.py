@@ -136,7 +136,8 @@ class Keeping:
         return Likely(kept, times * self.later(*asked, whole), waits, messages)
 
     def waits(self, name: str, ranks: int, microbatches: int, chunks: int | None, head: str) -> tuple[float, float]:
-        """How long ranks wait in a step: in passes of a microbatch through one rank, and in messages."""
+        """How long ranks wait in a step: in passes of a microbatch through one rank, and in messages; read off lists of
+        two microbatches for each rank at most, after which V-Min alone waits for more of these."""
         if ranks == 1:
             return 0.0, 0.0
         if not head and name == "1f1b" and microbatches >= ranks:

@@ -465,7 +465,7 @@ def test_messages_that_common_schedules_wait_for(name: str, chunks: int | None, 
 
 
 def test_messages_of_many_ranks_are_told_from_a_few() -> None:
-    """Of 1F1B as many for each microbatch, of V-Half by the ranks alone: to 15 % of what a timeline says."""
+    """To 15 % of what lists of as many ranks say."""
     keeping = Keeping()
     for name in ("1f1b", "v-half", "v-min"):
         for ranks, microbatches in ((8, 16), (8, 64)):
