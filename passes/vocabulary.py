@@ -59,6 +59,11 @@ class Head:
     path: tuple[fx.Node, ...]
 
 
+def staged_calls(model: Model) -> list[int]:
+    """The numbers of the calls that pipeline stages are cut from, in order."""
+    return [index for index, call in enumerate(model.calls) if model.block_of(call).kind not in STAGELESS]
+
+
 def vocabulary_calls(model: Model) -> VocabularyCalls | None:
     """None where the vocabulary is not split off."""
     found = [i for i, call in enumerate(model.calls) if model.block_of(call).kind == VOCABULARY]

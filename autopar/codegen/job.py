@@ -17,7 +17,7 @@ from autopar.mesh import AXES, Mesh
 from autopar.options import Options
 from autopar.passes.recompute import Regions, own_modules
 from autopar.passes.routers import RouterCall, router_calls, weights_of
-from autopar.passes.vocabulary import STAGELESS, VocabularyCalls, vocabulary_calls
+from autopar.passes.vocabulary import VocabularyCalls, staged_calls, vocabulary_calls
 from autopar.plan import ExpertsPlan
 
 RUNTIME_NAMES: Final = (
@@ -192,10 +192,10 @@ def make_job(
     placement: Sequence[int] = (),
 ) -> Job:
     """Raises StageError where the cut is not the model's calls in order, or doesn't fit the mesh."""
-    left_out = {i for i, call in enumerate(model.calls) if model.block_of(call).kind in STAGELESS}
+    expected = staged_calls(model)
+    left_out = set(range(len(model.calls))) - set(expected)
     cut = tuple(tuple(call for call in stage if call not in left_out) for stage in stages)
     calls = [call for stage in cut for call in stage]
-    expected = [call for call in range(len(model.calls)) if call not in left_out]
     if calls != expected or not all(cut):
         raise StageError(f"stages {cut} are not the calls {expected} in order, cut into parts that are not empty")
     if len(cut) % mesh.pp:

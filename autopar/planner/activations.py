@@ -18,7 +18,7 @@ from torch import fx
 from autopar.errors import PlanError
 from autopar.graph import INPUT_CALL, Model, info
 from autopar.passes.recompute import groups
-from autopar.passes.vocabulary import STAGELESS
+from autopar.passes.vocabulary import staged_calls
 from autopar.planner.compression import kept_in_8_bits
 from autopar.planner.knapsack import Option
 from autopar.planner.recompute import Point, Regions, evaluate, frontier, problem_of, whole
@@ -237,7 +237,7 @@ class Activations:
 
     @cached_property
     def _staged(self) -> list[int]:
-        return [i for i, call in enumerate(self.model.calls) if self.model.block_of(call).kind not in STAGELESS]
+        return staged_calls(self.model)
 
     def _none(self, index: int) -> Alternative:
         return self.choices[self.model.calls[index].block].none

@@ -13,7 +13,7 @@ from autopar.errors import ArgumentError
 from autopar.graph import Block, Call, Model, info
 from autopar.options import Options, activations_on_host
 from autopar.passes.compress_activations import Compressed
-from autopar.passes.vocabulary import STAGELESS
+from autopar.passes.vocabulary import staged_calls
 from autopar.planner.saved import BlockSaved, Kept, kept_storages, saved_tensors
 
 _NARROW: Final = {"bfloat16": 256, "float16": 2048}
@@ -26,7 +26,7 @@ class KeptBytes:
     def __init__(self, model: Model, device: str) -> None:
         self._model, self._device = model, device
         self._found = [saved_tensors(block, device) for block in model.blocks]
-        self._calls = [i for i, call in enumerate(model.calls) if model.block_of(call).kind not in STAGELESS]
+        self._calls = staged_calls(model)
 
     def __call__(self, changed: int) -> int:
         """After block ``changed`` was rewritten: bytes of distinct memory, each once."""

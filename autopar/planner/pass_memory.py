@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 from autopar.graph import Model
 from autopar.passes.hoist import parameter_sums
 from autopar.passes.recompute import own_modules
-from autopar.passes.vocabulary import STAGELESS
+from autopar.passes.vocabulary import staged_calls
 from autopar.planner.alike import Alike
 from autopar.planner.packing import units_of
 from autopar.planner.rank_memory import StageWeights, Storage, Weight
@@ -164,10 +164,9 @@ class _Readers:
     def _calls(self) -> Mapping[str, Sequence[int]]:
         """By weight, of all stages."""
         found: dict[str, list[int]] = defaultdict(list)
-        for index, call in enumerate(self.model.calls):
-            if self.model.block_of(call).kind not in STAGELESS:
-                for name in call.parameters:
-                    found[name].append(index)
+        for index in staged_calls(self.model):
+            for name in self.model.calls[index].parameters:
+                found[name].append(index)
         return found
 
     def messages(self, calls: Sequence[int], weights: StageWeights) -> list[list[str]]:

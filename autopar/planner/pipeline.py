@@ -15,7 +15,7 @@ from operator import sub
 from autopar.errors import ArgumentError, BudgetError, PlanError, ScheduleError, StageError
 from autopar.graph import Model
 from autopar.options import Options, activations_on_host
-from autopar.passes.vocabulary import STAGELESS
+from autopar.passes.vocabulary import staged_calls
 from autopar.planner.activations import Activations, Alternative
 from autopar.planner.alike import Alike
 from autopar.planner.block_costs import BlockCost, Machine
@@ -180,7 +180,7 @@ def lay_out(
 
     Raises StageError, ScheduleError, ArgumentError or PlanError.
     """
-    calls = [i for i, call in enumerate(model.calls) if model.block_of(call).kind not in STAGELESS]
+    calls = staged_calls(model)
     storage = Storage(options, machine.mesh)
     units = units_of(model, calls, costs, machine, storage)
     vocabulary = vocabulary_cost(model, mode_of(wanted.vocabulary).head, costs, machine, wanted.head_chunks)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from autopar.graph import Model
 from autopar.passes.recompute import Region
-from autopar.passes.vocabulary import STAGELESS
+from autopar.passes.vocabulary import staged_calls
 from autopar.plan import Plan, RecomputePlan, bytes_text
 from autopar.planner.activations import Alternative
 from autopar.planner.fitting import Pins
@@ -42,7 +42,7 @@ def pins_of(plan: Plan, model: Model) -> Pins:
     """What ``plan`` decided for the pipeline of ``model``."""
     starts = [0, *itertools.accumulate(len(stage.units) for stage in plan.stage_plans[:-1])]
     taken = [point for stage in plan.stage_plans for point in stage.recompute]
-    calls = [call for call in model.calls if model.block_of(call).kind not in STAGELESS]
+    calls = [model.calls[i] for i in staged_calls(model)]
     points: list[Sequence[Sequence[str]]] = []
     for call, point in itertools.zip_longest(calls, taken, fillvalue=None):
         known = plan.blocks[call.block].recompute if call is not None else []

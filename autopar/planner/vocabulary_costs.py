@@ -18,11 +18,11 @@ from autopar.graph import Block, Meta, Model, info
 from autopar.passes.edges import Edge, edge, wires
 from autopar.passes.recut import closure
 from autopar.passes.vocabulary import (
-    STAGELESS,
     Head,
     VocabularyCalls,
     head_of,
     localize_vocabulary,
+    staged_calls,
     vocabulary_calls,
     vocabulary_dims,
 )
@@ -105,7 +105,7 @@ class _Journeys:
 
 def _journeys(model: Model, calls: VocabularyCalls, machine: Machine, costs: Sequence[BlockCost]) -> _Journeys:
     """All stages are one place here: what comes before the first and after the last is the same for any cut."""
-    places = {index: 1 for index, call in enumerate(model.calls) if model.block_of(call).kind not in STAGELESS}
+    places = dict.fromkeys(staged_calls(model), 1)
     places[calls.head] = 2
     if calls.embedding is not None:
         places[calls.embedding] = 0

@@ -10,7 +10,7 @@ from autopar.cluster import Cluster
 from autopar.errors import ArgumentError, AutoparError, BudgetError, StageError
 from autopar.graph import Model
 from autopar.passes.split_vocabulary import split_vocabulary
-from autopar.passes.vocabulary import STAGELESS
+from autopar.passes.vocabulary import staged_calls
 from autopar.plan import SearchPlan, bytes_text
 from autopar.planner.block_costs import Machine
 from autopar.planner.build import Built, Request, build, finish
@@ -128,7 +128,7 @@ def _check_effort(effort: float) -> None:
 
 def _units(model: Model) -> int:
     """The calls that stages are cut between."""
-    return sum(model.block_of(call).kind not in STAGELESS for call in model.calls)
+    return len(staged_calls(model))
 
 
 def _split(model: Model) -> Model | None:

@@ -23,7 +23,7 @@ from autopar.mesh import Mesh
 from autopar.passes.insert_collectives import insert_collectives
 from autopar.passes.localize import localize
 from autopar.passes.split_vocabulary import split_vocabulary
-from autopar.passes.vocabulary import STAGELESS
+from autopar.passes.vocabulary import staged_calls
 from autopar.planner.prices import MicrobatchPrices, RankPrices
 from autopar.planner.sharding import AxisProblem, solve_axis
 from autopar.runtime import Axes, Parameter, Program, VocabularyProgram, all_gather, all_reduce, batches, convert
@@ -52,7 +52,7 @@ def emitted(case: Case, mesh: Mesh, *, microbatches: int = 1, seed: int | None =
         _place(model, mesh, microbatches)
     else:
         place_at_random(model, mesh, microbatches, seed)
-    units = [i for i, call in enumerate(model.calls) if model.block_of(call).kind not in STAGELESS]
+    units = staged_calls(model)
     cut = [units[len(units) * k // mesh.pp : len(units) * (k + 1) // mesh.pp] for k in range(mesh.pp)]
     stages = emit(model, cut, mesh, microbatches=microbatches, digest="3f9a")
     vocabulary = emit_vocabulary(model, cut, mesh, microbatches=microbatches, digest="3f9a")
