@@ -26,12 +26,13 @@ from autopar.planner.rank_memory import MOMENTS, Storage, rank_state
 from autopar.schedules import Timelines
 from autopar.schedules.registry import SCHEDULES, swaps_both_ways
 from autopar.search.bounds import Held, by_paths, folded, recomputed, shared_out, straight
+from autopar.search.ends import left_seconds, most_parameters
 from autopar.search.gradients import Sums
 from autopar.search.interleaving import Interleaving
 from autopar.search.keeping import Keeping
 from autopar.search.layers import layer_block
 from autopar.search.profiles import Key, Profile, Profiler, Unit, Weights
-from autopar.search.space import BEATEN, Family, Point, Region, Way, moves_each_time
+from autopar.search.space import BEATEN, Family, Point, Region, Way, moves_each_time, splits_head
 
 _BESIDE = 0.3  # of what scatters have left to do after a backward, where other stages have passes
 _WHOLE = 0.02  # of the weights: as many at least that tp doesn't split
@@ -334,7 +335,7 @@ class Costing:
         """Seconds of a step of ``point`` whose ``passes`` likely take so long: these, with what scatters have left to
         do after each, or all that moves beside them; then what comes after the last; or what it takes to issue all."""
         passes += point.region.microbatches * self._left_seconds(point, profile)
-        device = max(passes, self._streamed_seconds(point, profile)) + self._update_seconds(point, profile)
+        device = max(passes, self._streamed_seconds(point, profile)) + self._ends_seconds(point, profile)
         return max(device, self.issued_seconds(point, profile))
 
     def _left_seconds(self, point: Point, profile: Profile) -> float:
@@ -345,8 +346,8 @@ class Costing:
         return left * (_BESIDE if _has_several_stages(point) else 1.0)
 
     def _update_seconds(self, point: Point, profile: Profile) -> float:
-        """Of the optimizer, and of what is summed after the last pass, if ranks shared all of it evenly. What is
-        gathered before the first isn't counted: with parameters on the host nothing is."""
+        """Of the optimizer, and of what is summed after the last pass at least, if ranks shared all of it evenly. What
+        is gathered before the first isn't counted: with parameters on the host nothing is."""
         _, scattered, summed, updated = self._moves(point, profile)
         pp = point.region.mesh.pp
         layers = math.ceil(len(profile.units) / pp)
@@ -355,6 +356,19 @@ class Costing:
             backward *= point.region.microbatches  # sums of later stages run beside the first ones' passes
         scattered, summed = (step.left_seconds(each, layers, backward) for each in (scattered, summed))
         return scattered + summed + updated
+
+    def _ends_seconds(self, point: Point, profile: Profile) -> float:
+        """Of the optimizer, and of what is likely left to gather before the first pass and to sum after the last, on
+        the rank with the most parameters."""
+        gathered, scattered, summed, updated = self._moves(point, profile)
+        loaded, ranks, units = self._loaded(point, profile), point.region.mesh.pp, len(profile.units)
+        backward = loaded.backward_seconds / ranks
+        forward = loaded.seconds / ranks - backward
+        if self._streams(point) or masters_on_host(point.offload):
+            gathered = 0.0
+        moved = (gathered, forward), (scattered, backward), (summed, backward)
+        most = most_parameters(point, profile)
+        return math.fsum(left_seconds(most * each, passing, point, units) for each, passing in moved) + updated
 
     def _streamed_seconds(self, point: Point, profile: Profile) -> float:
         """Of what runs beside the passes, one after the other: of each microbatch two gathers, and of all but the last,
@@ -484,10 +498,6 @@ def on_own(
         some = [point for point in points if every[point].key == key]
         found |= zip(some, of(some, every[some[0]]), strict=True)
     return [found[point] for point in points]
-
-
-def splits_head(family: Family) -> bool:
-    return bool(MODES[family.vocabulary].head)
 
 
 def _inner(units: Sequence[Unit], family: Family) -> Sequence[Unit]:

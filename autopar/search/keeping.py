@@ -13,8 +13,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from autopar.schedules import Action, Costs, Schedule, generate, lower, simulate_timeline
+from autopar.schedules import Action, Costs, generate, lower, simulate_timeline
 from autopar.schedules.offloads import ALL, LEAST_BETWEEN, with_offloads
+from autopar.schedules.pass_times import PassTimes
 from autopar.schedules.registry import SCHEDULES
 from autopar.search.bounds import Kept, Spill
 from autopar.search.hulls import Array
@@ -31,6 +32,9 @@ _NEVER: Final = 1e-9  # times that a microbatch is away
 _BARRIERS: Final = {"naive": 3, "vocab-1": 2, "vocab-2": 1}
 """Of a split head (arXiv 2411.05288, section 5); for each, one microbatch more is kept."""
 _SHORT: Final = 1e-3  # of a forward: a message
+_TINY: Final = 1e-30
+_LONGEST: Final = 5.0  # backward, times a forward
+_STEPS: Final = 10  # of a ratio
 _FEW: Final = 4  # ranks of a schedule that is generated to say what more ranks are likely to do
 
 
@@ -43,6 +47,23 @@ class Likely(NamedTuple):
     later: float
     waits: float
     messages: float
+
+
+class Ratios(NamedTuple):
+    """What a backward takes, times a forward, and its weights' gradients, as a share of it."""
+
+    backward: float
+    weights: float
+
+    @classmethod
+    def of(cls, forward: float, backward: float, weights: float) -> Ratios:
+        """Rounded, so that few lists have to be read."""
+        times, share = backward / max(forward, _TINY), weights / max(backward, _TINY)
+        return cls(round(min(times, _LONGEST) * _STEPS) / _STEPS, round(share * _STEPS) / _STEPS)
+
+
+EQUAL: Final = Ratios(2.0, 0.5)
+"""Both parts of a backward take as long as a forward."""
 
 
 class _Level(NamedTuple):
@@ -73,7 +94,7 @@ class Keeping:
     """What ranks keep, by schedule, ranks, microbatches, chunks and the split of the head; each found once."""
 
     _known: dict[tuple[str, int, int, int | None, str], tuple[_Rank, ...]] = field(default_factory=dict)
-    _waits: dict[tuple[str, int, int, int | None, str], tuple[float, float]] = field(default_factory=dict)
+    _waits: dict[tuple[str, int, int, int | None, str, Ratios], tuple[float, float]] = field(default_factory=dict)
     generated: int = 0
     """Passes of the lists that were read."""
 
@@ -117,9 +138,11 @@ class Keeping:
             return None
         return np.array([rank.beside[away] for rank in self._ranks(name, ranks, microbatches, chunks, head)])
 
-    def likely(self, name: str, ranks: int, microbatches: int, chunks: int | None, head: str) -> Likely:
+    def likely(
+        self, name: str, ranks: int, microbatches: int, chunks: int | None, head: str, ratios: Ratios = EQUAL
+    ) -> Likely:
         """What many ranks do is read off a few, which keep and wait in proportion; and what they do with a split head
-        off what they do without."""
+        off what they do without. ``ratios`` are those of a rank's passes."""
         row = SCHEDULES[name]
         closed = name == "1f1b" or (name == "interleaved" and _is_whole(ranks, microbatches))
         few = ranks if closed else min(ranks, _FEW)
@@ -132,12 +155,14 @@ class Keeping:
         if head and not whole:
             kept = np.minimum(kept + _BARRIERS[head], max(float(kept.max()), microbatches))
         more = times if few == 1 else (ranks - 1) / (few - 1)
-        waits, messages = (more * each for each in self.waits(*asked, whole))
+        waits, messages = (more * each for each in self.waits(*asked, head if row.cost_aware else whole, ratios))
         return Likely(kept, times * self.later(*asked, whole), waits, messages)
 
-    def waits(self, name: str, ranks: int, microbatches: int, chunks: int | None, head: str) -> tuple[float, float]:
-        """How long ranks wait in a step: in passes of a microbatch through one rank, and in messages; read off lists of
-        two microbatches for each rank at most, after which V-Min alone waits for more of these."""
+    def waits(
+        self, name: str, ranks: int, microbatches: int, chunks: int | None, head: str, ratios: Ratios = EQUAL
+    ) -> tuple[float, float]:
+        """How long ranks wait in a step: in passes of a microbatch through one rank, and in messages. Read off lists of
+        two microbatches for each rank at most, and of three where there are more, which say how both go on growing."""
         if ranks == 1:
             return 0.0, 0.0
         if not head and name == "1f1b" and microbatches >= ranks:
@@ -145,8 +170,20 @@ class Keeping:
         if not head and name == "interleaved" and microbatches % ranks == 0:
             return (ranks - 1) / (chunks or 2), looped_messages(ranks, chunks or 2)
         key = _key(name, ranks, microbatches, chunks, head)
+        ratios = ratios if SCHEDULES[name].splits_backward else EQUAL
+        passes, messages = self._read_waits(*key, ratios)
+        if more := microbatches - key[2]:
+            longer = self._read_waits(name, ranks, key[2] + min(more, ranks), chunks, head, ratios)
+            times = more / min(more, ranks)
+            passes, messages = passes + times * (longer[0] - passes), messages + times * (longer[1] - messages)
+        return passes, messages
+
+    def _read_waits(
+        self, name: str, ranks: int, microbatches: int, chunks: int | None, head: str, ratios: Ratios
+    ) -> tuple[float, float]:
+        key = name, ranks, microbatches, chunks, head, ratios
         if key not in self._waits:
-            self._waits[key] = _waited(generate(*key[:3], chunks=chunks, head=head))
+            self._waits[key] = _waited(*key)
         return self._waits[key]
 
     def _ranks(self, name: str, ranks: int, microbatches: int, chunks: int | None, head: str) -> tuple[_Rank, ...]:
@@ -202,15 +239,28 @@ def _key(
     return name, ranks, min(microbatches, _STEADY * ranks, max(ranks * max(1, row.least_per_rank), most)), chunks, head
 
 
-def _waited(schedule: Schedule) -> tuple[float, float]:
-    """Of equal passes, a backward two, and of short messages between them."""
+def _waited(
+    name: str, ranks: int, microbatches: int, chunks: int | None, head: str, ratios: Ratios
+) -> tuple[float, float]:
+    """Of stages that are all as long, and of short messages between them."""
+    schedule = generate(name, ranks, microbatches, chunks=chunks, head=head)
+    weights = ratios.backward * ratios.weights
     costs = [
-        Costs.uniform(schedule, forward_seconds=1.0, backward_seconds=2.0, weight_seconds=1.0, send_seconds=sent)
+        Costs.uniform(
+            schedule,
+            forward_seconds=1.0,
+            backward_seconds=ratios.backward,
+            weight_seconds=weights,
+            send_seconds=sent,
+        )
         for sent in (0.0, _SHORT)
     ]
+    if SCHEDULES[name].cost_aware:
+        schedule = generate(name, ranks, microbatches, chunks=chunks, head=head, costs=PassTimes.of(costs[0]))
     lowered = lower(schedule, costs[0].seconds)
     without, with_them = (simulate_timeline(lowered, each, trusted=True).makespan_seconds for each in costs)
-    return without / (3.0 * schedule.chunks) - schedule.microbatches, (with_them - without) / _SHORT
+    passes = without / (1.0 + ratios.backward) / schedule.chunks
+    return passes - microbatches, (with_them - without) / _SHORT
 
 
 def _spill(level: _Level, microbatches: int, seconds: float) -> Spill:

@@ -22,15 +22,15 @@ from autopar.schedules.placements import v_shaped
 from autopar.schedules.registry import SCHEDULES
 from autopar.schedules.weight_moves import MESSAGES
 from autopar.search.bounds import scaled
-from autopar.search.costing import Costing, seconds_of, splits_further, splits_head
+from autopar.search.costing import Costing, seconds_of, splits_further
 from autopar.search.gradients import Adding, Kind, Sums, adding
 from autopar.search.hulls import Array
 from autopar.search.interleaving import Counts
-from autopar.search.keeping import folded_kept, looped_kept, looped_messages, straight_kept, straight_messages
+from autopar.search.keeping import Ratios, folded_kept, looped_kept, looped_messages, straight_kept, straight_messages
 from autopar.search.layers import LayerWeight, Messages, Scaler, layer_weights, weights_of_layer
 from autopar.search.profiles import Key, Profile, Weights
 from autopar.search.ranks import even, kind_of, kinds_of, last_rank, ranks_of, unevenness, with_last
-from autopar.search.space import Family, Point, Region, Way, expert_share, stages_of
+from autopar.search.space import Family, Point, Region, Way, expert_share, splits_head, stages_of
 from autopar.search.ways import (
     Adds,
     any_away,
@@ -90,6 +90,7 @@ class Outlook:
     _kinds: dict[Key, Counter[Kind]] = field(default_factory=dict)
     _shares: dict[Key, dict[tuple[str, ...], Weights]] = field(default_factory=dict)
     _found: dict[tuple[object, ...], Array] = field(default_factory=dict)
+    _uneven: dict[tuple[Key, int, bool], float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, costing: Costing, root: Profile) -> Outlook | None:
@@ -243,7 +244,7 @@ class Outlook:
         layers = self._sending(self.scaler.placed(profile) if kept else self.scaler.timed(profile), region, profile)
         stored = [self._of_point(point, profile) for point in points]
         asked = (family.schedule, region.mesh.pp, count, family.chunks, MODES[family.vocabulary].head)
-        likely = self.costing.keeping.likely(*asked)
+        likely = self.costing.keeping.likely(*asked, Ratios.of(*profile.passes))
         waits = likely.waits, likely.messages
         ranks = even(layers, likely.kept, waits, stages_of(points[0]) // region.mesh.pp)
         if not MODES[family.vocabulary].head and points[0].head_chunks == 1:
@@ -253,7 +254,15 @@ class Outlook:
         later = likely.later * profile.costs[self.scaler.block].later_bytes
         room = self.costing.budget_bytes - later * math.ceil(layers.count / region.mesh.pp)
         found = least_seconds(layers, stored, ranks, count, room, host)
-        return found * unevenness(len(profile.units), stages_of(points[0]))
+        return found * self._unevenness(family, profile, stages_of(points[0]))
+
+    def _unevenness(self, family: Family, profile: Profile, stages: int) -> float:
+        key = profile.key, stages, splits_head(family)
+        if key not in self._uneven:
+            seconds = [unit.seconds for unit in profile.units]
+            inner = seconds[1:-1] if splits_head(family) and len(seconds) > 2 else seconds
+            self._uneven[key] = unevenness(inner, math.fsum(seconds) - math.fsum(inner), stages)
+        return self._uneven[key]
 
     def bounds(self, points: Sequence[Point], profile: Profile, *, memory: bool = True) -> Array:
         """The same of each of ``points`` of one family, all or none of which may have activations on the host; without

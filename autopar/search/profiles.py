@@ -24,7 +24,7 @@ from autopar.options import Options
 from autopar.passes.expert_roads import exchange_axes, nodes_of, travelling
 from autopar.passes.hoist import parameter_sums, unhoisted
 from autopar.passes.pad_head import Table, table_of
-from autopar.passes.vocabulary import STAGELESS
+from autopar.passes.vocabulary import staged_calls
 from autopar.planner.activations import Activations
 from autopar.planner.between import least_message
 from autopar.planner.block_costs import BlockCost, Computed, Machine, block_cost
@@ -139,8 +139,7 @@ class Profile:
     @cached_property
     def message_bytes(self) -> tuple[int, int]:
         """Of a microbatch, what any two stages send each other at least: on, and back."""
-        calls = [i for i, call in enumerate(self.model.calls) if self.model.block_of(call).kind not in STAGELESS]
-        return least_message(self.model, self.placed.request.mesh, calls)
+        return least_message(self.model, self.placed.request.mesh, staged_calls(self.model))
 
     @cached_property
     def trained(self) -> int:
@@ -226,10 +225,17 @@ class Profile:
         return found
 
     @cached_property
+    def passes(self) -> tuple[float, float, float]:
+        """Seconds of a microbatch through all units: forward, backward, and weights' gradients of that."""
+        each = zip(*((unit.forward, unit.backward, unit.weights) for unit in self.units), strict=True)
+        forward, backward, weights = map(math.fsum, each)
+        return forward, backward, weights
+
+    @cached_property
     def unit_parameters(self) -> list[Counter[Kind]]:
         """Elements of the trained parameters of each unit; equal ones are one object."""
         model, kinds = self.model, kinds_by_call(self.model)
-        found = [kinds[i] for i, call in enumerate(model.calls) if model.block_of(call).kind not in STAGELESS]
+        found = [kinds[i] for i in staged_calls(model)]
         one: dict[Hashable, Counter[Kind]] = {}
         return [one.setdefault(frozenset(each.items()), each) for each in found]
 
@@ -409,6 +415,6 @@ def _splits_on_dp(node: fx.Node) -> bool:
 
 def units_of(model: Model, costs: Sequence[BlockCost]) -> list[Unit]:
     """The calls that stages are cut between, in order."""
-    calls = [call for call in model.calls if model.block_of(call).kind not in STAGELESS]
+    calls = [model.calls[i] for i in staged_calls(model)]
     blocks = [(call.block, costs[call.block]) for call in calls]
     return [Unit(block, cost.forward_seconds, cost.backward_seconds, cost.weight_seconds) for block, cost in blocks]

@@ -11,13 +11,13 @@ from typing import Final
 import numpy as np
 
 from autopar.schedules.registry import SCHEDULES
-from autopar.search.costing import splits_head
 from autopar.search.hulls import Array
 from autopar.search.keeping import folded_kept, looped_kept, straight_kept
-from autopar.search.space import Family, Point, Region
+from autopar.search.space import Family, Point, Region, splits_head
 from autopar.search.wholesale import Layers, Ranks, folded, straight
 
 _UNEVEN: Final = 0.2  # of what the longest stage takes more than the mean, ranks wait for it
+_CLOSE: Final = 1e-3
 
 
 def kinds_of(region: Region, layers: Layers, families: Sequence[Family]) -> list[tuple[Ranks, list[int]]]:
@@ -31,14 +31,15 @@ def kinds_of(region: Region, layers: Layers, families: Sequence[Family]) -> list
     placements = {SCHEDULES[family.schedule].placement for family in families}
     found: list[tuple[Ranks, list[int]]] = []
     if "v" in placements:
-        found.append((folded(layers, pp, folded_kept(pp, count), ends=False, stages=2, hops=2 * (pp - 1)), []))
+        hops = _hops("v", pp, 2)
+        found.append((folded(layers, pp, folded_kept(pp, count), ends=False, stages=2, hops=hops), []))
     if "straight" in placements:
         naive = any(family.schedule == "naive" for family in families)
         kept = np.ones(pp) if naive else straight_kept(pp, count)
         found.append((straight(layers, pp, count, kept, ends=False), []))
     if chunks:
         least = np.min([looped_kept(pp, count, each) for each in sorted(chunks)], axis=0)
-        hops = min(chunks) * pp - 1
+        hops = _hops("looped", pp, min(chunks))
         found.append((folded(layers, pp, least, ends=not heads, stages=max(chunks), hops=hops), sorted(chunks)))
     return [(replace(ranks, spreads_head=heads), some) for ranks, some in found]
 
@@ -51,9 +52,13 @@ def ranks_of(family: Family, layers: Layers, kept: Array) -> Ranks:
         found = straight(layers, pp, count, kept, ends=ends)
     else:
         stages = row.chunks or family.chunks or 2
-        hops = 2 * (pp - 1) if row.placement == "v" else stages * pp - 1
-        found = folded(layers, pp, kept, ends=ends, stages=stages, hops=hops)
+        found = folded(layers, pp, kept, ends=ends, stages=stages, hops=_hops(row.placement, pp, stages))
     return replace(found, puts_off=row.splits_backward, spreads_head=heads, last=last_rank(family))
+
+
+def _hops(placement: str, pp: int, stages: int) -> int:
+    """Messages of a microbatch through all stages, of which a V has one that stays on its rank."""
+    return 2 * (pp - 1) if placement == "v" else stages * pp - 1
 
 
 def kind_of(points: Sequence[Point]) -> tuple[object, ...]:
@@ -89,6 +94,32 @@ def even(layers: Layers, kept: Array, waits: tuple[float, float], each: int) -> 
     return replace(ranks, passing=passing, transient=True, messages=(waits[1] / 2, waits[1] / 2))
 
 
-def unevenness(units: int, stages: int) -> float:
-    """How many times as long a step is likely to take as with stages that are all as long."""
-    return 1 + _UNEVEN * (math.ceil(units / stages) * stages / units - 1)
+def unevenness(seconds: Sequence[float], spread: float, stages: int) -> float:
+    """How many times as long a step is likely to take as with stages that are all as long: cut between units that take
+    so many ``seconds``, beside which all ranks have the same ``spread`` to do."""
+    total = math.fsum(seconds)
+    if len(seconds) < stages or not total:
+        return 1.0
+    return 1 + _UNEVEN * (stages * _shortest(seconds, stages) - total) / (total + spread)
+
+
+def _shortest(seconds: Sequence[float], stages: int) -> float:
+    """About the least seconds of the longest stage of any cut."""
+    low, high = max(*seconds, math.fsum(seconds) / stages), math.fsum(seconds)
+    while high > low * (1 + _CLOSE):
+        middle = (low * high) ** 0.5
+        if _fewest(seconds, middle) <= stages:
+            high = middle
+        else:
+            low = middle
+    return low
+
+
+def _fewest(seconds: Sequence[float], longest: float) -> int:
+    """Stages of a cut none of which takes longer."""
+    stages, left = 0, 0.0
+    for each in seconds:
+        if each > left:
+            stages, left = stages + 1, longest
+        left -= each
+    return stages

@@ -439,6 +439,11 @@ def moves_each_time(way: Way) -> bool:
     return way.zero >= 2 or parameters_on_host(way.offload)
 
 
+def splits_head(family: Family) -> bool:
+    """Whether all pipeline ranks have a part of the vocabulary."""
+    return bool(MODES[family.vocabulary].head)
+
+
 def promise(what: Region | Point) -> float:
     """How many times its bound a step is likely to take: what is done in more complicated ways is bounded worse."""
     if isinstance(what, Region):

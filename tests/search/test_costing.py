@@ -75,13 +75,14 @@ def test_scatters_go_one_after_the_other_after_the_first_forward(monkeypatch: py
     assert 0 < first < 0.1 < left
     assert costs.bound(point, profile) == pytest.approx(first + 1.0 + after)
     assert costs.bound(point._replace(zero=3), profile) == pytest.approx(2 * 2 * 0.5 + 1.0 + after)
+    after = costs._ends_seconds(point, profile)
     assert costs.likely(9.0, point, profile) == pytest.approx(9.0 + 2 * left + after, rel=1e-3)
     several = point._replace(schedule="interleaved", chunks=2)
-    after = costs._update_seconds(several, profile)
+    after = costs._ends_seconds(several, profile)
     assert costs.likely(9.0, several, profile) == pytest.approx(9.0 + 2 * costing._BESIDE * left + after, rel=1e-3)
     assert costs.likely(0.1, several, profile) == pytest.approx(first + 1.0 + after), "the stream takes longer"
     once = point._replace(zero=1)
-    assert costs.likely(0.5, once, profile) == 0.5 + costs._update_seconds(once, profile)
+    assert costs.likely(0.5, once, profile) == 0.5 + costs._ends_seconds(once, profile)
 
 
 @pytest.mark.parametrize(

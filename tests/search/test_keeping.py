@@ -6,9 +6,9 @@ from itertools import accumulate
 
 import pytest
 
-from autopar.schedules import generate
+from autopar.schedules import Costs, generate, lower, simulate_timeline
 from autopar.schedules.offloads import ALL, with_offloads
-from autopar.search.keeping import Keeping
+from autopar.search.keeping import Keeping, Ratios
 
 
 def test_one_forward_one_backward() -> None:
@@ -96,3 +96,33 @@ def test_a_microbatch_whose_backward_follows_stays() -> None:
     last = Keeping().away("1f1b", 4, 16, None, "", 1e9)[-1]
     assert last.most == 1
     assert last.spills[-1].times > 1e6
+
+
+@pytest.mark.parametrize("name", ["naive", "v-half", "v-min", "zb-h1", "zb-v"])
+def test_what_grows_with_microbatches_is_read_off_short_lists(name: str) -> None:
+    schedule = generate(name, 4, 20)
+
+    def step(message: float) -> float:
+        passes = {"forward_seconds": 1.0, "backward_seconds": 2.0, "weight_seconds": 1.0}
+        costs = Costs.uniform(schedule, **passes, send_seconds=message)
+        return simulate_timeline(lower(schedule, costs.seconds), costs).makespan_seconds
+
+    passes, messages = Keeping().waits(name, 4, 20, None, "")
+
+    assert passes == pytest.approx(step(0.0) / 3 / schedule.chunks - 20)
+    assert messages == pytest.approx((step(1e-3) - step(0.0)) / 1e-3)
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "v-half", "v-min"])
+def test_ranks_wait_for_backwards_that_leave_little_to_later(name: str) -> None:
+    """Passes of weights' gradients fill the time that others wait: the shorter they are, the less of it."""
+    waits = [Keeping().waits(name, 4, 8, None, "", Ratios(2.0, weights))[0] for weights in (0.5, 0.4, 0.2)]
+    assert waits == sorted(waits)
+    assert waits[0] < waits[-1]
+    assert Keeping().waits("1f1b", 4, 3, None, "", Ratios(2.0, 0.2)) == Keeping().waits("1f1b", 4, 3, None, "")
+
+
+def test_ratios_of_passes_are_rounded() -> None:
+    assert Ratios.of(1.0, 2.04, 0.83) == Ratios.of(10.0, 19.9, 8.0) == Ratios(2.0, 0.4)
+    assert Ratios.of(0.0, 1.0, 0.5) == Ratios(5.0, 0.5)
+    assert Ratios.of(0.0, 0.0, 0.0) == Ratios(0.0, 0.0)

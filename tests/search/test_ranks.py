@@ -9,7 +9,7 @@ from autopar.mesh import Mesh
 from autopar.search.costing import Costing
 from autopar.search.loop import Search
 from autopar.search.outlook import Outlook
-from autopar.search.ranks import kind_of
+from autopar.search.ranks import kind_of, unevenness
 from autopar.search.space import Region, savers
 from tests.fast_cluster import BUSY
 from tests.search.spaces import search_of
@@ -56,3 +56,13 @@ def test_estimates_count_the_messages_that_are_waited_for(search: Search, monkey
 
     messages = search.costing.keeping.likely("1f1b", 2, 8, None, "").messages
     assert estimate((1.0, 3.0)) == pytest.approx(estimate((0.0, 0.0)) + messages * (1.0 + 3.0) / 2, rel=0.05)
+
+
+def test_stages_are_as_uneven_as_their_best_cut() -> None:
+    """Between calls of these seconds, beside which each rank has as much of a head."""
+    assert unevenness([1.0] * 12, 0.0, 4) == pytest.approx(1.0, abs=1e-3)
+    assert unevenness([0.0, *[1.0] * 12], 0.0, 4) == pytest.approx(1.0, abs=1e-3), "an embedding takes no time"
+    assert unevenness([*[1.0] * 12, 4.0], 0.0, 4) == pytest.approx(1.0, abs=1e-3), "a head is a stage of its own"
+    assert unevenness([1.0] * 13, 0.0, 4) == pytest.approx(1 + 0.2 * (4 * 4 / 13 - 1), abs=1e-3)
+    assert unevenness([1.0] * 13, 13.0, 4) == pytest.approx(1 + 0.2 * (4 * 4 - 13) / 26, abs=1e-3)
+    assert unevenness([1.0, 1.0], 0.0, 4) == 1.0, "there is no cut"
