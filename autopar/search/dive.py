@@ -15,14 +15,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
-from autopar.options import activations_on_host
+from autopar.search.learned import SEVERAL, Kind, Learned
 from autopar.search.space import Family, Point, Region, promise
 from autopar.search.space import savers as saving
 from autopar.search.work import work_of
@@ -46,22 +46,22 @@ _AWAY_TRIED = 3  # points with activations on the host
 _LOOKED = 4  # regions next to the best that are placed
 _FACTORS, _CHANGES = (8, 3, 3, 3, 3), 3  # by which those differ at most in each of their sizes, and in how many
 _SEARCHES, _AGAIN, _ELSEWHERE = 0.6, 0.1, 0.3  # of the work of a whole search: at first, then, with what is on the host
+_REST = 0.25  # of the work of a whole search, at most, of what its proof has no use for
 _STORED = 0.3  # of the work of a whole search, for other ways to store what is on the host
 _LONGER = 4  # times that, if what waits may still be better by much
+_REFUSED = 2  # times that, where nothing of these fitted yet
 _NEAR = 1.4  # times the least estimate that waits: less is good enough
 _LAST = 2  # points of placed regions, where that was all the work
-_PLACED = 3  # regions that say how far estimates of others are off
-_SEVERAL = 2  # points of a kind that say how far estimates of the others are off
-_DOUBT = 0.02  # of such a ratio
 _WORK = 5e4  # of a point: about one second
 _LOOKS = 20_000  # at regions and points
 _COARSE = 2  # times the rows of a microbatch: those between are next to the best, and looked at then
 
 
-def dive(search: Search, regions: list[Region]) -> None:
+def dive(search: Search, regions: list[Region]) -> Learned:
     """Lay out the most promising points, plain ones first; then those with sequences split within a node, what differs
-    from the best in a few choices, and pipelines with activations on the host where the best is short of memory."""
-    node, learned = search.costing.cluster.devices_per_node, _Learned()
+    from the best in a few choices, and pipelines with activations on the host where the best is short of memory. What
+    that says of others."""
+    node, learned = search.costing.cluster.devices_per_node, Learned()
     near = [r for r in regions if r.mesh.tp * r.mesh.cp <= node and not r.mesh.borrowed]
     plain, split = ([r for r in near if (r.mesh.cp > 1) == is_split] for is_split in (False, True))
     for some, state in ((plain, ()), (regions, ()), (plain, _AWAY)):
@@ -82,73 +82,37 @@ def dive(search: Search, regions: list[Region]) -> None:
             _polish_away(search, learned)
             _climb(search, around, learned, offload)
             _polish_away(search, learned)
+    return learned
 
 
-class _Kind(NamedTuple):
-    """Of regions whose estimates are off alike: whether others with their axes are placed, they are pipelines, and
-    have activations on the host."""
-
-    is_like_others: bool
-    has_pipeline: bool
-    is_away: bool
-
-    @classmethod
-    def of(cls, search: Search, region: Region, offload: tuple[str, ...]) -> _Kind:
-        return cls(search.is_like_others(region), region.mesh.pp > 1, activations_on_host(offload))
-
-
-@dataclass
-class _Learned:
-    """How many times its estimate a step takes, of those that were laid out: by schedule and what is stored where
-    (``known``), and of those with and without a pipeline (``times``). And how many times the estimate of a region the
-    least of its points' is, once it is placed, by kind (``placed``)."""
-
-    known: defaultdict[object, list[float]] = field(default_factory=lambda: defaultdict(list))
-    placed: defaultdict[_Kind, list[float]] = field(default_factory=lambda: defaultdict(list))
-    times: defaultdict[bool, list[float]] = field(default_factory=lambda: defaultdict(list))
-
-    def unplaced(self, kind: _Kind, estimate: float) -> float:
-        """What the least of a region's points is likely to be estimated at, if it does as well as any other, or a
-        little better."""
-        known = self.placed[kind]
-        return estimate * max(1.0, min(known) * (1 - _DOUBT) if len(known) >= _PLACED else 1.0)
-
-    def laid_out(self, kind: _Kind, estimate: float) -> float:
-        """What the best point of an unplaced region is likely to take, if it does as well as any that was laid out, or
-        a little better."""
-        known = self.times[kind.has_pipeline]
-        times = min(known) * (1 - _DOUBT) if len(known) >= _PLACED else 1.0
-        return self.unplaced(kind, estimate) * max(1.0, times)
-
-    def likely(self, point: Point, estimate: float) -> float:
-        """What it takes, if it does as well as any like it, or a little better (halfway, if one is known); of what
-        is on the host, if several are known, else as any that has as much there, or as what is on the device, whichever
-        does better. Of what is stored as nothing yet, as others of its region."""
-        kind, *others = _kinds(point)
-        alike = [self.known[kind]] if len(self.known[kind]) >= (_SEVERAL if others else 1) else []
-        if not alike:
-            here = (self.known[kind] for kind in (*_kinds(point._replace(offload=())), _place(point)))
-            alike = [*(self.known[kind] for kind in others), next(filter(None, here), [])]
-        known = min(filter(None, alike), key=min, default=[1.0])
-        off = max(0.0, min(known) * (1 - _DOUBT) - 1.0)
-        return estimate * (1.0 + (off if len(known) >= _SEVERAL else off / 2))
-
-    def lay_out(self, search: Search, point: Point, estimate: float) -> None:
-        """Raises AutoparError where it can't run or doesn't fit."""
-        times = search.lay_out(point).step_seconds / estimate
-        self.times[point.region.mesh.pp > 1].append(times)
-        for kind in (*_kinds(point), _place(point)):
-            self.known[kind].append(times)
+def lay_out_likely(search: Search, learned: Learned, spared: float) -> None:
+    """Lay out what looks best of the regions that were placed, while it may be better than the best: for as much of the
+    work that was ``spared`` as is worth it."""
+    limit, numbers = search.work + min(spared, _REST * search.most_work), itertools.count()
+    waiting: list[tuple[float, int, float, Point]] = []
+    for region, (least, _) in sorted(search.promising.items(), key=lambda item: item[1][0]):
+        if least >= search.best_seconds or search.work >= limit:
+            break
+        for estimate, point in _not_laid_out(search, region):
+            heapq.heappush(waiting, (learned.likely(point, estimate), next(numbers), estimate, point))
+    while waiting and waiting[0][0] < search.best_seconds and search.work < limit:
+        seconds, number, estimate, point = heapq.heappop(waiting)
+        if (likely := learned.likely(point, estimate)) > seconds:  # by what was learned meanwhile
+            heapq.heappush(waiting, (likely, number, estimate, point))
+            continue
+        with suppress(AutoparError):
+            learned.lay_out(search, point, estimate)
 
 
-def _kinds(point: Point) -> list[tuple[object, ...]]:
-    """What is like ``point``, the most alike first: what is on the host under any schedule."""
-    found: list[tuple[object, ...]] = [(point.schedule, point.zero, point.zero_ranks, point.offload)]
-    return [*found, (point.offload,)] if point.offload else found
-
-
-def _place(point: Point) -> tuple[object, ...]:
-    return point.region, point.schedule
+def _not_laid_out(search: Search, region: Region) -> Iterator[tuple[float, Point]]:
+    """Points of a ``region`` that is placed, with what they are likely to take."""
+    tried, profile = {outcome.point for outcome in search.outcomes} | set(search.refusals), search.profile(region)
+    assert profile is not None
+    for family in search.families_of(region):
+        points = [point for point in _points(search, family, ()) if point not in tried]
+        for point, seconds in zip(points, search.estimates(points, profile) if points else (), strict=True):
+            if not math.isinf(seconds):
+                yield seconds * promise(point), point
 
 
 @dataclass
@@ -157,7 +121,7 @@ class _Dive:
 
     search: Search
     offload: tuple[str, ...]
-    learned: _Learned
+    learned: Learned
     share: float  # of the work of a whole search, where what waits isn't much better
     waiting: list[tuple[float, int, Region | Point]] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=itertools.count)
@@ -179,6 +143,7 @@ class _Dive:
                 return
             is_near = search.best_seconds < _NEAR * self.waiting[0][0]
             limit = search.most_work * (self.share if is_near else _LONGER * _SEARCHES)
+            limit *= _REFUSED if self._only_refused else 1
             if search.outcomes and search.work - begun > limit:
                 self._try_placed()
                 return
@@ -189,6 +154,11 @@ class _Dive:
                 self._wait(likely, item)
             else:
                 self._try(item)
+
+    @property
+    def _only_refused(self) -> bool:
+        """Whether none of these points fits, of those that were tried."""
+        return bool(self.laid_out) and self.failed.total() == len(self.laid_out)
 
     def _try_placed(self) -> None:
         """Of the regions that were placed, the points that look best and better than the best."""
@@ -213,7 +183,7 @@ class _Dive:
             return
         if any(mesh.pp <= pp and region.rows >= rows for pp, rows in full):
             return
-        likely, kind = max(first, search.likely(region, self.offload)), _Kind.of(search, region, self.offload)
+        likely, kind = max(first, search.likely(region, self.offload)), Kind.of(search, region, self.offload)
         better = self.learned.unplaced(kind, likely)
         if self.learned.laid_out(kind, likely) >= search.best_seconds:
             return
@@ -238,7 +208,7 @@ class _Dive:
     @property
     def _begins(self) -> bool:
         """Whether too few of these points were laid out to say how far estimates of the others are off."""
-        return not self.search.outcomes or (bool(self.offload) and len(self.laid_out) < _SEVERAL)
+        return not self.search.outcomes or (bool(self.offload) and len(self.laid_out) < SEVERAL)
 
     def _is_new(self, region: Region) -> bool:
         """Whether it is placed, or few of its degrees with other rows were, with or without a pipeline as it is: these
@@ -330,7 +300,7 @@ def _worth_away(search: Search, best: Outcome) -> tuple[str, ...]:
     return _ACTIVATIONS if _ACTIVATIONS in _ways_away(search, best.point.region) else ()
 
 
-def _climb(search: Search, around: _Around, learned: _Learned, offload: tuple[str, ...]) -> None:
+def _climb(search: Search, around: _Around, learned: Learned, offload: tuple[str, ...]) -> None:
     """Lay out the likely best of regions that differ from the best in a few degrees, while that finds any: of those
     that put as much on the host."""
     seen: set[Region] = set()
@@ -360,12 +330,12 @@ def _climb(search: Search, around: _Around, learned: _Learned, offload: tuple[st
                 _try_likely(search, region, families, limit, learned, tries=1)
 
 
-def _likely_best(search: Search, region: Region, best: Point, learned: _Learned) -> float:
+def _likely_best(search: Search, region: Region, best: Point, learned: Learned) -> float:
     """What ``region`` is likely to take, with as much on the host as the ``best`` has: where it is placed, its points;
     if there is anything on the host, those of the best's schedule with as many chunks."""
     profile = search.profile(region)
     if profile is None or not (best.offload or region in search.promising):
-        return learned.laid_out(_Kind.of(search, region, best.offload), search.likely(region, best.offload))
+        return learned.laid_out(Kind.of(search, region, best.offload), search.likely(region, best.offload))
     if not best.offload:
         found = [search.promising[region]]
     else:
@@ -420,14 +390,14 @@ def _sizes(region: Region) -> tuple[int, ...]:
     return mesh.pp, mesh.cp, mesh.tp, mesh.experts, region.rows
 
 
-def _polish(search: Search, learned: _Learned) -> None:
+def _polish(search: Search, learned: Learned) -> None:
     """Lay out what is done otherwise on the regions of the best, on the device."""
     limit = max(search.most_work, search.work + search.most_work / 3)
     for region in list(_by_region(search))[:_REGIONS_POLISHED]:
         _try_likely(search, region, [list(search.stored(f)) for f in search.families_of(region)], limit, learned)
 
 
-def _polish_away(search: Search, learned: _Learned) -> None:
+def _polish_away(search: Search, learned: Learned) -> None:
     """Lay out the best with its activations on the host, and weights stored otherwise: each way what is likely the
     best, of the regions of the best."""
     limit = search.work + _STORED * search.most_work
@@ -439,7 +409,7 @@ def _polish_away(search: Search, learned: _Learned) -> None:
             _try_likely(search, region, some, limit, learned, tries=1)
 
 
-def _put_away(search: Search, learned: _Learned) -> None:
+def _put_away(search: Search, learned: Learned) -> None:
     """Lay out each region where some of it is recomputed with activations on the host instead: what is likely the best
     under a schedule that was laid out, here or elsewhere."""
     away: list[tuple[float, int, Region, Point]] = []
@@ -455,10 +425,10 @@ def _put_away(search: Search, learned: _Learned) -> None:
 
 
 def _as_laid_out(search: Search, point: Point) -> list[Point]:
-    """``point``, under each schedule that was laid out in any region, if it may be in this one."""
-    known = {outcome.point.family[1:] for outcome in search.outcomes}
+    """``point``, under each schedule that was laid out in any region with its vocabulary, if it may be in this one."""
+    known = {o.point.family[1:] for o in search.outcomes if o.point.vocabulary == point.vocabulary}
     families = (family for family in search.families_of(point.region) if family[1:] in known)
-    return [point._replace(schedule=f.schedule, chunks=f.chunks, vocabulary=f.vocabulary) for f in families]
+    return [point._replace(schedule=family.schedule, chunks=family.chunks) for family in families]
 
 
 def _by_region(search: Search) -> dict[Region, Outcome]:
@@ -474,7 +444,7 @@ def _try_likely(
     region: Region,
     families: Iterable[list[Point]],
     limit: float,
-    learned: _Learned,
+    learned: Learned,
     tries: int = _POLISHED,
 ) -> None:
     """Lay out what is likely to be better than the best, of points of some families of ``region``."""

@@ -23,7 +23,7 @@ from autopar.search import work as units
 from autopar.search.ahead import Ahead
 from autopar.search.bounds import scaled
 from autopar.search.costing import Costing, Found, Outcome, laid_on, on_own, rank, splits_further
-from autopar.search.dive import dive
+from autopar.search.dive import dive, lay_out_likely
 from autopar.search.hulls import Array
 from autopar.search.outlook import Outlook, View
 from autopar.search.pins import Pins
@@ -79,6 +79,7 @@ class Search:
     _waiting: list[Item] = field(default_factory=list, init=False)
     _work: float = field(default=0.0, init=False)
     _limit: float = field(default=0.0, init=False)  # that it may take
+    _spared: float = field(default=0.0, init=False)  # of that, since it wouldn't better the bound
     _keys: dict[Region, Key] = field(default_factory=dict, init=False)  # of regions that are placed in a tight budget
     _saved: set[Point] = field(default_factory=set, init=False)  # what saves memory in other ways waits, too
     _roomy: set[Point] = field(default_factory=set, init=False)  # what was laid out, and fits as it is
@@ -153,7 +154,7 @@ class Search:
         found = self._begin()
         if self.pins.gpus < self.least_gpus:
             return Found([], math.inf, self.points, self.placed, 0, {})
-        dive(self, found)
+        learned = dive(self, found)
         self._limit = max(self.most_work, self._work + _PROOF * self.most_work)
         self._ahead = Ahead.of(self, found)
         for bound, region in zip(self.all_at_first(found).tolist(), found, strict=True):
@@ -172,6 +173,7 @@ class Search:
             else:
                 self._try(item.bound, item.what)
         self._raise_regions()
+        lay_out_likely(self, learned, self._spared)
         proven = min(self.bound_seconds, self.best_seconds)
         return Found(self.ranked(), proven, self.points, self.placed, self.laid_out, dict(self.refusals))
 
@@ -335,7 +337,7 @@ class Search:
         if self._outlook is None:
             return issued
         times = self.scaling.layers(region.key, likely=True)
-        found = self._outlook.likely(region, self._likely_ways(region, offload), times, self._like(region.key))
+        found = self._outlook.likely(region, self._likely_ways(region, offload), times, self.like(region.key))
         return max(found, issued)
 
     def all_likely(self, regions: Sequence[Region], offload: tuple[str, ...] = ()) -> list[float]:
@@ -356,11 +358,7 @@ class Search:
         ways = self._ways(region, saving=False)
         return [way._replace(offload=offload) for way in ways] if offload else ways
 
-    def is_like_others(self, region: Region) -> bool:
-        """Whether others with its axes are placed."""
-        return self._like(region.key) is not None
-
-    def _like(self, key: Key) -> Profile | None:
+    def like(self, key: Key) -> Profile | None:
         """A profile with the axes of ``key``, of as many rows as any."""
         axes = key.ep, key.cp, key.tp, key.borrowed
         known = (p for k, p in self.profiler.known.items() if (k.ep, k.cp, k.tp, k.borrowed) == axes and k.copies)
@@ -542,7 +540,7 @@ class Search:
             self._push(max(passes, kept), point)
             return
         if self.outcomes and not self._can_better(bound):
-            self._limit = self._work
+            self._limit, self._spared = self._work, self._limit - self._work
             self._push(bound, point)
             return
         try:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Final
 
 from autopar.options import activations_on_host
-from autopar.search.space import Point, stages_of
+from autopar.search.space import Point, splits_head, stages_of
 
 OP: Final = 25
 """Of placing one op: less than it takes (29 to 41 were measured), so that first plans of models with many ops come
@@ -31,6 +31,7 @@ AT_ONCE: Final = 3 / 4
 """Of the work of a point that fits without a choice of what to recompute, which isn't made then."""
 
 _LAYING, _ACTION = 2000, 2  # of a point, and of each of its passes
+_HEADS = 3  # times that, where ranks have passes of a head's parts, too
 _AWAY = 25_000  # of the ways to put activations on the host that are tried
 _CALLS, _BLOCKS = 32, 150  # calls of a model, and ops of its blocks: with fewer, laying out takes less
 
@@ -44,4 +45,5 @@ def length_of(calls: int, ops: int) -> float:
 def work_of(point: Point, length: float = 1.0) -> float:
     """Of laying it out, of a model that is so many times as long as those that units of work were counted for."""
     away = _AWAY if activations_on_host(point.offload) else 0
-    return away + length * _LAYING + _ACTION * stages_of(point) * point.region.microbatches
+    passes = stages_of(point) * point.region.microbatches * (_HEADS if splits_head(point.family) else 1)
+    return away + length * _LAYING + _ACTION * passes

@@ -20,8 +20,10 @@ from autopar import Cluster
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 from autopar.search import dive
+from autopar.search import learned as learned_
 from autopar.search.costing import Outcome
-from autopar.search.dive import _alike, _Around, _climb, _Kind, _Learned
+from autopar.search.dive import _alike, _Around, _climb
+from autopar.search.learned import SEVERAL, Kind, Learned, kinds
 from autopar.search.loop import Search
 from autopar.search.space import Point, Region, regions
 from tests.fast_cluster import FAST
@@ -126,7 +128,7 @@ def climbed(placed: Iterable[Region] = ()) -> Outcome:
     assert search.best_seconds == pytest.approx(steps()[dead_end()])
     for region in placed:
         search.place(region)
-    _climb(search, _Around.of(regions(search.sizes, search.pins)), _Learned(), ())
+    _climb(search, _Around.of(regions(search.sizes, search.pins)), Learned(), ())
     return search.ranked()[0]
 
 
@@ -170,12 +172,12 @@ def test_what_is_next_to_a_region() -> None:
 
 def corrected(estimate: float, ratio: float, known: int) -> float:
     """By half of it, where one step alone says so."""
-    off = ratio * (1 - dive._DOUBT) - 1
+    off = ratio * (1 - learned_._DOUBT) - 1
     return estimate * (1 + (off if known > 1 else off / 2))
 
 
 def test_estimates_are_corrected_by_the_least_ratio_of_their_kind() -> None:
-    search, learned = space("mlp", 4, "fast"), _Learned()
+    search, learned = space("mlp", 4, "fast"), Learned()
     search._begin()
     region = Region(Mesh(pp=2, dp=2), 1, 4)
     assert search.place(region) is not None
@@ -194,7 +196,7 @@ def test_estimates_are_corrected_by_the_least_ratio_of_their_kind() -> None:
 
 def test_what_waits_is_put_off_by_what_others_of_its_region_took() -> None:
     """A point that waits is tried where its likely time is the least, not what its estimate was at first."""
-    search, learned = space("mlp", 4, "fast"), _Learned()
+    search, learned = space("mlp", 4, "fast"), Learned()
     search._begin()
     region = Region(Mesh(pp=2, dp=2), 1, 4)
     profile = search.place(region)
@@ -218,16 +220,16 @@ def test_what_waits_is_put_off_by_what_others_of_its_region_took() -> None:
 
 def test_what_is_on_the_host_is_learned_for_other_schedules_too() -> None:
     """Its own schedule says more, once several of it were laid out: one may have been a bad one."""
-    learned = _Learned()
+    learned = Learned()
     away = Point(Region(Mesh(pp=2, dp=2), 1, 4), "1f1b", None, "redistributed", 1, 0, ("activations",), 1)
     other = away._replace(schedule="interleaved", chunks=2)
-    for kind in dive._kinds(away):
+    for kind in kinds(away):
         learned.known[kind].append(1.5)
     assert learned.likely(other, 2.0) == pytest.approx(corrected(2.0, 1.5, 1))
     assert learned.likely(other._replace(offload=()), 2.0) == learned.likely(
         other._replace(offload=("optimizer",)), 2.0
     )
-    own = learned.known[dive._kinds(other)[0]]
+    own = learned.known[kinds(other)[0]]
     own.append(1.75)
     assert learned.likely(other, 2.0) == pytest.approx(corrected(2.0, 1.5, 1))
     own.append(1.6)
@@ -236,9 +238,9 @@ def test_what_is_on_the_host_is_learned_for_other_schedules_too() -> None:
 
 def test_what_is_on_the_host_is_taken_to_do_as_well_as_what_is_not() -> None:
     """Until something like it was laid out."""
-    learned = _Learned()
+    learned = Learned()
     away = Point(Region(Mesh(pp=2, dp=2), 1, 4), "1f1b", None, "redistributed", 1, 0, ("activations",), 1)
-    learned.known[dive._kinds(away._replace(offload=()))[0]].append(1.5)
+    learned.known[kinds(away._replace(offload=()))[0]].append(1.5)
     assert learned.likely(away, 2.0) == pytest.approx(corrected(2.0, 1.5, 1))
     learned.known[("activations",),].append(1.75)
     assert learned.likely(away, 2.0) == pytest.approx(corrected(2.0, 1.5, 1)), "that was under another schedule"
@@ -247,7 +249,7 @@ def test_what_is_on_the_host_is_taken_to_do_as_well_as_what_is_not() -> None:
 
 
 def test_regions_are_taken_to_turn_out_as_well_as_the_best_of_some() -> None:
-    learned, kind = _Learned(), _Kind(is_like_others=False, has_pipeline=True, is_away=False)
+    learned, kind = Learned(), Kind(is_like_others=False, has_pipeline=True, is_away=False)
     for ratio in (1.5, 1.25):
         learned.placed[kind].append(ratio)
         assert learned.unplaced(kind, 8.0) == 8.0, "few say nothing"
@@ -267,7 +269,7 @@ def test_what_was_placed_is_laid_out_though_all_work_is_done() -> None:
     points = list(search.points_of(region))
     profile = search.profile(region)
     assert profile is not None
-    dive_ = dive._Dive(search, (), _Learned(), 0.0)
+    dive_ = dive._Dive(search, (), Learned(), 0.0)
     for point, estimate in zip(points, search.estimates(points, profile), strict=True):
         dive_._wait(estimate, point)
     dive_._try_placed()
@@ -303,15 +305,15 @@ def test_pipelines_with_activations_on_the_host_are_looked_at_where_memory_is_sh
 def test_the_first_with_activations_on_the_host_are_laid_out_whatever_others_took() -> None:
     """What was best without them says little of others."""
     host = replace(FAST, device=replace(FAST.device, host_memory_bytes=10**12, host_bytes_per_second=1e9))
-    search, learned = search_of("gpt2", BATCH, 4, host, budget_bytes=10**6, head_chunks=1), _Learned()
+    search, learned = search_of("gpt2", BATCH, 4, host, budget_bytes=10**6, head_chunks=1), Learned()
     found = search._begin()
     dive._Dive(search, (), learned, 1.0).run(found)
     learned.known[("activations",),].extend([100.0] * 3)
     away = dive._Dive(search, ("activations",), learned, 1.0)
     away.run([region for region in found if region.mesh.pp > 1])
-    assert len(away.laid_out) == dive._SEVERAL
+    assert len(away.laid_out) == SEVERAL
     points = {*(outcome.point for outcome in search.outcomes), *search.refusals}
-    assert sum(point.offload == ("activations",) for point in points) == dive._SEVERAL
+    assert sum(point.offload == ("activations",) for point in points) == SEVERAL
 
 
 def short_of_memory() -> tuple[Search, Region]:
@@ -328,7 +330,7 @@ def test_the_best_with_activations_on_the_host_is_laid_out_with_weights_stored_o
     search, region = short_of_memory()
     best = Point(region, "1f1b", None, "redistributed", 1, 0, ("activations",), 1)
     search.lay_out(best)
-    dive._polish_away(search, _Learned())
+    dive._polish_away(search, Learned())
     points = {outcome.point for outcome in search.outcomes} | set(search.refusals)
     others = points - {best}
     assert {point.zero for point in others} <= {0, 2, 3}
@@ -351,8 +353,8 @@ def test_activations_go_to_the_host_under_schedules_that_were_laid_out_elsewhere
     tried = list[Point]()
     monkeypatch.setattr(dive, "_try_likely", lambda _, __, families, *___: tried.extend(families[0]))
     for bad, good in ((here, there), (there, here)):
-        learned = _Learned()
-        learned.known[dive._kinds(bad._replace(offload=("activations",)))[0]] += [100.0] * 2
+        learned = Learned()
+        learned.known[kinds(bad._replace(offload=("activations",)))[0]] += [100.0] * 2
         dive._put_away(search, learned)
         assert [point for point in tried if point.region == region] == [good._replace(offload=("activations",))]
         tried.clear()
@@ -371,7 +373,7 @@ def test_where_the_best_is_short_of_memory_others_may_be_better_with_activations
 
 def test_what_is_next_to_the_best_is_looked_at_by_its_own_estimates_where_it_is_placed() -> None:
     search, region = short_of_memory()
-    learned, other = _Learned(), Region(Mesh(pp=4), 1, 8)
+    learned, other = Learned(), Region(Mesh(pp=4), 1, 8)
     best = Point(other, "interleaved", 2, "redistributed", 1, 0, ("activations",), 1)
     assert dive._likely_best(search, other, best, learned) == search.likely(other, ("activations",))
     families = [points for points in _alike(search, region, best) if points[0].chunks == 2]
@@ -407,7 +409,7 @@ def test_what_is_next_to_the_best_is_looked_at_again_by_what_was_placed(monkeypa
 
     monkeypatch.setattr(dive, "_likely_best", likely)
     monkeypatch.setattr(type(search), "place", place)
-    dive._climb(search, around, _Learned(), ())
+    dive._climb(search, around, Learned(), ())
     assert placed == [near[0], near[-1]]
 
 
@@ -461,7 +463,7 @@ def test_one_region_with_a_pipeline_and_one_without_are_new() -> None:
     first = next(region for region in search._begin() if region.mesh.dp == 8)
     search.place(first)
     search.lay_out(next(search.points_of(first)))
-    dive_ = dive._Dive(search, (), _Learned(), 0.0)
+    dive_ = dive._Dive(search, (), Learned(), 0.0)
     piped, alone = ([r for r in found if (r.mesh.pp > 1) == is_piped and r.mesh.dp > 1] for is_piped in (True, False))
     assert [dive_._is_new(region) for region in (*piped[:2], *alone[:2])] == [True, False, True, False]
 
@@ -496,10 +498,71 @@ def test_regions_that_differ_by_a_few_rows_wait_until_one_of_them_is_the_best() 
 def test_how_far_estimates_were_off_is_learned_from_what_is_placed() -> None:
     search = space("gpt2", 8, "h100")
     region = next(region for region in search._begin() if region.mesh.dp == 8)
-    dive_ = dive._Dive(search, (), _Learned(), 0.0)
+    dive_ = dive._Dive(search, (), Learned(), 0.0)
     while not any(dive_.learned.placed.values()):  # references are made first
         likely = max(dive._first_estimate(search, region), search.likely(region))
         dive_._look_at(math.inf, region)
     points = [estimate for estimate, _, item in dive_.waiting if isinstance(item, Point)]
-    kind = _Kind(is_like_others=False, has_pipeline=False, is_away=False)
+    kind = Kind(is_like_others=False, has_pipeline=False, is_away=False)
     assert dive_.learned.placed[kind] == [pytest.approx(min(points) / likely)]
+
+
+def piped() -> tuple[Search, Region, list[Point]]:
+    """Points of a region with a pipeline, of which nothing is on the host."""
+    search, region = search_of("gpt2", BATCH, 4, FAST, offload=(), head_chunks=1), Region(Mesh(pp=2, dp=2), 1, 4)
+    search._begin()
+    assert search.place(region) is not None
+    return search, region, list(search.points_of(region))
+
+
+def test_estimates_are_off_otherwise_where_the_head_is_split() -> None:
+    search, _, points = piped()
+    learned, (one, *_) = Learned(), [p for p in points if p.schedule == "interleaved" and p.zero == 0]
+    assert one.vocabulary == "redistributed"
+    split = next(p for p in points if p._replace(vocabulary="redistributed") == one != p)
+    learned.lay_out(search, one, search.lay_out(one).step_seconds / 1.5)
+    assert learned.likely(one, 2.0) > 2.0
+    assert learned.likely(split, 2.0) == 2.0
+
+
+def test_work_that_a_proof_has_no_use_for_finds_better_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What looks best is laid out first, while it may be better than what was."""
+    search, region, points = piped()
+    profile = search.profile(region)
+    assert profile is not None
+    slowest = max(points, key=lambda point: search.estimates([point], profile)[0])
+    begun = search.lay_out(slowest).step_seconds
+    search.note(slowest, search.estimates([slowest], profile)[0])
+    dive.lay_out_likely(search, Learned(), 0.0)
+    assert search.best_seconds == begun, "there was no work"
+    laid_out = search.laid_out
+    dive.lay_out_likely(search, Learned(), search.most_work)
+    assert search.best_seconds < begun
+    assert laid_out < search.laid_out < len(points)
+    done, seconds = search.laid_out, search.best_seconds
+    dive.lay_out_likely(search, Learned(), search.most_work)
+    assert seconds >= search.best_seconds
+    monkeypatch.setattr(dive, "_REST", 0.0)
+    done = search.laid_out
+    dive.lay_out_likely(search, Learned(), search.most_work)
+    assert search.laid_out == done
+
+
+def test_twice_the_work_is_done_where_nothing_fitted_yet() -> None:
+    search, _, points = piped()
+    dive_ = dive._Dive(search, ("activations",), Learned(), 0.0)
+    assert not dive_._only_refused, "nothing was tried"
+    dive_.laid_out.update(points[:2])
+    dive_.failed["some"] += 1
+    assert not dive_._only_refused
+    dive_.failed["others"] += 1
+    assert dive_._only_refused
+
+
+def test_what_goes_to_the_host_keeps_its_vocabulary() -> None:
+    search, _, points = piped()
+    for name in ("redistributed", "vocab-1"):
+        search.lay_out(next(p for p in points if (p.schedule, p.vocabulary) == ("1f1b", name)))
+    search.lay_out(next(p for p in points if (p.schedule, p.vocabulary) == ("zb-h1", "vocab-1")))
+    asked = next(p for p in points if (p.schedule, p.vocabulary) == ("interleaved", "redistributed"))
+    assert {(p.schedule, p.vocabulary) for p in dive._as_laid_out(search, asked)} == {("1f1b", "redistributed")}

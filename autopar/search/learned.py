@@ -1,0 +1,87 @@
+"""How far estimates of steps turn out to be off, as a search learns by laying some of them out."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from autopar.options import activations_on_host
+from autopar.search.space import Point, Region, splits_head
+
+if TYPE_CHECKING:
+    from autopar.search.loop import Search
+
+SEVERAL: Final = 2
+"""Points of a kind that say how far estimates of the others are off."""
+
+_PLACED = 3  # regions that say so
+_DOUBT = 0.02  # of such a ratio
+
+
+class Kind(NamedTuple):
+    """Of regions whose estimates are off alike: whether others with their axes are placed, they are pipelines, and
+    have activations on the host."""
+
+    is_like_others: bool
+    has_pipeline: bool
+    is_away: bool
+
+    @classmethod
+    def of(cls, search: Search, region: Region, offload: tuple[str, ...]) -> Kind:
+        return cls(search.like(region.key) is not None, region.mesh.pp > 1, activations_on_host(offload))
+
+
+@dataclass
+class Learned:
+    """How many times its estimate a step takes, of those that were laid out: by schedule and what is stored where
+    (``known``), and of those with and without a pipeline (``times``). And how many times the estimate of a region the
+    least of its points' is, once it is placed, by kind (``placed``)."""
+
+    known: defaultdict[object, list[float]] = field(default_factory=lambda: defaultdict(list))
+    placed: defaultdict[Kind, list[float]] = field(default_factory=lambda: defaultdict(list))
+    times: defaultdict[bool, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def unplaced(self, kind: Kind, estimate: float) -> float:
+        """What the least of a region's points is likely to be estimated at, if it does as well as any other, or a
+        little better."""
+        known = self.placed[kind]
+        return estimate * max(1.0, min(known) * (1 - _DOUBT) if len(known) >= _PLACED else 1.0)
+
+    def laid_out(self, kind: Kind, estimate: float) -> float:
+        """What the best point of an unplaced region is likely to take, if it does as well as any that was laid out, or
+        a little better."""
+        known = self.times[kind.has_pipeline]
+        times = min(known) * (1 - _DOUBT) if len(known) >= _PLACED else 1.0
+        return self.unplaced(kind, estimate) * max(1.0, times)
+
+    def likely(self, point: Point, estimate: float) -> float:
+        """What it takes, if it does as well as any like it, or a little better (halfway, if one is known); of what
+        is on the host, if several are known, else as any that has as much there, or as what is on the device, whichever
+        does better. Of what is stored as nothing yet, as others of its region."""
+        kind, *others = kinds(point)
+        alike = [self.known[kind]] if len(self.known[kind]) >= (SEVERAL if others else 1) else []
+        if not alike:
+            here = (self.known[kind] for kind in (*kinds(point._replace(offload=())), place_of(point)))
+            alike = [*(self.known[kind] for kind in others), next(filter(None, here), [])]
+        known = min(filter(None, alike), key=min, default=[1.0])
+        off = max(0.0, min(known) * (1 - _DOUBT) - 1.0)
+        return estimate * (1.0 + (off if len(known) >= SEVERAL else off / 2))
+
+    def lay_out(self, search: Search, point: Point, estimate: float) -> None:
+        """Raises AutoparError where it can't run or doesn't fit."""
+        times = search.lay_out(point).step_seconds / estimate
+        self.times[point.region.mesh.pp > 1].append(times)
+        for kind in (*kinds(point), place_of(point)):
+            self.known[kind].append(times)
+
+
+def kinds(point: Point) -> list[tuple[object, ...]]:
+    """What is like ``point``, the most alike first: what is on the host under any schedule."""
+    heads = splits_head(point.family)
+    found: list[tuple[object, ...]] = [(point.schedule, heads, point.zero, point.zero_ranks, point.offload)]
+    return [*found, (point.offload,)] if point.offload else found
+
+
+def place_of(point: Point) -> tuple[object, ...]:
+    return point.region, point.schedule, splits_head(point.family)
