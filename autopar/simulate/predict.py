@@ -113,7 +113,9 @@ def predicted_memory(
         wanted = keys(actions, names, job.schedule.microbatches)
         new = [action for key, action in stand_ins(wanted).items() if before.took(alike, key) is None]
         if new:
-            ran, told = enough(actions, [action for action in new if not wanted[action].is_of_rank])
+            # What is done once, or with the first microbatch, always runs.
+            asked = [action for action in new if wanted[action].microbatch > 0 or not wanted[action].is_of_rank]
+            ran, told = enough(actions, asked)
             memory = tried(rank, ran)
             before.ranks.setdefault(alike, memory)
             by_label = {phase.label: phase for phase in memory.phases}

@@ -358,3 +358,13 @@ def test_report_of_a_job() -> None:
         compiled("mlp", {"dp": 1})[0].memory(make("mlp", 8, torch.float32).batch, measure="device")
     with pytest.raises(ArgumentError, match="may be one of simulate, fake, device"):
         job.memory(measure="guess")
+
+
+def test_a_rank_whose_stages_are_known_is_asked_for_passes_of_the_vocabulary() -> None:
+    """They are no stage's, and what they take is said of each rank."""
+    job, batch = compiled("gpt2", {"pp": 2}, microbatches=8, vocabulary="vocab-1")
+    known = Known()
+    found = predicted_memory(job.job, batch, known)
+    known.ranks.clear()
+    known.own.clear()
+    assert predicted_memory(job.job, batch, known) == found
