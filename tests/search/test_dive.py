@@ -534,18 +534,33 @@ def test_work_that_a_proof_has_no_use_for_finds_better_plans(monkeypatch: pytest
     begun = search.lay_out(slowest).step_seconds
     search.note(slowest, search.estimates([slowest], profile)[0])
     dive.lay_out_likely(search, Learned(), 0.0)
-    assert search.best_seconds == begun, "there was no work"
-    laid_out = search.laid_out
+    with monkeypatch.context() as patch:
+        patch.setattr(dive, "_REST", 0.0)
+        dive.lay_out_likely(search, Learned(), search.most_work)
+    assert search.laid_out == 1, "there was no work"
     dive.lay_out_likely(search, Learned(), search.most_work)
     assert search.best_seconds < begun
-    assert laid_out < search.laid_out < len(points)
-    done, seconds = search.laid_out, search.best_seconds
-    dive.lay_out_likely(search, Learned(), search.most_work)
-    assert seconds >= search.best_seconds
-    monkeypatch.setattr(dive, "_REST", 0.0)
-    done = search.laid_out
-    dive.lay_out_likely(search, Learned(), search.most_work)
-    assert search.laid_out == done
+    assert 1 < search.laid_out < len(points)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_more_is_tried_where_nothing_of_its_kind_fitted_yet(refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    search, _, points = piped()
+    best = search.lay_out(points[0]).step_seconds
+    dive_, tried = dive._Dive(search, (), Learned(), 0.1), list[Point]()
+    for point in points[1:4]:
+        dive_._wait(0.9 * best, point)
+
+    def attempt(self: dive._Dive, point: Point) -> None:
+        tried.append(point)
+        self.laid_out.add(point)
+        self.failed["some"] += refused
+        search._work += 1.5 * 0.1 * search.most_work
+
+    monkeypatch.setattr(dive._Dive, "_try", attempt)
+    monkeypatch.setattr(dive._Dive, "_try_placed", lambda self: None)
+    dive_.run([])
+    assert len(tried) == (2 if refused else 1)
 
 
 def test_twice_the_work_is_done_where_nothing_fitted_yet() -> None:

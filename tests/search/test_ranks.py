@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from autopar.mesh import Mesh
 from autopar.search.costing import Costing
+from autopar.search.keeping import Keeping, Likely, Ratios
 from autopar.search.loop import Search
 from autopar.search.outlook import Outlook
 from autopar.search.ranks import kind_of, unevenness
@@ -66,3 +69,19 @@ def test_stages_are_as_uneven_as_their_best_cut() -> None:
     assert unevenness([1.0] * 13, 0.0, 4) == pytest.approx(1 + 0.2 * (4 * 4 / 13 - 1), abs=1e-3)
     assert unevenness([1.0] * 13, 13.0, 4) == pytest.approx(1 + 0.2 * (4 * 4 - 13) / 26, abs=1e-3)
     assert unevenness([1.0, 1.0], 0.0, 4) == 1.0, "there is no cut"
+
+
+def test_estimates_know_how_long_passes_are(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
+    profile, asked = search.place(REGION), list[Ratios]()
+    assert profile is not None
+    likely = Keeping.likely
+
+    def seen(*given: Any) -> Likely:
+        asked.append(given[-1])
+        return likely(*given)
+
+    monkeypatch.setattr(Keeping, "likely", seen)
+    search.estimates([next(search.points_of(REGION))], profile)
+    units = profile.units
+    parts = (sum(getattr(unit, name) for unit in units) for name in ("forward", "backward", "weights"))
+    assert set(asked) == {Ratios.of(*parts)}

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from autopar.mesh import Mesh
+from autopar.search import loop, work
 from autopar.search.ahead import Ahead
 from autopar.search.loop import Search
 from autopar.search.space import Family, Point, Region
@@ -63,6 +64,23 @@ def test_a_proof_ends_before_points_that_it_has_not_the_work_for(monkeypatch: py
     assert search.laid_out == 1
     assert (bound, other) in [(item.bound, item.what) for item in search.left()]
     assert not search._goes_on()
+    assert search._spared > 0
+
+
+def test_work_that_a_proof_spares_goes_to_what_looks_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    spared: list[float] = []
+    monkeypatch.setattr(loop, "lay_out_likely", lambda _, __, left: spared.append(left))
+    search_of("gpt2", 8, 4, FAST).run()
+    monkeypatch.setattr(Search, "_can_better", lambda *_: False)
+    search_of("gpt2", 8, 4, FAST).run()
+    assert 0 == spared[0] < spared[1]
+
+
+def test_a_split_head_has_passes_of_its_own() -> None:
+    plain, away = point_of(1), point_of(1)._replace(offload=("activations",))
+    passes = plain.region.mesh.pp * plain.region.microbatches
+    for point in (plain, away):
+        assert work_of(point._replace(vocabulary="vocab-1")) == work_of(point) + 2 * work._ACTION * passes
 
 
 def test_families_of_a_region_wait_by_their_passes_until_they_are_next() -> None:
