@@ -69,7 +69,7 @@ def _built(search: Search, measured: Callable[[Built], Built] | None) -> tuple[B
             break
         found = compared(search, found)
         try:
-            built, outcome = _best(search, found, measured)
+            built, outcome, found = _best(search, found, measured)
         except BudgetError as larger:
             error = larger
             more = max(larger.needed_bytes - search.costing.whole_budget_bytes, search.costing.whole_budget_bytes // 20)
@@ -201,10 +201,12 @@ def _build(
     return finish(placed, profile.costs_on(machine), profile.activations, None, measured, known, timelines)
 
 
-def _best(search: Search, found: Found, measured: Callable[[Built], Built] | None) -> tuple[Built, Outcome]:
-    """The shortest of those that were built, each of which could have been the shortest by what was known before."""
+def _best(search: Search, found: Found, measured: Callable[[Built], Built] | None) -> tuple[Built, Outcome, Found]:
+    """The shortest of those that were built, each of which could have been the shortest by what was known before; and
+    what was ``found`` without those that turned out not to fit."""
     best: tuple[Built, Outcome] | None = None
     last: AutoparError | None = None
+    refused = set[tuple[object, ...]]()
     for outcome in _distinct(found.outcomes):
         seconds = best[0].plan.step_seconds if best else math.inf
         if outcome.step_seconds >= seconds * (1 - search.tolerance) or (best and search.built >= _BUILT):
@@ -214,6 +216,7 @@ def _best(search: Search, found: Found, measured: Callable[[Built], Built] | Non
             built = _build(search, outcome.point, measured, outcome)
         except AutoparError as error:  # what its ranks really hold doesn't fit
             last = error
+            refused.add(_alike(outcome))
             continue
         search.built += 1
         if built.plan.step_seconds < seconds:
@@ -221,17 +224,21 @@ def _best(search: Search, found: Found, measured: Callable[[Built], Built] | Non
     if best is None:
         assert last is not None
         raise last
-    return best
+    return *best, replace(found, outcomes=[each for each in found.outcomes if _alike(each) not in refused])
+
+
+def _alike(outcome: Outcome) -> tuple[object, ...]:
+    """What outcomes have in common that are one again: what may be on the host doesn't have to be."""
+    point = outcome.point
+    return point.family, point.zero, point.zero_ranks, point.head_chunks, outcome.step_seconds
 
 
 def _distinct(outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
-    """Without those that are another one again: what may be on the host doesn't have to be."""
+    """Without those that are another one again."""
     seen: set[tuple[object, ...]] = set()
     for outcome in outcomes:
-        point = outcome.point
-        alike = point.family, point.zero, point.zero_ranks, point.head_chunks, outcome.step_seconds
-        if alike not in seen:
-            seen.add(alike)
+        if _alike(outcome) not in seen:
+            seen.add(_alike(outcome))
             yield outcome
 
 

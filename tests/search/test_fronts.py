@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
+
 import pytest
 
+import autopar
+from autopar.errors import StageError
+from autopar.planner.build import Built
 from autopar.search.costing import Found, Outcome
 from autopar.search.fronts import _place_next, compared, gpus_front, memory_front, runners_up, unplaced, why
 from autopar.search.loop import Search
-from autopar.search.space import Region, regions
+from autopar.search.space import Point, Region, regions
 from tests.fast_cluster import FAST
+from tests.models import make
 from tests.search.spaces import experts_on, search_of
 
 pytestmark = pytest.mark.slow
@@ -116,3 +123,25 @@ def test_runners_up_where_chunks_are_pinned() -> None:
     best, *others = compared(search, found).outcomes
     assert others
     assert all(outcome.point.chunks == 2 for outcome in (best, *others))
+
+
+def test_what_turned_out_not_to_fit_is_no_runner_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of the best degrees are refused as they are built, but for what isn't looked at."""
+    case, refused = make("llama", 8), list[Outcome]()
+
+    def build(search: Search, point: Point, measured: Callable[[Built], Built], outcome: Outcome) -> Built:
+        if not refused or point.region.mesh == refused[0].point.region.mesh:
+            refused.append(outcome)
+            raise StageError("too large")
+        return built(search, point, measured, outcome)
+
+    choosing = import_module("autopar.search.choose")  # the package has a function of that name
+    built = choosing._build
+    monkeypatch.setattr(choosing, "_build", build)
+    plan = autopar.plan(case.model, 4, sample=case.batch, cluster=FAST)
+    assert plan.search is not None
+    rows = [(row.mesh_sizes, row.schedule, row.vocabulary, row.step_seconds) for row in plan.search.runners_up]
+    assert rows
+    for outcome in refused:
+        point = outcome.point
+        assert (point.region.mesh.to_json(), point.schedule, point.vocabulary, outcome.step_seconds) not in rows
