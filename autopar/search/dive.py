@@ -30,7 +30,6 @@ from autopar.search.work import work_of
 if TYPE_CHECKING:
     from autopar.search.costing import Outcome
     from autopar.search.loop import Search
-    from autopar.search.profiles import Profile
 
 Numbers = NDArray[np.int64]
 
@@ -89,12 +88,14 @@ def lay_out_likely(search: Search, learned: Learned, spared: float) -> None:
     """Lay out what looks best of the regions that were placed, while it may be better than the best: for as much of the
     work that was ``spared`` as is worth it."""
     limit, numbers = search.work + min(spared, _REST * search.most_work), itertools.count()
+    tried = {outcome.point for outcome in search.outcomes} | set(search.refusals)
     waiting: list[tuple[float, int, float, Point]] = []
     for region, (least, _) in sorted(search.promising.items(), key=lambda item: item[1][0]):
         if least >= search.best_seconds or search.work >= limit:
             break
-        for estimate, point in _not_laid_out(search, region):
-            heapq.heappush(waiting, (learned.likely(point, estimate), next(numbers), estimate, point))
+        for estimate, point in _estimated(search, region, ()):
+            if point not in tried:
+                heapq.heappush(waiting, (learned.likely(point, estimate), next(numbers), estimate, point))
     while waiting and waiting[0][0] < search.best_seconds and search.work < limit:
         seconds, number, estimate, point = heapq.heappop(waiting)
         if (likely := learned.likely(point, estimate)) > seconds:  # by what was learned meanwhile
@@ -102,17 +103,6 @@ def lay_out_likely(search: Search, learned: Learned, spared: float) -> None:
             continue
         with suppress(AutoparError):
             learned.lay_out(search, point, estimate)
-
-
-def _not_laid_out(search: Search, region: Region) -> Iterator[tuple[float, Point]]:
-    """Points of a ``region`` that is placed, with what they are likely to take."""
-    tried, profile = {outcome.point for outcome in search.outcomes} | set(search.refusals), search.profile(region)
-    assert profile is not None
-    for family in search.families_of(region):
-        points = [point for point in _points(search, family, ()) if point not in tried]
-        for point, seconds in zip(points, search.estimates(points, profile) if points else (), strict=True):
-            if not math.isinf(seconds):
-                yield seconds * promise(point), point
 
 
 @dataclass
@@ -191,10 +181,11 @@ class _Dive:
             self._wait(better, region)
         elif search.place_reference(region, likely=True):
             self._wait(estimate, region)
-        elif self._is_new(region) and (profile := search.place(region)) is not None:
-            found = list(self._points(region, profile))
-            for item in found:
-                self._wait(*item)
+        elif self._is_new(region) and search.place(region) is not None:
+            found = list(_estimated(search, region, self.offload))
+            for estimate, point in found:
+                search.note(point, estimate)
+                self._wait(estimate, point)
             if not found:
                 full.append((mesh.pp, region.rows))
                 self.placed[_axes(region), mesh.pp > 1] -= 1
@@ -218,15 +209,6 @@ class _Dive:
         alike = _axes(region), region.mesh.pp > 1
         self.placed[alike] += 1
         return self.placed[alike] <= (1 if self.search.outcomes else _ROWS)
-
-    def _points(self, region: Region, profile: Profile) -> Iterator[tuple[float, Point]]:
-        """Its points that may fit, with what they are likely to take."""
-        for family in self.search.families_of(region):
-            points = _points(self.search, family, self.offload)
-            for point, estimate in zip(points, self.search.estimates(points, profile), strict=True):
-                if not math.isinf(estimate):
-                    self.search.note(point, estimate * promise(point))
-                    yield estimate * promise(point), point
 
     def _likely(self, point: Point) -> float:
         """What it takes, as far as that is known."""
@@ -277,6 +259,17 @@ def _first_estimate(search: Search, region: Region) -> float:
     """With the bubble of a schedule that splits backwards."""
     pp = region.mesh.pp
     return search.by_scaling(region, likely=True) + search.share(region) * search.root.forward_seconds * (pp - 1) / pp
+
+
+def _estimated(search: Search, region: Region, offload: tuple[str, ...]) -> Iterator[tuple[float, Point]]:
+    """Points of a ``region`` that is placed, with this on the host, that may fit, with what they are likely to take."""
+    profile = search.profile(region)
+    assert profile is not None
+    for family in search.families_of(region):
+        points = _points(search, family, offload)
+        for point, seconds in zip(points, search.estimates(points, profile), strict=True):
+            if not math.isinf(seconds):
+                yield seconds * promise(point), point
 
 
 def _points(search: Search, family: Family, offload: tuple[str, ...]) -> list[Point]:

@@ -22,7 +22,7 @@ def most_parameters(point: Point, profile: Profile) -> float:
         return 1.0
     elements = [sum(each.values()) for each in profile.unit_parameters]
     mean, of_all, layers = sum(elements) / pp, math.fsum(unit.seconds for unit in units) / pp, len(units) - 2
-    seconds, each = (math.fsum(unit.seconds for unit in units[1:-1]) / layers, sum(elements[1:-1]) / layers)
+    seconds, each = math.fsum(unit.seconds for unit in units[1:-1]) / layers, sum(elements[1:-1]) / layers
     row = SCHEDULES.get(point.schedule)
     ends = [(0, -1)] if row is not None and row.placement == "v" else [(0,), (-1,)]
 

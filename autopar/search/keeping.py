@@ -142,7 +142,8 @@ class Keeping:
         self, name: str, ranks: int, microbatches: int, chunks: int | None, head: str, ratios: Ratios = EQUAL
     ) -> Likely:
         """What many ranks do is read off a few, which keep and wait in proportion; and what they do with a split head
-        off what they do without. ``ratios`` are those of a rank's passes."""
+        off what they do without, but for how long those wait whose lists are made for costs. ``ratios`` are those of a
+        rank's passes."""
         row = SCHEDULES[name]
         closed = name == "1f1b" or (name == "interleaved" and _is_whole(ranks, microbatches))
         few = ranks if closed else min(ranks, _FEW)

@@ -50,3 +50,5 @@ def test_a_rank_with_a_table_has_fewer_layers() -> None:
     assert most_parameters(point._replace(region=Region(Mesh(), 1, 8)), found) == 1.0
     even = profile((0.0, 0), *[(1.0, 10)] * 8, (0.0, 0))
     assert most_parameters(point, even) == 1.0
+    frozen = profile((0.0, 0), (1.0, 0), (0.0, 0))
+    assert most_parameters(point, frozen) == 1.0
