@@ -34,9 +34,9 @@ class Kind(NamedTuple):
 
 @dataclass
 class Learned:
-    """How many times its estimate a step takes, of those that were laid out: by schedule, whether the head is split, and
-    what is stored where (``known``), and of those with and without a pipeline (``times``). And how many times the
-    estimate of a region the least of its points' is, once it is placed, by kind (``placed``)."""
+    """How many times its estimate a step takes, of those that were laid out: by schedule, whether the head is split,
+    and what is stored where (``known``), and of those with and without a pipeline (``times``). And how many times
+    the estimate of a region the least of its points' is, once it is placed, by kind (``placed``)."""
 
     known: defaultdict[object, list[float]] = field(default_factory=lambda: defaultdict(list))
     placed: defaultdict[Kind, list[float]] = field(default_factory=lambda: defaultdict(list))
