@@ -103,6 +103,22 @@ def mixtral(layers: int, width: int, inner: int, sequence: int) -> Callable[[], 
     return made
 
 
+def qwen3_moe(layers: int, width: int, inner: int, sequence: int, vocabulary: int = 151936) -> Callable[[], nn.Module]:
+    def made() -> nn.Module:
+        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+        heads = {"num_attention_heads": width // 64, "num_key_value_heads": 4, "head_dim": 128}
+        sizes = {"hidden_size": width, "moe_intermediate_size": inner, "num_hidden_layers": layers, **heads}
+        experts = {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
+        return Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(
+                vocab_size=vocabulary, max_position_embeddings=sequence, use_cache=False, **sizes, **experts
+            )
+        )
+
+    return made
+
+
 def plain_llama(layers: int, sequence: int) -> Callable[[], nn.Module]:
     """That of the published runs of torchtitan, of Llama-3-8B's sizes."""
 
@@ -114,7 +130,7 @@ def plain_llama(layers: int, sequence: int) -> Callable[[], nn.Module]:
 
 _SMALL, _LARGE = gpt2(12, 768), gpt2(24, 1024)
 _ONE, _EIGHT = llama(16, 2048, 8192, 4096), llama(4, 4096, 14336, 8192)
-_MOE = mixtral(4, 2048, 7168, 4096)
+_MOE, _MANY = mixtral(4, 2048, 7168, 4096), qwen3_moe(3, 2048, 768, 4096)
 _HOST: Final = {"microbatches": 8, "schedule": "gpipe", "offload": ("activations",)}
 CASES: Final = (
     Case("gpt2-124m, 1 x 128", _SMALL, 50257, 1, 128),
@@ -134,6 +150,9 @@ CASES: Final = (
     Case("llama-8b of 4 layers, activations on the host", _EIGHT, 128256, 8, 2048, _HOST | {"budget_bytes": 46 * GB}),
     Case("mixtral of 4 layers", _MOE, 32000, 2, 4096),
     Case("mixtral of 4 layers, recompute", _MOE, 32000, 2, 4096, {"recompute": "full"}),
+    Case("mixtral of 4 layers, 1 x 512", _MOE, 32000, 1, 512),
+    Case("qwen3-30b of 3 layers", _MANY, 151936, 2, 4096),
+    Case("qwen3-30b of 3 layers, 1 x 512", _MANY, 151936, 1, 512),
 )
 
 

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 
 from autopar.audit.prices import once
 from autopar.audit.record import Phase, Ran
+from autopar.rules.base import Op
 from autopar.rules.experts import DISPATCH_START, ROUTE
+from autopar.rules.issued import issued
 
 
 def forward_calls(phase: Phase) -> int:
@@ -16,9 +18,7 @@ def forward_calls(phase: Phase) -> int:
 
 def gradient_calls(phase: Phase) -> int:
     """Of the backward of that forward: gradients of what its ops were given."""
-    ops = (ran.op for ran in once(ran for ran in phase.ops if not ran.again))
-    made = (op for op in ops if op.outputs and op.result.needs_grad)
-    return sum(meta.needs_grad for op in made for meta in op.operands)
+    return sum(issued(ran.op, _route_of(ran))[1] for ran in once(ran for ran in phase.ops if not ran.again))
 
 
 def again_calls(phase: Phase) -> int:
@@ -33,4 +33,12 @@ def reads_counts(phase: Phase) -> bool:
 
 def _count(ops: Iterable[Ran]) -> int:
     """Of a dispatch in two halves, the second is all of it."""
-    return sum(ran.op.name != DISPATCH_START for ran in ops)
+    return sum(issued(ran.op, _route_of(ran))[0] for ran in ops if ran.op.name != DISPATCH_START)
+
+
+def _route_of(ran: Ran) -> Op | None:
+    """What says where the rows are that it takes or makes, if they are of experts."""
+    if ran.op.name == ROUTE:
+        return ran.op
+    found = (ran.began or ran).made_by(ROUTE)
+    return None if found is None else found.op

@@ -25,7 +25,8 @@ from autopar.planner.op_costs import fullest, fullest_rows, moves_nothing, own_s
 from autopar.planner.transitions import changed_axis, is_parameter, is_transition
 from autopar.rules import lookup
 from autopar.rules.base import Op
-from autopar.rules.experts import ACROSS, EXCHANGE, WITHIN, Hop, hops, node_rows_of, told_bytes
+from autopar.rules.experts import ACROSS, EXCHANGE, ROUTE, WITHIN, Hop, hops, node_rows_of, told_bytes
+from autopar.rules.issued import issued
 from autopar.spmd import R, Type, transition
 
 Wire: TypeAlias = tuple[str, str]
@@ -199,7 +200,7 @@ class Computed:
         factors = ((node, weight_product(node, op_of)) for node in block.ops)
         kept = {node: factor for node, factor in factors if factor is not None}
         turned = sum(is_transposition(node) and all(user in kept for user in node.users) for node in block.ops)
-        return cls(seconds, kept, calls_of(block.ops, stays), turned, block_sums(block, device), stays)
+        return cls(seconds, kept, calls_of(block.ops, stays, op_of), turned, block_sums(block, device), stays)
 
 
 def block_cost(block: Block, machine: Machine, computed: Computed | None = None) -> BlockCost:
@@ -232,14 +233,24 @@ def block_cost(block: Block, machine: Machine, computed: Computed | None = None)
     )
 
 
-def calls_of(nodes: Iterable[fx.Node], stays: Container[fx.Node] = ()) -> tuple[int, int]:
-    """What the host issues for some ops: each one, and in the backward a gradient of each operand that has one."""
-    ops = [node for node in nodes if is_call(node) or node in stays]
-    made = [node for node in ops if info(node).meta.needs_grad]
-    return len(ops), sum(info(operand).meta.needs_grad for node in made for operand in operands(node))
+def calls_of(nodes: Iterable[fx.Node], stays: Container[fx.Node] = (), op_of: OpOf = Op.of) -> tuple[int, int]:
+    """What the host issues for some local ops, forward and backward (:mod:`autopar.rules.issued`)."""
+    forward = backward = 0
+    for node in nodes:
+        if _is_call(node) or node in stays:
+            there, back = issued(op_of(node), _route_of(node, op_of))
+            forward, backward = forward + there, backward + back
+    return forward, backward
 
 
-def is_call(node: fx.Node) -> bool:
+def _route_of(node: fx.Node, op_of: OpOf) -> Op | None:
+    """Where experts are of the rows that an op takes or makes."""
+    if op_name(node) == ROUTE:
+        return op_of(node)
+    return next((op_of(o) for o in operands(node) if info(o).is_object and op_name(o) == ROUTE), None)
+
+
+def _is_call(node: fx.Node) -> bool:
     """Whether the text calls the op: not what takes a result out of several, nor a transition of a parameter, which
     reductions of gradients are."""
     return not (is_getitem(node) or (is_transition(node) and is_parameter(operands(node)[0])))

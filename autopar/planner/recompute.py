@@ -43,7 +43,7 @@ from torch import fx
 
 from autopar.graph import AxisRef, Block, RuntimeOp, info
 from autopar.passes.recompute import groups
-from autopar.planner.block_costs import is_call, weight_product
+from autopar.planner.block_costs import calls_of, weight_product
 from autopar.planner.recompute_walk import Walk
 from autopar.planner.saved import BlockSaved
 from autopar.spmd import Type, transition
@@ -68,8 +68,8 @@ class Problem:
     ``keeps_any`` and ``keeps_made``: whether it keeps anything at all (weights included), and anything but operands, or
     runs before it does; ``communicates``: whether other ranks take part. ``made_by`` is the op that makes a memory (-1:
     an input of the block). ``live``: whether its backward ever runs ((): all do). ``puts_off``: whether, where
-    backwards are split, it is a product that keeps its factors once it has run ((): none). ``called``: whether the text
-    has it, as it has no transition of a weight ((): all are there).
+    backwards are split, it is a product that keeps its factors once it has run ((): none). ``called``: how many calls
+    its forward is, as a transition of a weight is none ((): each is one).
     """
 
     seconds: tuple[float, ...]
@@ -83,7 +83,7 @@ class Problem:
     made_by: tuple[int, ...]
     live: tuple[bool, ...] = ()
     puts_off: tuple[bool, ...] = ()
-    called: tuple[bool, ...] = ()
+    called: tuple[int, ...] = ()
     hidden_bytes: tuple[int, ...] = ()
 
     def asks(self, op: int) -> bool:
@@ -99,7 +99,7 @@ class Problem:
         return math.fsum(self.seconds[ops.start : ops.stop])
 
     def rerun_calls(self, ops: range) -> int:
-        """How many of a run of ops the text has."""
+        """Of a run of ops."""
         return sum(self.called[ops.start : ops.stop]) if self.called else len(ops)
 
     @property
@@ -380,7 +380,7 @@ def problem_of(
         made_by=tuple(place.get(owner, -1) for owner in owners),
         live=tuple(any(node in reached for node in group) for group in ops),
         puts_off=tuple(weight_product(group[0]) is not None for group in ops),
-        called=tuple(is_call(group[0]) for group in ops),
+        called=tuple(calls_of(group[:1])[0] for group in ops),
         hidden_bytes=tuple(sum(s.hidden_bytes for s in some) for some in kept),
     )
     return problem, owners

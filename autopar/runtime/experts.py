@@ -197,11 +197,11 @@ def _weighted(slots: Tensor, weights: Tensor) -> Tensor:
 
 def _weighted_leaving(x: Tensor, weights: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
     """:func:`_leaving`, each row by the weight of its slot: some rows at a time, as in :func:`_weighted`."""
-    made, first, flat = x.new_empty((len(routing.order), *x.shape[1:]), dtype=dtype), 0, weights.flatten()
-    for slots in routing.order.chunk(routing.choices):
-        rows, factors = x.index_select(0, slots // routing.choices), flat.index_select(0, slots).unsqueeze(1)
-        torch.mul(rows, factors, out=made[first : first + len(slots)])
-        first += len(slots)
+    made = x.new_empty((len(routing.order), *x.shape[1:]), dtype=dtype)
+    factors = weights.flatten().index_select(0, routing.order).unsqueeze(1)
+    pieces = (all_.chunk(routing.choices) for all_ in (routing.sources, factors, made))
+    for tokens, by, piece in zip(*pieces, strict=True):
+        torch.mul(x.index_select(0, tokens), by, out=piece)
     return made
 
 

@@ -91,7 +91,7 @@ def product(rows: Tensor, weight: Tensor, routing: Routing) -> Tensor:
     """``rows [r, a]`` times ``weight [experts, a, b]``: ``[r, b]``."""
     if _takes_grouped(rows, weight):
         assert _grouped_mm is not None
-        return cast(Tensor, _grouped_mm(rows.contiguous(), weight, offs=_ends(routing, rows.device)))
+        return cast(Tensor, _grouped_mm(rows.contiguous(), weight, offs=routing.ends))
     made = rows.new_empty(rows.shape[0], weight.shape[2])
     for expert, first, end in _spans(routing):
         torch.mm(rows[first:end], weight[expert], out=made[first:end])
@@ -102,12 +102,9 @@ def weight_gradient(left: Tensor, right: Tensor, routing: Routing) -> Tensor:
     """``left [r, a]`` and ``right [r, b]``: ``[experts, a, b]``, of each expert the sum over its rows."""
     if _takes_grouped(left, right):
         assert _grouped_mm is not None
-        ends = _ends(routing, left.device)
-        made = cast(Tensor, _grouped_mm(left.contiguous().t(), right.contiguous(), offs=ends))
-        for expert, count in enumerate(routing.counts):
-            if not count:  # a sum over no rows, of which kernels don't say that they write it
-                made[expert].zero_()
-        return made
+        made = cast(Tensor, _grouped_mm(left.contiguous().t(), right.contiguous(), offs=routing.ends))
+        # sums over no rows, of which kernels don't say that they write them
+        return made if all(routing.counts) else made.index_fill_(0, routing.idle, 0)
     shape = (len(routing.counts), left.shape[1], right.shape[1])
     made = left.new_empty(shape) if all(routing.counts) else left.new_zeros(shape)
     for expert, first, end in _spans(routing):
@@ -125,9 +122,3 @@ def _takes_grouped(left: Tensor, right: Tensor) -> bool:
     is_aligned = left.shape[-1] % 8 == 0 and right.shape[-1] % 8 == 0
     is_known = _grouped_mm is not None and left.is_cuda and left.dtype == torch.bfloat16
     return is_known and is_aligned and left.shape[0] > 0
-
-
-def _ends(routing: Routing, device: torch.device) -> Tensor:
-    """The end of each expert's rows, as torch's grouped product takes them."""
-    counts = torch.tensor(routing.counts, dtype=torch.int32)
-    return counts.cumsum(0, dtype=torch.int32).to(device, non_blocking=True)

@@ -8,6 +8,7 @@ then by slot, which on one device is the order of tokens.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,6 +49,20 @@ class Routing:
     def rows(self) -> int:
         return sum(self.counts)
 
+    @cached_property
+    def ends(self) -> Tensor:
+        """The end of each expert's rows, as torch's grouped product takes them."""
+        return self._on_device(list(itertools.accumulate(self.counts)), torch.int32)
+
+    @cached_property
+    def idle(self) -> Tensor:
+        """This rank's experts that have no rows."""
+        return self._on_device([expert for expert, count in enumerate(self.counts) if not count], torch.int64)
+
+    def _on_device(self, numbers: list[int], dtype: torch.dtype) -> Tensor:
+        """Without waiting for what the device does."""
+        return torch.tensor(numbers, dtype=dtype).to(self.order.device, non_blocking=True)
+
     def spans(self) -> list[tuple[int, int, int]]:
         """``(expert, first row, end)`` of each of this rank's experts that has rows."""
         found, first = [], 0
@@ -69,7 +84,7 @@ class Routing:
         """Of tokens ``x [n, h]``, a row for each slot to its expert, until they are on their way."""
         if self.hops is not None:
             return self.hops.start_there(x)
-        return self._start_there(x.index_select(0, self.order // self.choices))
+        return self._start_there(x.index_select(0, self.sources))
 
     def at_experts(self, flight: Flight) -> Tensor:
         """The rest of it: ``[rows, h]`` by expert."""
@@ -106,6 +121,11 @@ class Routing:
         if returned.shape[0] == slots:
             return returned.index_select(0, self._places)
         return returned.new_zeros((slots, *returned.shape[1:])).index_copy_(0, self.order, returned)
+
+    @property
+    def sources(self) -> Tensor:
+        """The token of each slot that has a row, in their :attr:`order`; made again rather than kept."""
+        return self.order // self.choices
 
     @cached_property
     def _places(self) -> Tensor:
@@ -275,6 +295,8 @@ class _Split:
     def keys(self, index: Tensor) -> Tensor:
         """What slots are sorted by: rank of the road, then expert of that rank; :attr:`kept` for no row here."""
         valid = (index >= 0) & (index < self.experts)
+        if not self.places:
+            return index.masked_fill(~valid, self.kept)
         key, block = torch.zeros_like(index), self.experts
         for size, here, filters in self.places:
             block //= size
