@@ -8,7 +8,7 @@ from autopar.audit.prices import once
 from autopar.audit.record import Phase, Ran
 from autopar.rules.base import Op
 from autopar.rules.experts import DISPATCH_START, ROUTE
-from autopar.rules.issued import issued
+from autopar.rules.issued import Calls, issued
 
 
 def forward_calls(phase: Phase) -> int:
@@ -18,7 +18,7 @@ def forward_calls(phase: Phase) -> int:
 
 def gradient_calls(phase: Phase) -> int:
     """Of the backward of that forward: gradients of what its ops were given."""
-    return sum(issued(ran.op, _route_of(ran))[1] for ran in once(ran for ran in phase.ops if not ran.again))
+    return sum(_issued(ran)[1] for ran in once(ran for ran in phase.ops if not ran.again))
 
 
 def again_calls(phase: Phase) -> int:
@@ -33,7 +33,13 @@ def reads_counts(phase: Phase) -> bool:
 
 def _count(ops: Iterable[Ran]) -> int:
     """Of a dispatch in two halves, the second is all of it."""
-    return sum(issued(ran.op, _route_of(ran))[0] for ran in ops if ran.op.name != DISPATCH_START)
+    return sum(_issued(ran)[0] for ran in ops if ran.op.name != DISPATCH_START)
+
+
+def _issued(ran: Ran) -> Calls:
+    op = ran.op
+    makes = bool(op.outputs) and op.result.needs_grad
+    return issued(op.name, op.operands, back=makes, route=_route_of(ran))
 
 
 def _route_of(ran: Ran) -> Op | None:

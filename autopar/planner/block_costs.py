@@ -200,7 +200,7 @@ class Computed:
         factors = ((node, weight_product(node, op_of)) for node in block.ops)
         kept = {node: factor for node, factor in factors if factor is not None}
         turned = sum(is_transposition(node) and all(user in kept for user in node.users) for node in block.ops)
-        return cls(seconds, kept, calls_of(block.ops, stays, op_of), turned, block_sums(block, device), stays)
+        return cls(seconds, kept, calls_of(block.ops, stays), turned, block_sums(block, device), stays)
 
 
 def block_cost(block: Block, machine: Machine, computed: Computed | None = None) -> BlockCost:
@@ -233,21 +233,21 @@ def block_cost(block: Block, machine: Machine, computed: Computed | None = None)
     )
 
 
-def calls_of(nodes: Iterable[fx.Node], stays: Container[fx.Node] = (), op_of: OpOf = Op.of) -> tuple[int, int]:
+def calls_of(nodes: Iterable[fx.Node], stays: Container[fx.Node] = ()) -> tuple[int, int]:
     """What the host issues for some local ops, forward and backward (:mod:`autopar.rules.issued`)."""
     forward = backward = 0
     for node in nodes:
         if _is_call(node) or node in stays:
-            there, back = issued(op_of(node), _route_of(node, op_of))
+            given, makes = [info(operand).meta for operand in operands(node)], info(node).meta.needs_grad
+            there, back = issued(op_name(node), given, back=makes, route=_route_of(node))
             forward, backward = forward + there, backward + back
     return forward, backward
 
 
-def _route_of(node: fx.Node, op_of: OpOf) -> Op | None:
-    """Where experts are of the rows that an op takes or makes."""
-    if op_name(node) == ROUTE:
-        return op_of(node)
-    return next((op_of(o) for o in operands(node) if info(o).is_object and op_name(o) == ROUTE), None)
+def _route_of(node: fx.Node) -> Op | None:
+    """What says where the rows are that an op takes or makes, if they are of experts."""
+    every = (node, *(operand for operand in operands(node) if info(operand).is_object))
+    return next((Op.of(each) for each in every if op_name(each) == ROUTE), None)
 
 
 def _is_call(node: fx.Node) -> bool:

@@ -61,15 +61,13 @@ def ran(axes: Axes, choices: int, **how: Any) -> list[tuple[int, int]]:
 
 
 def said(choices: int, exchange: Names, filter: Names, nodes: int) -> list[tuple[int, int]]:
-    def op(name: str, *operands: Meta, **kwargs: Any) -> Op:
-        return Op(name, (), kwargs, operands, (Meta((TOKENS, WIDTH), torch.float32, needs_grad=True),))
-
     rows = Meta((TOKENS, WIDTH), torch.float32, needs_grad=True)
     weights = Meta((TOKENS, choices), torch.float32, needs_grad=True)
     how = {"exchange": exchange, "filter": filter} | ({"nodes": nodes} if nodes > 1 else {})
-    routed = op("route", Meta((TOKENS, choices), torch.int64), **how)
-    given = routing_meta(TOKENS)
-    return [issued(each, routed) for each in (routed, op("dispatch", rows, given), op("combine", rows, weights, given))]
+    index, given = Meta((TOKENS, choices), torch.int64), routing_meta(TOKENS)
+    routed = Op("route", (), how, (index,), (given,))
+    operands = {"route": (index,), "dispatch": (rows, given), "combine": (rows, weights, given)}
+    return [issued(name, metas, back=True, route=routed) for name, metas in operands.items()]
 
 
 PLACES: Sequence[tuple[Mesh, Names, Names, int, Sequence[tuple[int, int]]]] = [
@@ -104,7 +102,9 @@ def test_kernels_are_as_many_as_is_said(
 
 
 def test_an_op_of_the_text_is_one_call_and_its_gradients() -> None:
-    made, plain = Meta((2, 2), torch.float32, needs_grad=True), Meta((2, 2), torch.float32)
-    assert issued(Op("aten.mul.Tensor", (), {}, (made, plain), (made,)), None) == (1, 1)
-    assert issued(Op("aten.mul.Tensor", (), {}, (made, made), (made,)), None) == (1, 2)
-    assert issued(Op("aten.mul.Tensor", (), {}, (plain, plain), (plain,)), None) == (1, 0)
+    trained, plain = Meta((2, 2), torch.float32, needs_grad=True), Meta((2, 2), torch.float32)
+    found = [
+        issued("aten.mul.Tensor", operands, back=back, route=None)
+        for operands, back in [((trained, plain), True), ((trained, trained), True), ((plain, plain), False)]
+    ]
+    assert found == [(1, 1), (1, 2), (1, 0)]
