@@ -233,21 +233,25 @@ def block_cost(block: Block, machine: Machine, computed: Computed | None = None)
     )
 
 
-def calls_of(nodes: Iterable[fx.Node], stays: Container[fx.Node] = ()) -> tuple[int, int]:
-    """What the host issues for some local ops, forward and backward (:mod:`autopar.rules.issued`)."""
+def calls_of(nodes: Iterable[fx.Node], stays: Container[fx.Node] = (), by_way_of: int | None = None) -> tuple[int, int]:
+    """What the host issues for some local ops, forward and backward (:mod:`autopar.rules.issued`), where tokens that
+    travel do so ``by_way_of`` so many nodes (None: as they say)."""
     forward = backward = 0
     for node in nodes:
         if _is_call(node) or node in stays:
             given, makes = [info(operand).meta for operand in operands(node)], info(node).meta.needs_grad
-            there, back = issued(op_name(node), given, back=makes, route=_route_of(node))
+            there, back = issued(op_name(node), given, back=makes, route=_route_of(node, by_way_of))
             forward, backward = forward + there, backward + back
     return forward, backward
 
 
-def _route_of(node: fx.Node) -> Op | None:
+def _route_of(node: fx.Node, by_way_of: int | None) -> Op | None:
     """What says where the rows are that an op takes or makes, if they are of experts."""
     every = (node, *(operand for operand in operands(node) if info(operand).is_object))
-    return next((Op.of(each) for each in every if op_name(each) == ROUTE), None)
+    route = next((Op.of(each) for each in every if op_name(each) == ROUTE), None)
+    if route is None or by_way_of is None or not route.kwargs.get(EXCHANGE):
+        return route
+    return replace(route, kwargs={**route.kwargs, "nodes": by_way_of})
 
 
 def _is_call(node: fx.Node) -> bool:

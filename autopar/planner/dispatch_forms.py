@@ -1,7 +1,8 @@
 """How tokens travel to experts on other nodes: row by row (``flat``), or once to each ``node``; as is faster.
 
 Where ranks that experts are split over lie in one node, or not alike in all nodes, rows go flat. Else each block takes
-the form with which its passes take less (of equal ones the flat one), by the costs that the plan will have.
+the form with which its passes take less (of equal ones the flat one), by the costs that the plan will have, and by what
+the host issues in each.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from autopar.cost_models import step
 from autopar.errors import PlanError, ShardingError
 from autopar.graph import Block, Model, where
 from autopar.passes.expert_roads import exchange_axes, expert_roads, nodes_of, travelling
 from autopar.passes.routers import router_calls
 from autopar.plan import Plan
-from autopar.planner.block_costs import Computed, Machine, block_cost
+from autopar.planner.block_costs import Computed, Machine, block_cost, calls_of
 
 FLAT, NODE, AUTO = "flat", "node", "auto"
 
@@ -59,8 +61,15 @@ def _is_faster(block: Block, nodes: int, machine: Machine) -> bool:
     if nodes == 1:
         return False
     computed = Computed.of(block, machine.device)
-    flat, by_node = (block_cost(block, machine.by_way_of(way), computed).seconds for way in (1, nodes))
+    flat, by_node = (_seconds(block, machine.by_way_of(way), computed) for way in (1, nodes))
     return by_node < flat
+
+
+def _seconds(block: Block, machine: Machine, computed: Computed) -> float:
+    """Of passes, which wait for the host there: by way of nodes, that has more to issue."""
+    cost = block_cost(block, machine, computed)
+    ahead, back = (step.host_seconds(calls, machine.device) for calls in calls_of(block.ops, by_way_of=machine.nodes))
+    return max(cost.forward_seconds, ahead) + max(cost.backward_seconds, back)
 
 
 def _refusal(routing: fx.Node, machine: Machine) -> ShardingError:

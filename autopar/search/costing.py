@@ -107,6 +107,7 @@ class Costing:
     spared_bytes: int = 0
     root: Profile | None = None
     _passes: dict[tuple[object, ...], float] = field(default_factory=dict)
+    _hosts: dict[tuple[object, ...], float] = field(default_factory=dict)
     _machines: dict[tuple[Mesh, int], Machine] = field(default_factory=dict)
     _updates: dict[tuple[object, ...], tuple[float, float, float, float]] = field(default_factory=dict)
     keeping: Keeping = field(default_factory=Keeping)
@@ -175,7 +176,27 @@ class Costing:
         first and the last call, which may be others than the profile's."""
         if splits_further(point.way, profile):
             return 0.0
-        return self.passes_issued(point.region, profile.inner_calls)
+        return max(self.passes_issued(point.region, profile.inner_calls), self._host_waits(point, profile))
+
+    def _host_waits(self, point: Point, profile: Profile) -> float:
+        """Where passes wait for the host, how long those of a pipeline take at least because of that."""
+        region, row = point.region, SCHEDULES.get(point.schedule)
+        if row is None or not profile.host_units:
+            return 0.0
+        key = (
+            profile.key,
+            region.mesh.pp,
+            region.microbatches,
+            point.schedule,
+            point.chunks,
+            splits_head(point.family),
+        )
+        if key not in self._hosts:
+            units = profile.host_units
+            mean = region.microbatches * math.fsum(unit.seconds for unit in units) / region.mesh.pp
+            passes = self._pipeline_seconds(units, point.family, (0.0, 0.0)) if region.mesh.pp > 1 else 0.0
+            self._hosts[key] = max(mean, passes)
+        return self._hosts[key]
 
     def passes_issued(self, region: Region, calls: int) -> float:
         """Seconds that a host takes to issue the passes of a rank on average, with so many ``calls`` of all ranks in
@@ -340,7 +361,7 @@ class Costing:
 
     def _left_seconds(self, point: Point, profile: Profile) -> float:
         """Of a scatter, what a pass likely waits for: more of it runs beside passes where a rank has several stages."""
-        _, scattered, *_ = self._moves(point, profile)
+        _, scattered, *_ = self._moves(point, profile, likely=True)
         backward = self._loaded(point, profile).backward_seconds / point.region.mesh.pp
         left = max(0.0, scattered - backward) if point.zero >= 2 else 0.0
         return left * (_BESIDE if _has_several_stages(point) else 1.0)
@@ -360,7 +381,7 @@ class Costing:
     def _ends_seconds(self, point: Point, profile: Profile) -> float:
         """Of the optimizer, and of what is likely left to gather before the first pass and to sum after the last, on
         the rank with the most parameters."""
-        gathered, scattered, summed, updated = self._moves(point, profile)
+        gathered, scattered, summed, updated = self._moves(point, profile, likely=True)
         loaded, ranks, units = self._loaded(point, profile), point.region.mesh.pp, len(profile.units)
         backward = loaded.backward_seconds / ranks
         forward = loaded.seconds / ranks - backward
@@ -382,16 +403,16 @@ class Costing:
     def _streams(self, point: Point) -> bool:
         return weights_streamed(point.zero, point.offload, point.region.mesh.zero_shards(point.zero_ranks))
 
-    def _moves(self, point: Point, profile: Profile) -> tuple[float, float, float, float]:
+    def _moves(self, point: Point, profile: Profile, *, likely: bool = False) -> tuple[float, float, float, float]:
         """Seconds of one gather, one scatter and the rest of the sums of a rank's parameters, and of their update, if
-        each was one message."""
+        each was one message: at least, without gradients that not all ranks have terms of; or as is ``likely``."""
         mesh = point.region.mesh
-        key = (profile.key, mesh, point.zero, point.zero_ranks, point.offload)
+        key = (profile.key, mesh, point.zero, point.zero_ranks, point.offload, likely)
         if key not in self._updates:
             totals, none = np.zeros(4), Weights(0, 0, 0)
             lines: dict[tuple[str, ...], tuple[Weights, Weights, int]] = {}
             for axes, weights in profile.weights.items():
-                summed, layers = profile.summed.get(axes, none), profile.layers[axes]
+                summed, layers = weights if likely else profile.summed.get(axes, none), profile.layers[axes]
                 if not axes and splits_further(point.way, profile):  # as that one has it that it is laid out on
                     axes, weights, summed = ("tp",), weights.times(1 / mesh.tp), summed.times(1 / mesh.tp)
                 before = lines.get(line := mesh.data_axes(axes), (none, none, 0))

@@ -41,11 +41,13 @@ _AWAY = ("optimizer",)  # what is on the host first
 _ACTIVATIONS = ("activations",)
 _POLISHED = 4  # points like the best
 _REGIONS_POLISHED = 2
+_HOPE, _HOPES = 1.05, 0.03  # times the best that may turn out to be better; of the work of a whole search, for these
 _AWAY_TRIED = 3  # points with activations on the host
 _LOOKED = 4  # regions next to the best that are placed
 _FACTORS, _CHANGES = (8, 3, 3, 3, 3), 3  # by which those differ at most in each of their sizes, and in how many
 _SEARCHES, _AGAIN, _ELSEWHERE = 0.6, 0.1, 0.3  # of the work of a whole search: at first, then, with what is on the host
 _REST = 0.25  # of the work of a whole search, at most, of what its proof has no use for
+_DOUBTED = 0.2  # of the work of a whole search, in which what was learned of some is doubted for others
 _STORED = 0.3  # of the work of a whole search, for other ways to store what is on the host
 _LONGER = 4  # times that, if what waits may still be better by much
 _REFUSED = 2  # times that, where nothing of these fitted yet
@@ -101,8 +103,9 @@ def lay_out_likely(search: Search, learned: Learned, spared: float) -> None:
         if (likely := learned.likely(point, estimate)) > seconds:  # by what was learned meanwhile
             heapq.heappush(waiting, (likely, number, estimate, point))
             continue
-        with suppress(AutoparError):
-            learned.lay_out(search, point, estimate)
+        if not learned.is_tried(point, estimate):
+            with suppress(AutoparError):
+                learned.lay_out(search, point, estimate)
 
 
 @dataclass
@@ -114,6 +117,7 @@ class _Dive:
     learned: Learned
     share: float  # of the work of a whole search, where what waits isn't much better
     waiting: list[tuple[float, int, Region | Point]] = field(default_factory=list)
+    doubted: list[tuple[float, int, Region]] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=itertools.count)
     full: defaultdict[object, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
     tried: Counter[object] = field(default_factory=Counter)
@@ -130,7 +134,9 @@ class _Dive:
             self._wait(max(first[region], likely), region)
         for _ in range(_LOOKS):
             if not self.waiting or self.waiting[0][0] >= search.best_seconds:
-                return
+                if search.work - begun > search.most_work * min(_DOUBTED, self.share) or not self._doubt():
+                    return
+                continue
             is_near = search.best_seconds < _NEAR * self.waiting[0][0]
             limit = search.most_work * (self.share if is_near else _LONGER * _SEARCHES)
             limit *= _REFUSED if self._only_refused else 1
@@ -176,25 +182,41 @@ class _Dive:
         likely, kind = max(first, search.likely(region, self.offload)), Kind.of(search, region, self.offload)
         better = self.learned.unplaced(kind, likely)
         if self.learned.laid_out(kind, likely) >= search.best_seconds:
-            return
-        if better > estimate:
+            heapq.heappush(self.doubted, (likely, next(self.numbers), region))
+        elif better > estimate:
             self._wait(better, region)
         elif search.place_reference(region, likely=True):
             self._wait(estimate, region)
-        elif self._is_new(region) and search.place(region) is not None:
-            found = list(_estimated(search, region, self.offload))
-            for estimate, point in found:
-                search.note(point, estimate)
-                self._wait(estimate, point)
-            if not found:
-                full.append((mesh.pp, region.rows))
-                self.placed[_axes(region), mesh.pp > 1] -= 1
-                return
-            best = min(found, key=itemgetter(0))
-            self.learned.placed[kind].append(best[0] / likely)
-            least = self.waiting[0][0] if self.waiting else math.inf
-            if self._begins and best[0] < min(search.best_seconds, _NEAR * least):
-                self._try(best[1])
+        else:
+            self._place(region, likely, kind)
+
+    def _place(self, region: Region, likely: float, kind: Kind) -> None:
+        """Let its points wait, which tell how far what was ``likely`` is off."""
+        search, mesh = self.search, region.mesh
+        if not self._is_new(region) or search.place(region) is None:
+            return
+        found = list(_estimated(search, region, self.offload))
+        for estimate, point in found:
+            search.note(point, estimate)
+            self._wait(estimate, point)
+        if not found:
+            self.full[_axes(region)].append((mesh.pp, region.rows))
+            self.placed[_axes(region), mesh.pp > 1] -= 1
+            return
+        best = min(found, key=itemgetter(0))
+        self.learned.placed[kind].append(best[0] / likely)
+        least = self.waiting[0][0] if self.waiting else math.inf
+        if self._begins and best[0] < min(search.best_seconds, _NEAR * least):
+            self._try(best[1])
+
+    def _doubt(self) -> bool:
+        """Place the region that would be the best of those that were left out for what others turned out to take; False
+        if none would be better than the best."""
+        if not self.doubted or self.doubted[0][0] >= self.search.best_seconds:
+            return False
+        likely, _, region = heapq.heappop(self.doubted)
+        self._place(region, likely, Kind.of(self.search, region, self.offload))
+        return True
 
     @property
     def _begins(self) -> bool:
@@ -218,7 +240,7 @@ class _Dive:
     def _try(self, point: Point) -> None:
         """Lay it out, unless points like it were tried often enough, or took too much longer than they were likely
         to."""
-        if point in self.laid_out:
+        if point in self.laid_out or self.learned.is_tried(point, self.estimates[point]):
             return
         region, search = point.region, self.search
         alike, degrees = (region, point.schedule, point.zero), (region.mesh.pp, region.mesh.tp, point.schedule)
@@ -384,10 +406,14 @@ def _sizes(region: Region) -> tuple[int, ...]:
 
 
 def _polish(search: Search, learned: Learned) -> None:
-    """Lay out what is done otherwise on the regions of the best, on the device."""
+    """Lay out what is done otherwise on the regions of the best, on the device; where that takes little work, on the
+    best's also what looks a little worse."""
     limit = max(search.most_work, search.work + search.most_work / 3)
     for region in list(_by_region(search))[:_REGIONS_POLISHED]:
         _try_likely(search, region, [list(search.stored(f)) for f in search.families_of(region)], limit, learned)
+    limit, region = search.work + _HOPES * search.most_work, next(iter(_by_region(search)))
+    families = [list(search.stored(family)) for family in search.families_of(region)]
+    _try_likely(search, region, families, limit, learned, hope=_HOPE)
 
 
 def _polish_away(search: Search, learned: Learned) -> None:
@@ -439,8 +465,10 @@ def _try_likely(
     limit: float,
     learned: Learned,
     tries: int = _POLISHED,
+    hope: float = 1.0,
 ) -> None:
-    """Lay out what is likely to be better than the best, of points of some families of ``region``."""
+    """Lay out what is likely to take less than ``hope`` times as long as the best, of points of some families of
+    ``region``."""
     profile = search.profile(region)
     assert profile is not None
     waiting = [
@@ -453,7 +481,11 @@ def _try_likely(
         if not math.isinf(estimate):
             search.note(point, estimate)
     tried = {outcome.point for outcome in search.outcomes} | set(search.refusals)
-    for estimate, _, point in [item for item in sorted(waiting) if item[-1] not in tried][:tries]:
-        if learned.likely(point, estimate) < search.best_seconds and search.work < limit:
+    for estimate, _, point in sorted(waiting):
+        if not tries or search.work >= limit:
+            return
+        is_new = point not in tried and not learned.is_tried(point, estimate)
+        if is_new and learned.likely(point, estimate) < hope * search.best_seconds:
+            tries -= 1
             with suppress(AutoparError):
                 learned.lay_out(search, point, estimate)

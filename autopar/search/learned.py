@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from autopar.options import activations_on_host
-from autopar.search.space import Point, Region, splits_head
+from autopar.search.space import Point, Region, promise, splits_head, stages_of
 
 if TYPE_CHECKING:
     from autopar.search.loop import Search
@@ -41,6 +41,7 @@ class Learned:
     known: defaultdict[object, list[float]] = field(default_factory=lambda: defaultdict(list))
     placed: defaultdict[Kind, list[float]] = field(default_factory=lambda: defaultdict(list))
     times: defaultdict[bool, list[float]] = field(default_factory=lambda: defaultdict(list))
+    _tried: set[tuple[object, ...]] = field(default_factory=set)
 
     def unplaced(self, kind: Kind, estimate: float) -> float:
         """What the least of a region's points is likely to be estimated at, if it does as well as any other, or a
@@ -68,8 +69,14 @@ class Learned:
         off = max(0.0, min(known) * (1 - _DOUBT) - 1.0)
         return estimate * (1.0 + (off if len(known) >= SEVERAL else off / 2))
 
+    def is_tried(self, point: Point, estimate: float) -> bool:
+        """Whether one was laid out, or refused, that does the same under another schedule's name: of few microbatches,
+        several have the same order."""
+        return _twins(point, estimate) in self._tried
+
     def lay_out(self, search: Search, point: Point, estimate: float) -> None:
         """Raises AutoparError where it can't run or doesn't fit."""
+        self._tried.add(_twins(point, estimate))
         times = search.lay_out(point).step_seconds / estimate
         self.times[point.region.mesh.pp > 1].append(times)
         for kind in (*kinds(point), place_of(point)):
@@ -81,6 +88,12 @@ def kinds(point: Point) -> list[tuple[object, ...]]:
     heads = splits_head(point.family)
     found: list[tuple[object, ...]] = [(point.schedule, heads, point.zero, point.zero_ranks, point.offload)]
     return [*found, (point.offload,)] if point.offload else found
+
+
+def _twins(point: Point, estimate: float) -> tuple[object, ...]:
+    """Points of which nothing is known that tells them apart."""
+    seconds = f"{estimate / promise(point):.9e}"
+    return point.region, stages_of(point), point.vocabulary, point.way, point.head_chunks, seconds
 
 
 def place_of(point: Point) -> tuple[object, ...]:

@@ -336,7 +336,7 @@ class Search:
         issued = self._issued(region)
         if self._outlook is None:
             return issued
-        times = self.scaling.layers(region.key, likely=True)
+        times = self.scaling.likely(region.key)
         found = self._outlook.likely(region, self._likely_ways(region, offload), times, self.like(region.key))
         return max(found, issued)
 
@@ -345,7 +345,7 @@ class Search:
         found = dict.fromkeys(regions, 0.0)
         for some in together(regions) if self._outlook is not None else ():
             assert self._outlook is not None
-            times = [self.scaling.layers(region.key, likely=True) for region in some]
+            times = [self.scaling.likely(region.key) for region in some]
             ways = [self._likely_ways(region, offload) for region in some]
             found |= zip(some, map(float, self._outlook.all_likely(some, ways, times)), strict=True)
         return [max(seconds, self._issued(region)) for region, seconds in found.items()]

@@ -29,7 +29,8 @@ from autopar.search.interleaving import Counts
 from autopar.search.keeping import Ratios, folded_kept, looped_kept, looped_messages, straight_kept, straight_messages
 from autopar.search.layers import LayerWeight, Messages, Scaler, layer_weights, weights_of_layer
 from autopar.search.profiles import Key, Profile, Weights
-from autopar.search.ranks import even, kind_of, kinds_of, last_rank, ranks_of, unevenness, with_last
+from autopar.search.ranks import even, kind_of, kinds_of, last_rank, ranks_of, unevenness, waited, with_last
+from autopar.search.scaling import Times
 from autopar.search.space import Family, Point, Region, Way, expert_share, splits_head, stages_of
 from autopar.search.ways import (
     Adds,
@@ -187,27 +188,28 @@ class Outlook:
         least: Array = np.min(found, axis=0)
         return least
 
-    def likely(self, region: Region, ways: Iterable[Way], times: Array, like: Profile | None) -> float:
+    def likely(self, region: Region, ways: Iterable[Way], times: Times, like: Profile | None) -> float:
         """Seconds of a likely step of ``region``, with one stage on each rank, or with many.
 
         ``like`` is a profile with as many ranks on each axis: other rows take as long, and weights are split as there.
         """
         if like is None or not self.scaler.suits(like):
             return float(self.all_likely([region], [list(ways)], [times])[0])
-        layers, ways = self.scaler.scaled(region.key, times), list(ways)
-        layers = self._sending(layers.slower(self.scaler.timed(like), region.rows / like.key.rows), region)
+        layers, ways = self.scaler.scaled(region.key, times.layers), list(ways)
+        layers = layers.slower(self.scaler.timed(like), region.rows / like.key.rows)
+        layers = self._sending(layers.waiting(*like.host_passes(self.scaler.block)), region)
         count = region.microbatches
         every = [self._of_way(region.mesh, like, way, count, split=False) for way in ways]
         stored = [every[place] for place in undominated(every)]
         last = np.array(self.scaler.last_bytes(region.key))
         return float(self._likely_seconds(region, layers, stored, last, away=any_away(ways)).min())
 
-    def all_likely(self, regions: Sequence[Region], ways: Sequence[Sequence[Way]], times: Sequence[Array]) -> Array:
+    def all_likely(self, regions: Sequence[Region], ways: Sequence[Sequence[Way]], times: Sequence[Times]) -> Array:
         """The same of ``regions`` with as many pipeline ranks and microbatches, like which nothing is known."""
         count = regions[0].microbatches
         stored = [self._best_ways(region.mesh, some, count)[0] for region, some in zip(regions, ways, strict=True)]
         pairs = zip(regions, times, strict=True)
-        each = [self._sending(self.scaler.scaled(region.key, its), region) for region, its in pairs]
+        each = [self._sending(self.scaler.scaled(r.key, its.layers).waiting(*its.host), r) for r, its in pairs]
         rows = list(zip(each, stored, strict=True))
         layers, every = beside_each_other(rows)
         last = np.repeat([self.scaler.last_bytes(region.key) for region in regions], list(map(len, stored)))
@@ -222,9 +224,9 @@ class Outlook:
         chunks = max(1, min(_STAGES, layers.count // pp))
         kinds = [even(layers, straight_kept(pp, count), (pp - 1, straight_messages(pp, count)), 1)]
         if chunks > 1 < pp:
-            looped = (pp - 1) / chunks, looped_messages(pp, chunks)
+            looped, folded = ((waited(pp, count, each), looped_messages(pp, each)) for each in (chunks, 2))
             kinds.append(even(layers, looped_kept(pp, count, chunks), looped, chunks))
-            kinds.append(even(layers, 1.5 * folded_kept(pp, count), ((pp - 1) / 2, looped_messages(pp, 2)), 2))
+            kinds.append(even(layers, 1.5 * folded_kept(pp, count), folded, 2))
         kinds = [with_last(ranks, last, "straight") for ranks in kinds]
         hosts = [self._host(ranks, region, (), away=away) for ranks in kinds]
         budget = self.costing.budget_bytes
@@ -241,7 +243,8 @@ class Outlook:
         if family.schedule not in SCHEDULES or not self.scaler.suits(profile):
             return np.array([self.costing.bound(point, profile) for point in points])
         region, count = family.region, family.region.microbatches
-        layers = self._sending(self.scaler.placed(profile) if kept else self.scaler.timed(profile), region, profile)
+        layers = self.scaler.placed(profile) if kept else self.scaler.timed(profile)
+        layers = self._sending(layers.waiting(*profile.host_passes(self.scaler.block)), region, profile)
         stored = [self._of_point(point, profile) for point in points]
         asked = (family.schedule, region.mesh.pp, count, family.chunks, MODES[family.vocabulary].head)
         likely = self.costing.keeping.likely(*asked, Ratios.of(*profile.passes))
@@ -259,7 +262,7 @@ class Outlook:
     def _unevenness(self, family: Family, profile: Profile, stages: int) -> float:
         key = profile.key, stages, splits_head(family)
         if key not in self._uneven:
-            seconds = [unit.seconds for unit in profile.units]
+            seconds = [unit.seconds for unit in profile.waiting_units]
             inner = seconds[1:-1] if splits_head(family) and len(seconds) > 2 else seconds
             self._uneven[key] = unevenness(inner, math.fsum(seconds) - math.fsum(inner), stages)
         return self._uneven[key]

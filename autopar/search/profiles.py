@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 from torch import fx
 
 from autopar.cluster import Cluster
+from autopar.cost_models import step
 from autopar.errors import AutoparError
 from autopar.graph import AxisRef, Info, Model, info
 from autopar.mesh import Mesh
@@ -136,6 +137,26 @@ class Profile:
         """What the host issues for a microbatch's passes."""
         return sum(sum(self.costs[unit.block].passes(split=False)) for unit in self.units)
 
+    def host_passes(self, block: int) -> tuple[float, float]:
+        """Seconds that the host needs for the passes of a call of ``block``, forward and backward (of both parts of
+        it), where it has no lead; zeros where it has."""
+        cost, device = self.costs[block], self.placed.request.cluster.device
+        forward, backward = cost.passes(split=True) if cost.reads_counts else (0, 0)
+        return step.host_seconds(forward, device), step.host_seconds(backward, device)
+
+    @cached_property
+    def host_units(self) -> list[Unit]:
+        """Units by what the host needs for them where passes wait for it; all of a backward may be of its weights'
+        gradients. None where it has a lead everywhere."""
+        each = [(unit.block, *self.host_passes(unit.block)) for unit in self.units]
+        return [Unit(*both, both[-1]) for both in each] if any(both[1] for both in each) else []
+
+    @cached_property
+    def waiting_units(self) -> list[Unit]:
+        """Units whose passes wait for the host, as those of stages of them alone do."""
+        each = ((unit, *self.host_passes(unit.block)) for unit in self.units)
+        return [replace(u, forward=max(u.forward, ahead), backward=max(u.backward, back)) for u, ahead, back in each]
+
     @cached_property
     def message_bytes(self) -> tuple[int, int]:
         """Of a microbatch, what any two stages send each other at least: on, and back."""
@@ -226,8 +247,9 @@ class Profile:
 
     @cached_property
     def passes(self) -> tuple[float, float, float]:
-        """Seconds of a microbatch through all units: forward, backward, and weights' gradients of that."""
-        each = zip(*((unit.forward, unit.backward, unit.weights) for unit in self.units), strict=True)
+        """Seconds of a microbatch through all units, with what they wait for the host: forward, backward, and weights'
+        gradients of that."""
+        each = zip(*((unit.forward, unit.backward, unit.weights) for unit in self.waiting_units), strict=True)
         forward, backward, weights = map(math.fsum, each)
         return forward, backward, weights
 

@@ -94,6 +94,12 @@ def even(layers: Layers, kept: Array, waits: tuple[float, float], each: int) -> 
     return replace(ranks, passing=passing, transient=True, messages=(waits[1] / 2, waits[1] / 2))
 
 
+def waited(ranks: int, microbatches: int, stages: int) -> float:
+    """For how many passes of a microbatch through a rank each waits, which has several ``stages``: of fewer
+    microbatches than ranks, until the first one is back for each."""
+    return max(ranks - 1, stages * (ranks - microbatches) + microbatches - 1) / stages
+
+
 def unevenness(seconds: Sequence[float], spread: float, stages: int) -> float:
     """How many times as long a step is likely to take as with stages that are all as long: cut between units that take
     so many ``seconds``, beside which all ranks have the same ``spread`` to do."""

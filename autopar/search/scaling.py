@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -41,6 +41,14 @@ from autopar.search.profiles import Key, Profile
 
 _AXES: Final = ("ep", "cp", "tp")
 _TOTAL: Final = 5  # the place of what all calls take, after the five figures of layers
+
+
+class Times(NamedTuple):
+    """What layers are likely to take: the five figures of :class:`autopar.search.layers.LayerTimes`, and what the
+    ``host`` needs for the passes of one where these wait for it."""
+
+    layers: Array
+    host: tuple[float, float]
 
 
 class Scaling:
@@ -59,6 +67,7 @@ class Scaling:
         shape = len(self._place), _TOTAL + 1
         self._plain, self._split, self._sent = np.zeros(shape), np.zeros(shape), np.zeros(shape)
         self._on: dict[tuple[str, int], list[Profile]] = {}  # by the one axis that they are on, and its size
+        self._issued: dict[str, Array] = {}  # of a layer's passes, on any placement with that one axis
         self._sent_over: dict[tuple[Key, Link], Array] = {}
         self._links: dict[tuple[int, int], Link] = {}  # by ranks, and how far apart these are
         self._learned: dict[Key, Profile] = {}
@@ -71,6 +80,15 @@ class Scaling:
     def layers(self, key: Key, *, likely: bool = False) -> Array:
         """The five figures of :class:`autopar.search.layers.LayerTimes`."""
         return self._found(key, likely)[:_TOTAL]
+
+    def likely(self, key: Key) -> Times:
+        """Of a layer. The host is likely to need what it does with any one of the axes."""
+        found = self.layers(key, likely=True)
+        if self._block is None or not any(plain := self._root.host_passes(self._block)):
+            return Times(found, (0.0, 0.0))
+        each = [np.array(plain), *(self._issued[axis] for axis in key.axes() if axis in self._issued)]
+        forward, backward = np.max(each, axis=0).tolist()
+        return Times(found, (forward, backward))
 
     def _found(self, key: Key, likely: bool) -> Array:
         if key not in self._place:
@@ -133,6 +151,10 @@ class Scaling:
             if profile.key == alone(axes[0], profile.key, self._root.key.rows):
                 self._sent += np.where(here[:, None], share * self._least_messages(profile, axes[0]), 0.0)
             self._on.setdefault((axes[0], getattr(profile.key, axes[0])), []).append(profile)
+            if self._times(profile) is not None:
+                assert self._block is not None
+                most = self._issued.setdefault(axes[0], np.zeros(2))
+                np.maximum(most, profile.host_passes(self._block), out=most)
 
     def _shares(self, known: Key) -> Array:
         """Of the microbatch of ``known``, what each key's is at least; 0 where it is no part of it, or that one does

@@ -32,8 +32,9 @@ class Layers:
     backward that the next one waits for (``inputs``), and of its ``weights``' gradients; seconds of all other calls
     (``beside``: forward, backward), of the last one alone at least (``last``). A layer may keep ``saved`` bytes
     (falling) for ``extra`` seconds more (rising, convex), a ``share`` of both, and works in ``working`` bytes; what its
-    weights' gradients need takes ``later`` bytes. What a stage gives takes ``sent`` seconds to the next rank, and what
-    comes back to it. What isn't counted may differ by way to store them: then it is an array."""
+    weights' gradients need takes ``later`` bytes. For a backward that waits for it, the host needs ``issued`` seconds,
+    whatever is computed in it. What a stage gives takes ``sent`` seconds to the next rank, and what comes back to it.
+    What isn't counted may differ by way to store them: then it is an array."""
 
     count: int
     ahead: int
@@ -48,6 +49,7 @@ class Layers:
     share: Figure = 1.0
     last: float = 0.0
     later: Figure = 0.0
+    issued: Figure = 0.0
     sent: tuple[Figure, Figure] = (0.0, 0.0)
 
     def slower(self, other: Layers, share: float) -> Layers:
@@ -62,6 +64,10 @@ class Layers:
                 np.maximum(self.beside[1], share * other.beside[1]),
             ),
         )
+
+    def waiting(self, forward: float, backward: float) -> Layers:
+        """With passes that the host needs so long for, where it has no lead."""
+        return replace(self, forward=np.maximum(self.forward, forward), issued=backward)
 
 
 class Stored(NamedTuple):
@@ -166,6 +172,7 @@ def side_by_side(rows: Sequence[tuple[Layers, int]]) -> Layers:
         beside=(column(layers.beside[0] for layers, _ in rows), column(layers.beside[1] for layers, _ in rows)),
         working=column(layers.working for layers, _ in rows),
         later=column(layers.later for layers, _ in rows),
+        issued=column(layers.issued for layers, _ in rows),
         share=column(layers.share for layers, _ in rows),
         sent=(column(layers.sent[0] for layers, _ in rows), column(layers.sent[1] for layers, _ in rows)),
     )
@@ -223,9 +230,10 @@ def least_seconds(
             break
         most = layers.count
     beside, (forward, backward) = _beside(layers, ranks, microbatches), passes_of(layers, stored)
+    inputs = np.maximum(layers.inputs, layers.issued - layers.weights - stored[:, 3])
     waited = ranks.idle[0] * forward + ranks.idle[1] * backward
     waited = waited + (ranks.messages[0] * layers.sent[0] + ranks.messages[1] * layers.sent[1])
-    until = backward if ranks.ends else layers.inputs
+    until = backward if ranks.ends else inputs
     latency = layers.count * (forward + until) + (0.0 if ranks.spreads_head else layers.beside[0])
     latency = latency + ranks.hops * (layers.sent[0] + layers.sent[1])
     found = np.maximum(np.maximum(mean + beside + waited, slowest), latency)
@@ -236,7 +244,8 @@ def least_seconds(
 
 def passes_of(layers: Layers, stored: Array) -> tuple[Array, Array]:
     """By way, seconds of a layer's forward and backward, which wait for no gather: what others wait for."""
-    forward, backward = layers.forward + np.zeros(len(stored)), layers.inputs + layers.weights + stored[:, 3]
+    forward = layers.forward + np.zeros(len(stored))
+    backward = np.maximum(layers.inputs + layers.weights + stored[:, 3], layers.issued)
     held = stored[:, 4]
     return forward + _slowed(forward, stored[:, 1], held) if held.any() else forward, backward
 
@@ -383,6 +392,7 @@ def _layer_passes(layers: Layers, stored: Array, ranks: Ranks, count: Array, ext
             backward = backward + _slowed(backward, gathered, held)
         else:
             backward = backward + _slowed(backward, gathered + beside, held)
+    backward = np.maximum(backward, _by_way(layers.issued) - (completing if ranks.puts_off else 0.0))
     if gathers and not ranks.goes_on:
         forward, backward = np.maximum(forward, gathered), np.maximum(backward, gathered)
     return forward, forward + backward + (completing if ranks.puts_off else 0.0)
