@@ -111,9 +111,7 @@ def qwen3_moe(layers: int, width: int, inner: int, sequence: int, vocabulary: in
         sizes = {"hidden_size": width, "moe_intermediate_size": inner, "num_hidden_layers": layers, **heads}
         experts = {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
         return Qwen3MoeForCausalLM(
-            Qwen3MoeConfig(
-                vocab_size=vocabulary, max_position_embeddings=sequence, use_cache=False, **sizes, **experts
-            )
+            Qwen3MoeConfig(vocab_size=vocabulary, max_position_embeddings=sequence, use_cache=False, **sizes, **experts)
         )
 
     return made

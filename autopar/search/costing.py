@@ -15,22 +15,21 @@ from autopar.errors import AutoparError, BudgetError
 from autopar.graph import Model
 from autopar.mesh import Mesh
 from autopar.options import Options, activations_on_host, masters_on_host, weights_streamed
-from autopar.passes.recompute import own_modules
 from autopar.planner.block_costs import BlockCost, Machine
 from autopar.planner.build import moved_seconds, rank_plan
 from autopar.planner.fitting import Layout
 from autopar.planner.modes import MODES
 from autopar.planner.offload import require_host
 from autopar.planner.pipeline import Pipeline, Wanted, lay_out
-from autopar.planner.rank_memory import MOMENTS, Storage, rank_state
+from autopar.planner.rank_memory import MOMENTS, Storage
 from autopar.schedules import Timelines
 from autopar.schedules.registry import SCHEDULES, swaps_both_ways
 from autopar.search.bounds import Held, by_paths, folded, recomputed, shared_out, straight
 from autopar.search.ends import left_seconds, most_parameters
 from autopar.search.gradients import Sums
+from autopar.search.held import held_by
 from autopar.search.interleaving import Interleaving
 from autopar.search.keeping import Keeping
-from autopar.search.layers import layer_block
 from autopar.search.profiles import Key, Profile, Profiler, Unit, Weights
 from autopar.search.space import BEATEN, Family, Point, Region, Way, moves_each_time, splits_head
 
@@ -405,14 +404,15 @@ class Costing:
 
     def _moves(self, point: Point, profile: Profile, *, likely: bool = False) -> tuple[float, float, float, float]:
         """Seconds of one gather, one scatter and the rest of the sums of a rank's parameters, and of their update, if
-        each was one message: at least, without gradients that not all ranks have terms of; or as is ``likely``."""
+        each was one message: at least, without gradients that only some ranks have terms of; or as is ``likely``."""
         mesh = point.region.mesh
         key = (profile.key, mesh, point.zero, point.zero_ranks, point.offload, likely)
         if key not in self._updates:
             totals, none = np.zeros(4), Weights(0, 0, 0)
             lines: dict[tuple[str, ...], tuple[Weights, Weights, int]] = {}
             for axes, weights in profile.weights.items():
-                summed, layers = weights if likely else profile.summed.get(axes, none), profile.layers[axes]
+                sums = profile.summed_partly if likely else profile.summed
+                summed, layers = sums.get(axes, none), profile.layers[axes]
                 if not axes and splits_further(point.way, profile):  # as that one has it that it is laid out on
                     axes, weights, summed = ("tp",), weights.times(1 / mesh.tp), summed.times(1 / mesh.tp)
                 before = lines.get(line := mesh.data_axes(axes), (none, none, 0))
@@ -567,36 +567,3 @@ def parts_of(pipeline: Pipeline, costs: Sequence[BlockCost], model: Model) -> di
         "the host": timeline.step_seconds - timeline.makespan_seconds,
     }
     return {name: seconds for name, seconds in found.items() if seconds}
-
-
-def held_by(profile: Profile, storage: Storage, recompute: str) -> Held | None:
-    """What units take and hold; None where no block is called twice."""
-    block = layer_block(profile)
-    if block is None:
-        return None
-    first = {unit.block: _first_call(profile, unit.block) for unit in profile.units}
-    states = {b: rank_state(profile.model, [i], storage).device_bytes for b, i in first.items()}
-    leanest = {b: _least_bytes(profile, i, recompute) for b, i in first.items() if b != block}
-    saved, extra = profile.hull(block, first[block], recompute)
-    blocks = [unit.block for unit in profile.units]
-    return Held(
-        seconds=np.array([unit.seconds for unit in profile.units]),
-        forward=np.array([unit.forward for unit in profile.units]),
-        state=np.array([float(states[b]) for b in blocks]),
-        least=np.array([float(leanest.get(b, 0)) for b in blocks]),
-        layers=np.array([float(b == block) for b in blocks]),
-        working=np.array([float(profile.activations.working_bytes[b]) for b in blocks]),
-        saved=saved,
-        extra=extra,
-    )
-
-
-def _first_call(profile: Profile, block: int) -> int:
-    return next(i for i, call in enumerate(profile.model.calls) if call.block == block)
-
-
-def _least_bytes(profile: Profile, call: int, recompute: str) -> int:
-    """Of a microbatch, with everything recomputed that can be."""
-    choices = profile.activations.choices[profile.model.calls[call].block]
-    layer = call in own_modules(profile.model)
-    return profile.activations.call_bytes(call, choices.whole if layer and recompute == "auto" else choices.none)

@@ -174,6 +174,11 @@ class Scaler:
             later=float(profile.costs[self.block].later_bytes),
         )
 
+    def alike(self, profile: Profile, share: float) -> Layers:
+        """With passes of so many times the rows of ``profile``, which have as many launches."""
+        times, launches = figures(profile.units, self.block), LayerTimes.of(profile, self.block).launches
+        return _timed(self.layers, share * (times - launches) + launches)
+
     def placed(self, profile: Profile) -> Layers:
         """Of a placement, with what its own layers keep and work in."""
         first = next(i for i, call in enumerate(profile.model.calls) if call.block == self.block)

@@ -56,6 +56,7 @@ from autopar.search.wholesale import (
 _STAGES: Final = 8  # of a rank at most, where several are likely
 _STEADY: Final = 2  # times the ranks: of fewer microbatches, none are taken to wait as those of a steady state do
 _BOUNDLESS: Final = 1e30
+_TINY: Final = 1e-30
 
 
 class View(NamedTuple):
@@ -196,7 +197,7 @@ class Outlook:
         if like is None or not self.scaler.suits(like):
             return float(self.all_likely([region], [list(ways)], [times])[0])
         layers, ways = self.scaler.scaled(region.key, times.layers), list(ways)
-        layers = layers.slower(self.scaler.timed(like), region.rows / like.key.rows)
+        layers = layers.slower(self.scaler.alike(like, region.rows / like.key.rows))
         layers = self._sending(layers.waiting(*like.host_passes(self.scaler.block)), region)
         count = region.microbatches
         every = [self._of_way(region.mesh, like, way, count, split=False) for way in ways]
@@ -222,7 +223,10 @@ class Outlook:
         """By way, for the best of what stages are likely; the last call works in ``last`` bytes."""
         pp, count = region.mesh.pp, region.microbatches
         chunks = max(1, min(_STAGES, layers.count // pp))
-        kinds = [even(layers, straight_kept(pp, count), (pp - 1, straight_messages(pp, count)), 1)]
+        straight = even(layers, straight_kept(pp, count), (pp - 1, straight_messages(pp, count)), 1)
+        inputs = np.maximum(layers.inputs, layers.issued - layers.weights)
+        waited_for = inputs / np.maximum(inputs + layers.weights, _TINY)  # of a backward, where it is split
+        kinds = [replace(straight, idle=(straight.idle[0], waited_for * straight.idle[1]))]
         if chunks > 1 < pp:
             looped, folded = ((waited(pp, count, each), looped_messages(pp, each)) for each in (chunks, 2))
             kinds.append(even(layers, looped_kept(pp, count, chunks), looped, chunks))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -267,17 +267,27 @@ class Profile:
         return Counter(split for kinds in self.unit_parameters for split in {kind.split for kind in kinds})
 
     @cached_property
+    def _sums(self) -> dict[str, tuple[str, ...]]:
+        return parameter_sums(self.model)
+
+    @cached_property
     def weights(self) -> dict[tuple[str, ...], Weights]:
         """Of all trained parameters, by the axes that they are split on."""
-        return self._weights(summed=False)
+        return self._weights(lambda axes, sums: True)
 
     @cached_property
     def summed(self) -> dict[tuple[str, ...], Weights]:
         """Of those whose gradient is a sum over all ranks that they are whole on."""
-        return self._weights(summed=True)
+        return self._weights(lambda axes, sums: axes <= sums)
 
-    def _weights(self, *, summed: bool) -> dict[tuple[str, ...], Weights]:
-        model, sums = self.model, parameter_sums(self.model) if summed else {}
+    @cached_property
+    def summed_partly(self) -> dict[tuple[str, ...], Weights]:
+        """Of those whose gradient is a sum over some of them, too: others may have computed the same."""
+        return self._weights(lambda axes, sums: axes <= sums or not axes.isdisjoint(sums))
+
+    def _weights(self, counts: Callable[[set[str], set[str]], bool]) -> dict[tuple[str, ...], Weights]:
+        """Of those that count, by the axes of ranks that they are whole on, and those over which gradients are sums."""
+        model, sums = self.model, self._sums
         found: dict[tuple[str, ...], Weights] = {}
         splits: dict[int, tuple[str, ...]] = {}  # equal layers share what is known of a parameter
         for name, data in _parameters(model).items():
@@ -286,7 +296,7 @@ class Profile:
                 if id(data) not in splits:
                     splits[id(data)] = tuple(axis for axis, kind in data.types().items() if kind.is_shard)
                 split = splits[id(data)]
-                if summed and not set(self.placed.request.mesh.data_axes(split)) <= set(sums[name]):
+                if not counts(set(self.placed.request.mesh.data_axes(split)), set(sums[name])):
                     continue
                 here = Weights(
                     data.meta.numel, data.meta.bytes, data.meta.numel * (known.master or data.meta.dtype).itemsize

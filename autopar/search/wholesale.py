@@ -52,17 +52,14 @@ class Layers:
     issued: Figure = 0.0
     sent: tuple[Figure, Figure] = (0.0, 0.0)
 
-    def slower(self, other: Layers, share: float) -> Layers:
-        """With passes that take as long as that part of those of ``other``, if they don't already."""
+    def slower(self, other: Layers) -> Layers:
+        """With passes that take as long as those of ``other``, if they don't already."""
         return replace(
             self,
-            forward=np.maximum(self.forward, share * other.forward),
-            inputs=np.maximum(self.inputs, share * other.inputs),
-            weights=np.maximum(self.weights, share * other.weights),
-            beside=(
-                np.maximum(self.beside[0], share * other.beside[0]),
-                np.maximum(self.beside[1], share * other.beside[1]),
-            ),
+            forward=np.maximum(self.forward, other.forward),
+            inputs=np.maximum(self.inputs, other.inputs),
+            weights=np.maximum(self.weights, other.weights),
+            beside=(np.maximum(self.beside[0], other.beside[0]), np.maximum(self.beside[1], other.beside[1])),
         )
 
     def waiting(self, forward: float, backward: float) -> Layers:
@@ -103,7 +100,7 @@ class Ranks:
     share: Array
     waits: tuple[Array, Array]
     must: Flags
-    idle: tuple[float, float]
+    idle: tuple[Figure, Figure]
     ahead: Array
     ends: bool
     puts_off: bool

@@ -94,6 +94,16 @@ def test_the_cheaper_form_is_taken(choices: int, mesh: Mesh, per_node: int, node
     assert seconds["auto"] == min(seconds.values())
 
 
+def test_where_the_host_is_slow_tokens_go_at_once() -> None:
+    """By way of nodes there is more to issue, and passes wait for that."""
+    choices, mesh, per_node, nodes = CHOSEN[0]
+    case, cluster = mixtral(16, choices=choices, layers=1), replace(SLOW_NETWORK, devices_per_node=per_node)
+    slow = replace(cluster, device=replace(cluster.device, host_call_seconds=1.0))
+    plans = {way: compiled(case, mesh, dispatch=way, cluster=slow).plan for way in ("flat", "node", "auto")}
+    assert [row.nodes for row in plans["auto"].experts] == [1] != [nodes]
+    assert plans["auto"].step_seconds == plans["flat"].step_seconds < plans["node"].step_seconds
+
+
 ALL_ELSE: list[tuple[Mesh, int, dict[str, Any]]] = [
     ({"dp": 8, "ep": 8}, 4, {"zero": 3}),
     ({"dp": 8, "ep": 8}, 2, {"per_node": 4}),

@@ -16,7 +16,7 @@ from autopar.search import costing
 from autopar.search.costing import Costing, Outcome
 from autopar.search.space import Point, Region
 from tests.fast_cluster import BUSY, FAST
-from tests.search.spaces import search_of
+from tests.search.spaces import every_point, experts_on, search_of
 
 
 def best(name: str, **given: Any) -> Outcome:
@@ -69,7 +69,7 @@ def test_scatters_go_one_after_the_other_after_the_first_forward(monkeypatch: py
     point = Point(Region(Mesh(pp=2, dp=4), 1, 2), "1f1b", None, "redistributed", 2, 0, (), 1)
     profile, costs = search.place(point.region), search.costing
     assert profile is not None
-    monkeypatch.setattr(Costing, "_moves", lambda *_: (0.5, 1.0, 0.0, 0.0))  # a scatter takes a second
+    monkeypatch.setattr(Costing, "_moves", lambda *_, **_likely: (0.5, 1.0, 0.0, 0.0))  # a scatter takes a second
     after, first = costs._update_seconds(point, profile), sum(unit.forward for unit in profile.units[1:-1])
     left = 1.0 - sum(unit.backward for unit in profile.units) / 2
     assert 0 < first < 0.1 < left
@@ -122,3 +122,20 @@ def test_stages_send_each_other_no_less_than_is_known_before(
     monkeypatch.setattr(silent, "sent_seconds", lambda *_: (0.0, 0.0))
     without = silent.bound(point, profile), silent.memory_bound(point, profile)
     assert all(one > other for one, other in zip(with_them, without, strict=True))
+
+
+def test_what_only_some_ranks_have_terms_of_is_likely_summed() -> None:
+    """Experts that get whole sequences on every rank of cp: their gradients are sums over dp alone. No bound counts
+    them, since others may compute the same on all."""
+    search = experts_on(FAST, 8, mesh={"dp": 4, "cp": 2}, microbatch=1, offload=())
+    search.glance()
+    point = next(point for point in every_point(search) if point.zero == 0 and point.region.mesh.ep == 1)
+    profile = search.place(point.region)
+    assert profile is not None
+    every, partly, summed = (
+        sum(weights.elements for weights in kinds.values())
+        for kinds in (profile.weights, profile.summed_partly, profile.summed)
+    )
+    assert every >= partly > summed
+    (*_, least, _), (*_, likely, _) = (search.costing._moves(point, profile, likely=each) for each in (False, True))
+    assert least < likely

@@ -16,7 +16,7 @@ from autopar.search.loop import Search
 from autopar.search.space import Point, Region, regions
 from tests.fast_cluster import FAST
 from tests.models import make
-from tests.search.spaces import experts_on, search_of
+from tests.search.spaces import search_of
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +53,7 @@ def test_reasons_add_up_in_view(searched: tuple[Search, Found]) -> None:
 def test_what_looks_best_of_other_degrees_is_laid_out() -> None:
     """Not what has the least bound, which may be far below what a point takes; also of regions that the proof did
     without."""
-    search = experts_on(FAST, GPUS)
+    search = search_of("gpt2", 8, 8, FAST)
     found = search.run()
     known = {outcome.point for outcome in found.outcomes}
     meshes, left = {point.region.mesh for point in known}, unplaced(search)

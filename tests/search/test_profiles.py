@@ -197,7 +197,7 @@ def test_regions_are_estimated_as_if_weights_were_split_that_others_left_whole(m
     plain, known = search.place(region), search._outlook
     assert plain is not None
     assert known is not None
-    times = search.scaling.layers(region.key, likely=True)
+    times = search.scaling.likely(region.key)
     way = next(point.way for point in search.points_of(region) if splits_further(point.way, plain))
     found = known.likely(region, [way], times, plain)
     monkeypatch.setattr(outlook, "splits_further", lambda way, profile: False)
