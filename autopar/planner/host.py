@@ -2,7 +2,8 @@
 
 A *call* is an op of the emitted text (views, casts and collectives are some), once more where a backward runs it again;
 in the backward, a gradient that an op makes of one of its operands, and a weight's that is added up; a weight that is
-cast or gathered; a weight that is updated. Not counted are messages to other pipeline ranks, sums of gradients over
+cast or gathered; a weight that is updated. What moves rows of experts is as many calls as it has kernels and messages
+(:mod:`autopar.rules.issued`). Not counted are messages to other pipeline ranks, sums of gradients over
 ranks and passes of a split vocabulary: few ops, and large ones. So a step has more calls rather than fewer.
 
 The host runs ahead of the device and waits for nothing. Then a step takes what the device does, or what the host does,

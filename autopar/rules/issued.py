@@ -73,4 +73,5 @@ def issued(name: str, operands: Sequence[Meta], *, back: bool, route: Op | None)
     that has one."""
     if route is None or name not in _ISSUED:
         return 1, back * sum(meta.needs_grad for meta in operands)
-    return _ISSUED[name](operands, _Way.of(route))
+    forward, gradients = _ISSUED[name](operands, _Way.of(route))
+    return forward, back * gradients

@@ -108,3 +108,9 @@ def test_an_op_of_the_text_is_one_call_and_its_gradients() -> None:
         for operands, back in [((trained, plain), True), ((trained, trained), True), ((plain, plain), False)]
     ]
     assert found == [(1, 1), (1, 2), (1, 0)]
+
+
+def test_where_nothing_is_trained_there_is_no_backward() -> None:
+    index, rows = Meta((TOKENS, 2), torch.int64), Meta((TOKENS, WIDTH), torch.float32)
+    routed = Op("route", (), {}, (index,), (routing_meta(TOKENS),))
+    assert issued("dispatch", (rows, routing_meta(TOKENS)), back=False, route=routed) == (2, 0)
