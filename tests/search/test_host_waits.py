@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from statistics import median
@@ -22,7 +23,7 @@ from autopar.search.learned import Learned
 from autopar.search.loop import Search
 from autopar.search.profiles import Profile
 from autopar.search.ranks import waited
-from autopar.search.space import Point, Region
+from autopar.search.space import Point, Region, promise
 from tests.fast_cluster import FAST
 from tests.search.spaces import every_point, experts_on, search_of
 
@@ -149,3 +150,28 @@ def test_what_was_learned_of_some_is_doubted(monkeypatch: pytest.MonkeyPatch) ->
         return sum(search.profile(region) is not None for region in found)
 
     assert placed(0.0) < placed(1.0)
+
+
+def test_what_looks_a_little_worse_is_tried_too() -> None:
+    """Of the region of the best; what looks much worse isn't."""
+    search = search_of("gpt2", 8, 4, FAST, mesh={"pp": 2, "dp": 2}, offload=(), head_chunks=1)
+    search.glance()
+    region = search.ranked()[0].point.region
+    profile = search.place(region)
+    assert profile is not None
+    families = [list(search.stored(family)) for family in search.families_of(region)]
+    known = set(search.refusals) | {outcome.point for outcome in search.outcomes}
+    learned, best = Learned(), search.best_seconds
+    estimates = {
+        point: estimate * promise(point)
+        for points in families
+        for point, estimate in zip(points, search.estimates(points, profile), strict=True)
+    }
+    worse = {point: estimate for point, estimate in estimates.items() if point not in known and estimate > best}
+    hope = 1.01 * min(worse.values()) / best
+    laid_out = len(search.outcomes)
+    for share in (1.0, 1.05 * hope):
+        dives._try_likely(search, region, families, math.inf, learned, hope=share)
+        new = [outcome.point for outcome in search.outcomes[laid_out:]]
+        assert bool(new) == (share > 1)
+    assert all(worse[point] < 1.05 * hope * best for point in new)
