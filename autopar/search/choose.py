@@ -15,7 +15,7 @@ from autopar.plan import SearchPlan, bytes_text
 from autopar.planner.block_costs import Machine
 from autopar.planner.build import Built, Request, build, finish
 from autopar.planner.pipeline import Wanted
-from autopar.search.costing import Costing, Found, Outcome
+from autopar.search.costing import Costing, Found, Outcome, parts_of
 from autopar.search.fronts import compared, gpus_front, memory_front, runners_up
 from autopar.search.infeasible import no_degrees, refusal
 from autopar.search.loop import WORK, Search
@@ -51,6 +51,7 @@ def choose(
         built = _build(search, only, measured)
         return _with_fronts(search, built, only) if fronts else built
     built, outcome, search, found = _built(search, measured)
+    outcome, found = _as_built(search, found, outcome, built)
     plan = built.plan.model_copy(update={"search": _search_plan(search, found, outcome, fronts=fronts)}).sealed()
     return replace(built, plan=plan)
 
@@ -86,6 +87,17 @@ def _built(search: Search, measured: Callable[[Built], Built] | None) -> tuple[B
         raise error
     built, outcome, search, found = best
     return built, outcome, search, replace(found, bound_seconds=min(proven, built.plan.step_seconds))
+
+
+def _as_built(search: Search, found: Found, outcome: Outcome, built: Built) -> tuple[Outcome, Found]:
+    """``outcome``, here and in ``found``, as it is with what its ranks really hold: what others are compared with."""
+    region, profile = outcome.point.region, search.profiler.placed(search.key_of(outcome.point), outcome.point.region.mesh)
+    assert profile is not None
+    machine = Machine.of(search.costing.cluster, profile.mesh(region.mesh), outcome.point.zero_ranks)
+    parts = parts_of(built.pipeline, profile.costs_on(machine), built.model)
+    seconds, peak = built.plan.step_seconds, max(built.plan.peak_bytes)
+    chosen = replace(outcome, step_seconds=seconds, peak_bytes=peak, parts=parts)
+    return chosen, replace(found, outcomes=[chosen if each is outcome else each for each in found.outcomes])
 
 
 def searching(

@@ -181,6 +181,8 @@ def _kind(point: Point) -> tuple[object, ...]:
 def why(chosen: Outcome, other: Outcome) -> str:
     """What makes ``other`` worse, in a few words: where its step is longer, and what makes up for the most of that."""
     more = other.step_seconds / chosen.step_seconds - 1
+    if more <= -_SEEN:  # by less than what is good enough, or it would have been built
+        return f"step {change_text(more)} as it was laid out; building it adds what its ranks really hold"
     names = dict.fromkeys((*chosen.parts, *other.parts))
     changes = {name: other.parts.get(name, 0.0) - chosen.parts.get(name, 0.0) for name in names}
     parts = sorted(((s / chosen.step_seconds, name) for name, s in changes.items()), key=lambda p: (-p[0], p[1]))

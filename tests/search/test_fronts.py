@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 
 import pytest
 
 import autopar
 from autopar.errors import StageError
+from autopar.plan import change_text
 from autopar.planner.build import Built
 from autopar.search.costing import Found, Outcome
 from autopar.search.fronts import _place_next, compared, gpus_front, memory_front, runners_up, unplaced, why
@@ -145,3 +147,30 @@ def test_what_turned_out_not_to_fit_is_no_runner_up(monkeypatch: pytest.MonkeyPa
     for outcome in refused:
         point = outcome.point
         assert (point.region.mesh.to_json(), point.schedule, point.vocabulary, outcome.step_seconds) not in rows
+
+
+def test_runners_up_are_compared_with_what_was_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is slower than as it was laid out, where its ranks hold more than was counted."""
+
+    def build(search: Search, point: Point, measured: Callable[[Built], Built], outcome: Outcome) -> Built:
+        made = built(search, point, measured, outcome)
+        cost = made.plan.cost.model_copy(update={"step_seconds": 1.005 * made.plan.step_seconds})
+        return replace(made, plan=made.plan.model_copy(update={"cost": cost}))
+
+    choosing = import_module("autopar.search.choose")  # the package has a function of that name
+    built = choosing._build
+    monkeypatch.setattr(choosing, "_build", build)
+    case = make("gpt2", 8)
+    plan = autopar.plan(case.model, 8, sample=case.batch, cluster=FAST)
+    assert plan.search is not None
+    assert plan.search.runners_up
+    for row in plan.search.runners_up:
+        assert row.why.startswith(f"step {change_text(row.step_seconds / plan.step_seconds - 1)}")
+    front = [row.step_seconds for row in plan.search.memory_front]
+    assert plan.step_seconds in front
+
+
+def test_what_may_be_faster_than_what_was_built(searched: tuple[Search, Found]) -> None:
+    point = searched[1].outcomes[0].point
+    chosen, other = (Outcome(point, seconds, 1, recomputes=False) for seconds in (1.0, 0.995))
+    assert why(chosen, other).startswith("step -0.5 % as it was laid out")
