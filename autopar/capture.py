@@ -11,6 +11,7 @@ import contextlib
 import logging
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -394,6 +395,7 @@ def _name_placeholders(
     own = {(parameter.untyped_storage(), parameter.shape): name for name, parameter in model.named_parameters()}
     found: dict[str, ParameterInfo] = {}
     constants: dict[str, torch.Tensor] = {}
+    numbers = Counter[str]()
     placeholders: dict[str, fx.Node] = {}
     for node in exported.graph.nodes:
         if node.op != "placeholder":
@@ -408,7 +410,7 @@ def _name_placeholders(
             node.replace_all_uses_with(placeholders[known])
             exported.graph.erase_node(node)
             continue
-        name = _strip(target) if target is not None else _constant_name(lifted)
+        name = _strip(target) if target is not None else _constant_name(lifted, numbers)
         name = first.get(name, name)
         is_buffer = node.name not in signature.inputs_to_parameters
         if constant is not None:
@@ -421,8 +423,13 @@ def _name_placeholders(
     return found, constants
 
 
-def _constant_name(lifted: str | None) -> str:
-    return _strip(lifted or "constant").replace(".", "_")
+def _constant_name(lifted: str | None, numbers: Counter[str]) -> str:
+    """Literals in code are numbered by module, as torch does through the whole model: layers that do the same are
+    equal."""
+    name = _strip(lifted or "constant")
+    module, literal, _ = name.rpartition("lifted_tensor_")
+    numbers[module] += 1
+    return f"{module}{literal}{numbers[module] - 1}" if literal else name
 
 
 def _strip(name: str) -> str:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import autopar
+from autopar.passes.fold import fold
 from tests.models import Case, Residual
 from tests.ranks.test_schedules import check
 
@@ -112,6 +114,24 @@ class Empty(Plain):
         return super().embed(ids) + self.none.sum()
 
 
+class Picks(nn.Module):
+    """Literals in its code, which are others in each layer: torch makes tensors of them."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.inner, self.number = Residual(WIDTH), number
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = [(self.number + k) % WIDTH for k in range(WIDTH)]
+        return self.inner(x)[..., turned] * torch.tensor([1.0 + self.number], dtype=x.dtype)
+
+
+class Literal(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(map(Picks, range(4)))
+
+
 def case(model: type[nn.Module]) -> Case:
     random = torch.Generator().manual_seed(1)
     ids, labels = (torch.randint(0, CLASSES, (8, 4), generator=random) for _ in range(2))
@@ -131,9 +151,19 @@ PLANS: list[tuple[type[nn.Module], dict[str, int], dict[str, Any]]] = [
     (Idle, {"pp": 2}, {}),
     (Idle, {"pp": 2}, {"schedule": "interleaved", "chunks": 2}),  # what stops gradients isn't in the stage before it
     (Empty, {"dp": 2, "tp": 2}, {"zero": 1}),
+    (Literal, {"pp": 2, "tp": 2}, {"zero": 1}),
 ]
 
 
 @pytest.mark.parametrize(("model", "mesh", "options"), PLANS)
 def test_parity(model: type[nn.Module], mesh: dict[str, int], options: dict[str, Any]) -> None:
     check(lambda: case(model), mesh, microbatches=2, **options)
+
+
+def test_layers_with_literals_are_equal() -> None:
+    """However many there are before theirs, and whatever these are."""
+    made = case(Literal)
+    model = fold(autopar.capture(made.model, sample=made.batch).flat)
+    blocks = [call.block for call in model.calls if call.path.startswith("layers.")]
+    assert len(blocks) == 4
+    assert len(set(blocks)) == 1
