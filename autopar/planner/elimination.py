@@ -16,6 +16,7 @@ What it takes is the size of the largest table, which the order decides: greedy 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log2, prod
@@ -205,22 +206,24 @@ def _order(sizes: Sequence[int], pairs: Sequence[tuple[int, int]], largest: int)
     """The order that sums up the fewest entries, of the greedy ones; None where each takes too many."""
     found: tuple[int, list[int]] | None = None
     for key in (_by_fill, _by_table, _by_degree):
-        entries, most, order = _greedy(sizes, pairs, key)
-        if most <= largest and entries <= _TABLES * largest and (found is None or entries < found[0]):
-            found = entries, order
-            if entries <= _SMALL:
-                break
+        most = min(_TABLES * largest, found[0] - 1 if found else math.inf)
+        found = _greedy(sizes, pairs, key, largest, most) or found
+        if found and found[0] <= _SMALL:
+            break
     return found[1] if found else None
 
 
-def _greedy(sizes: Sequence[int], pairs: Sequence[tuple[int, int]], key: _Key) -> tuple[int, int, list[int]]:
-    """Entries of all tables, of the largest, and the order that takes next what has the least ``key``."""
+def _greedy(
+    sizes: Sequence[int], pairs: Sequence[tuple[int, int]], key: _Key, largest: int, most: float
+) -> tuple[int, list[int]] | None:
+    """Entries of all tables, and the order that takes next what has the least ``key``; None where one table has more
+    than ``largest``, or all have more than ``most``."""
     graph = _Graph.of(sizes, pairs)
     near = graph.near
     current = [key(v, graph) for v in range(len(sizes))]
     heap = [(k, v) for v, k in enumerate(current)]
     heapq.heapify(heap)
-    entries, most, order, done = 0, 0, list[int](), [False] * len(sizes)
+    entries, order, done = 0, list[int](), [False] * len(sizes)
     while heap:
         k, v = heapq.heappop(heap)
         if done[v] or k != current[v]:
@@ -228,11 +231,13 @@ def _greedy(sizes: Sequence[int], pairs: Sequence[tuple[int, int]], key: _Key) -
         done[v] = True
         order.append(v)
         size = sizes[v] * graph.result(v)
-        entries, most = entries + size, max(most, size)
+        entries += size
+        if size > largest or entries > most:
+            return None
         for w in near[v]:
             near[w] |= near[v]
             near[w] -= {v, w}
         for w in near[v]:
             current[w] = key(w, graph)
             heapq.heappush(heap, (current[w], w))
-    return entries, most, order
+    return entries, order

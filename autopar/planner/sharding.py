@@ -158,7 +158,7 @@ def _known_or_solved(build: _Build) -> Solution:
 
 def _solved(build: _Build) -> Solution:
     try:
-        return solve(build.placement())
+        return solve(build.placement(), alike=([build.index[key] for key in keys] for keys in build.spread.loops))
     except ShardingError as error:
         axis = build.problem.axis
         pinned = [pattern for pattern, wanted in build.problem.placements.items() if axis in wanted]

@@ -7,6 +7,7 @@ best price is where the placements on both sides of the budget cost the same; wh
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -14,6 +15,7 @@ from autopar.errors import ShardingError
 from autopar.planner.elimination import LARGEST, eliminate
 from autopar.planner.placement import Problem, Solution
 from autopar.planner.placement_network import PlacementNetwork, network_of
+from autopar.planner.unrolled import merged
 
 _GAP = 1e-4
 """A placement under a budget that is proven to be this close to the best (relative) is taken."""
@@ -22,29 +24,65 @@ _PRICES = 20
 """So many prices of bytes are tried; each takes one elimination."""
 
 
+_LOOP_GAP = 1e-3
+"""The same of placements with loops, of which bounds only say what is best if iterations are alike."""
+
 _ONLY_BYTES = 1e3
 """Seconds per byte under which nothing but bytes counts."""
 
 
-def solve(problem: Problem, *, largest: int = LARGEST, time_limit_seconds: float = 60.0) -> Solution:
+def solve(
+    problem: Problem,
+    *,
+    alike: Iterable[Sequence[int]] = (),
+    largest: int = LARGEST,
+    time_limit_seconds: float = 60.0,
+) -> Solution:
     """The cheapest assignment; ``largest`` bounds the tables of elimination, ``time_limit_seconds`` the MILP.
 
-    Raises ShardingError where none satisfies the constraints.
+    Where elimination takes too much, vertices that are ``alike`` (iterations of a loop) have the same choice
+    (:mod:`autopar.planner.unrolled`), and the bound is one of assignments in which they do. Raises ShardingError where
+    none satisfies the constraints.
     """
-    network = network_of(problem)
-    free = None if network is None else _cheapest(problem, network, 0.0, largest)
-    if network is None or free is None:
-        return _by_milp(problem, time_limit_seconds)
-    if problem.budget_bytes is None or free.bytes <= problem.budget_bytes:
-        return Solution(free.choices, free.seconds, min(free.priced_seconds, free.seconds))
-    found = _within(problem, network, problem.budget_bytes, free, largest)
+    found = _by_elimination(problem, largest) or _with_loops(problem, alike, largest, time_limit_seconds)
     return found or _by_milp(problem, time_limit_seconds)
 
 
-def _by_milp(problem: Problem, time_limit_seconds: float) -> Solution:
+def _by_elimination(problem: Problem, largest: int) -> Solution | None:
+    """None where that takes too much."""
+    network = network_of(problem)
+    free = None if network is None else _cheapest(problem, network, 0.0, largest)
+    if network is None or free is None:
+        return None
+    if problem.budget_bytes is None or free.bytes <= problem.budget_bytes:
+        return Solution(free.choices, free.seconds, min(free.priced_seconds, free.seconds))
+    return _within(problem, network, problem.budget_bytes, free, largest)
+
+
+def _with_loops(
+    problem: Problem, alike: Iterable[Sequence[int]], largest: int, time_limit_seconds: float
+) -> Solution | None:
+    """None where nothing is ``alike``, or nothing is left where it is placed so."""
+    smaller = merged(problem, alike)
+    if smaller is None:
+        return None
+    try:
+        found = _by_elimination(smaller.problem, largest)
+        if found is None:
+            smaller = smaller.in_few_ways()
+            found = _by_elimination(smaller.problem, largest)
+        found = found or _by_milp(smaller.problem, time_limit_seconds, _LOOP_GAP)
+    except ShardingError:
+        return None
+    choices = smaller.choices(found.choices)
+    seconds = problem.seconds(choices)
+    return Solution(choices, seconds, min(found.bound_seconds, seconds))
+
+
+def _by_milp(problem: Problem, time_limit_seconds: float, gap: float = 0.0) -> Solution:
     from autopar.planner.onehot import solve_milp  # its solver takes a second to import, and most plans do without
 
-    return solve_milp(problem, time_limit_seconds=time_limit_seconds)
+    return solve_milp(problem, time_limit_seconds=time_limit_seconds, gap=gap)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ edges until nothing changes; :func:`follow` carries a split of the batch, or of 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from torch import fx
 from autopar.errors import ShardingError
 from autopar.graph import INPUT_CALL, Choice, Model, info, op_name, operands
 from autopar.planner.rulings import Frozen, Rulings, frozen, legal
+from autopar.planner.unrolled import repeated
 from autopar.rules import lookup
 from autopar.rules.base import Op, Rule, Splits
 from autopar.spmd import I, R, S, Type
@@ -89,6 +90,20 @@ class Spread:
         """``splits``, once they no longer change; one object for all that are equal."""
         known = self.rulings.points
         return {key: known.setdefault(points := frozen(splits), points) for key, splits in self.splits.items()}
+
+    @cached_property
+    def loops(self) -> list[list[Key]]:
+        """Ops that are one op of several iterations: of one line, and of values with as many dims."""
+        found: list[list[Key]] = []
+        for number in range(len(self.model.blocks)):
+            keys = [key for key in self.ops if key[0] == number]
+            found += [[keys[place] for place in places] for places in repeated([self._kind(key) for key in keys])]
+        return found
+
+    def _kind(self, key: Key) -> Hashable:
+        node = self.ops[key].node
+        dims = tuple(len(self.splits[other]) for other in (key, *self.ops[key].operands))
+        return op_name(node), info(node).source, info(node).module, dims
 
 
 def _points(shape: Sequence[int]) -> Splits:

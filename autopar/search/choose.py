@@ -91,10 +91,11 @@ def _built(search: Search, measured: Callable[[Built], Built] | None) -> tuple[B
 
 def _as_built(search: Search, found: Found, outcome: Outcome, built: Built) -> tuple[Outcome, Found]:
     """``outcome``, here and in ``found``, as it is with what its ranks really hold: what others are compared with."""
-    region, profile = outcome.point.region, search.profiler.placed(search.key_of(outcome.point), outcome.point.region.mesh)
-    assert profile is not None
-    machine = Machine.of(search.costing.cluster, profile.mesh(region.mesh), outcome.point.zero_ranks)
-    parts = parts_of(built.pipeline, profile.costs_on(machine), built.model)
+    point, mesh = outcome.point, outcome.point.region.mesh
+    profile, parts = search.profiler.placed(outcome.key or search.key_of(point), mesh), outcome.parts
+    if profile is not None:
+        machine = Machine.of(search.costing.cluster, profile.mesh(mesh), point.zero_ranks)
+        parts = parts_of(built.pipeline, profile.costs_on(machine), built.model)
     seconds, peak = built.plan.step_seconds, max(built.plan.peak_bytes)
     chosen = replace(outcome, step_seconds=seconds, peak_bytes=peak, parts=parts)
     return chosen, replace(found, outcomes=[chosen if each is outcome else each for each in found.outcomes])
