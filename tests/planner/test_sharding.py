@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -131,7 +131,7 @@ def test_elimination_finds_what_the_milp_does(monkeypatch: pytest.MonkeyPatch) -
     """On every axis of a model, with and without a budget that cuts."""
     solved: list[Problem] = []
 
-    def both(problem: Problem) -> Solution:
+    def both(problem: Problem, **_: Iterable[Sequence[int]]) -> Solution:
         solved.append(problem)
         found, milp = solve(problem), solve_milp(problem)
         assert found.seconds == pytest.approx(milp.seconds, rel=1e-4 if problem.budget_bytes else 1e-9)
