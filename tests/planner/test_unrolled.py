@@ -90,7 +90,7 @@ def test_merged_vertices_cost_what_all_of_them_do(seed: int, place: int) -> None
 def loop_of(seed: int, iterations: int = 3) -> tuple[Problem, list[list[int]]]:
     """A table, a first state, and of each iteration what reads both, and what makes the next state of that."""
     draw = random.Random(seed)
-    kinds = (R, P, S(0))
+    kinds, missing = (R, P, S(0)), draw.choice((0.0, 0.1))
 
     def op(name: str, arity: int) -> Vertex:
         rows = [(kind, (kind,) * arity) for kind in kinds] + [(draw.choice(kinds), (R,) * arity)]
@@ -99,7 +99,7 @@ def loop_of(seed: int, iterations: int = 3) -> tuple[Problem, list[list[int]]]:
 
     def prices() -> dict[tuple[Type, Type], float]:
         every = ((a, b) for a in kinds for b in kinds)
-        return {(a, b): 0.0 if a == b else draw.random() for a, b in every if a == b or draw.random() < 0.8}
+        return {(a, b): 0.0 if a == b else draw.random() for a, b in every if a == b or draw.random() >= missing}
 
     vertices, edges, alike = [op("table", 0), op("state", 0)], list[Edge](), [list[int](), list[int]()]
     changes = [prices(), prices()]
@@ -112,7 +112,7 @@ def loop_of(seed: int, iterations: int = 3) -> tuple[Problem, list[list[int]]]:
         alike[1].append(made)
         ends = ((0, read, 0, "all"), (state, read, 1, "one"), (state, made, 0, "one"), (read, made, 1, None))
         for source, target, position, share in ends:
-            allowed = {(a, b): price for (a, b), price in changes[source].items() if a == b or draw.random() < 0.8}
+            allowed = {(a, b): price for (a, b), price in changes[source].items() if a == b or draw.random() >= missing}
             edges.append(Edge(source, target, position, allowed, share))
         state = made
     return Problem(tuple(vertices), tuple(edges)), alike
