@@ -91,9 +91,11 @@ def loop_of(seed: int, iterations: int = 3) -> tuple[Problem, list[list[int]]]:
     """A table, a first state, and of each iteration what reads both, and what makes the next state of that."""
     draw = random.Random(seed)
     kinds, missing = (R, P, S(0)), draw.choice((0.0, 0.1))
+    bodies: dict[str, list[tuple[Type, tuple[Type, ...]]]] = {}
 
     def op(name: str, arity: int) -> Vertex:
-        rows = [(kind, (kind,) * arity) for kind in kinds] + [(draw.choice(kinds), (R,) * arity)]
+        rows = [(draw.choice(kinds), tuple(draw.choice(kinds) for _ in range(arity))) for _ in range(2)]
+        rows = bodies.setdefault(name[:4], rows)  # iterations have the same
         results, operands = zip(*rows, strict=True)
         return Vertex(name, results, operands, tuple(draw.random() for _ in rows), (0,) * len(rows))
 
