@@ -16,10 +16,9 @@ What it takes is the size of the largest table, which the order decides: greedy 
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import log2, prod
+from math import inf, log2, prod
 from typing import Any
 
 import numpy as np
@@ -206,7 +205,7 @@ def _order(sizes: Sequence[int], pairs: Sequence[tuple[int, int]], largest: int)
     """The order that sums up the fewest entries, of the greedy ones; None where each takes too many."""
     found: tuple[int, list[int]] | None = None
     for key in (_by_fill, _by_table, _by_degree):
-        most = min(_TABLES * largest, found[0] - 1 if found else math.inf)
+        most = min(_TABLES * largest, found[0] - 1 if found else inf)
         found = _greedy(sizes, pairs, key, largest, most) or found
         if found and found[0] <= _SMALL:
             break

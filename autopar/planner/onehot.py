@@ -37,7 +37,8 @@ presolving/maxrounds = 1
 propagating/probing/maxprerounds = 0
 conflict/enable = FALSE
 """
-"""Of SCIP: relaxations of these problems are nearly all integral, and took a fifth of the time."""
+"""Of SCIP: relaxations of these problems are nearly always integral, and what comes before them took most of the
+time."""
 
 Variables = list[list[milp.Variable]]
 Flow = dict[tuple[Type, Type], milp.Variable]

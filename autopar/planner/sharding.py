@@ -6,7 +6,7 @@ calls is an edge between their blocks, so a repeated layer closes on itself and 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -158,13 +158,19 @@ def _known_or_solved(build: _Build) -> Solution:
 
 def _solved(build: _Build) -> Solution:
     try:
-        return solve(build.placement(), alike=([build.index[key] for key in keys] for keys in build.spread.loops))
+        return solve(build.placement(), alike=_iterations(build))
     except ShardingError as error:
         axis = build.problem.axis
         pinned = [pattern for pattern, wanted in build.problem.placements.items() if axis in wanted]
         if not pinned:
             raise
         raise ShardingError(f"{error}, where placements on {axis} pin {', '.join(pinned)}") from error
+
+
+def _iterations(build: _Build) -> Iterator[list[int]]:
+    """Vertices of each op of a loop: found when they are asked for, which is where nothing else can be solved."""
+    for keys in build.spread.loops:
+        yield [build.index[key] for key in keys]
 
 
 def apply_choices(model: Model, problem: AxisProblem, pins: Mapping[tuple[str, str], str]) -> Solution:

@@ -23,7 +23,6 @@ _GAP = 1e-4
 _PRICES = 20
 """So many prices of bytes are tried; each takes one elimination."""
 
-
 _LOOP_GAP = 1e-3
 """The same of placements with loops, of which bounds only say what is best if iterations are alike."""
 
