@@ -141,12 +141,19 @@ class Problem:
         total = math.fsum(vertex.seconds[c] for vertex, c in zip(self.vertices, choices, strict=True))
         total += math.fsum(edge.prices[self._change(edge, choices)] for edge in alone)
         for share in shares:
-            prices = share.prices
-            total += math.fsum(max(0.0, prices[c]) for c in {self._change(edge, choices) for edge in share.edges})
+            prices, changes = share.prices, {self._allowed(edge, choices) for edge in share.edges}
+            total += math.fsum(max(0.0, prices[change]) for change in changes)
         return total
 
     def bytes(self, choices: Sequence[int]) -> int:
         return sum(vertex.bytes[c] for vertex, c in zip(self.vertices, choices, strict=True))
+
+    def _allowed(self, edge: Edge, choices: Sequence[int]) -> Change:
+        """Raises KeyError where the edge's own target can't take it so, whatever others of a share can."""
+        change = self._change(edge, choices)
+        if change not in edge.prices:
+            raise KeyError(change)
+        return change
 
     def _change(self, edge: Edge, choices: Sequence[int]) -> Change:
         made = self.vertices[edge.source].results[choices[edge.source]]

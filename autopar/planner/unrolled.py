@@ -20,15 +20,12 @@ from typing import Final
 
 import numpy as np
 
-from autopar.planner.placement import Change, Edge, Problem, Vertex, WayPrices
+from autopar.planner.placement import Change, Edge, Problem, Vertex
 from autopar.spmd import Type
 
-LEAST: Final = 4
-"""Iterations that make a loop."""
-
-_FEW: Final = 3  # ways in which a dim is split, those of the largest pieces: cheapest ones are among them
-
+_LEAST: Final = 4  # iterations that make a loop
 _SHORTEST, _LONGEST = 3, 256  # ops of one iteration: the parts of what is split are fewer
+_FEW: Final = 3  # ways in which a dim is split, those of the largest pieces
 
 
 def repeated(kinds: Sequence[Hashable]) -> list[list[int]]:
@@ -50,10 +47,10 @@ def repeated(kinds: Sequence[Hashable]) -> list[list[int]]:
 
 def _runs(row: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Iterator[tuple[int, int, int]]:
     """``(first, end, period)`` of all that repeats often enough."""
-    for period in range(_SHORTEST, min(_LONGEST, len(row) // LEAST) + 1):
+    for period in range(_SHORTEST, min(_LONGEST, len(row) // _LEAST) + 1):
         same = np.concatenate([[False], row[:-period] == row[period:], [False]])
         edges = np.flatnonzero(same[1:] != same[:-1]).reshape(-1, 2).tolist()
-        yield from ((first, end + period, period) for first, end in edges if end - first >= (LEAST - 1) * period)
+        yield from ((first, end + period, period) for first, end in edges if end - first >= (_LEAST - 1) * period)
 
 
 @dataclass(frozen=True)
@@ -172,7 +169,4 @@ def _summed(every: Sequence[Mapping[Change, float]]) -> Mapping[Change, float]:
     first, *others = every
     if not others:
         return first
-    if isinstance(first, WayPrices) and all(isinstance(o, WayPrices) and o.ways is first.ways for o in others):
-        rows = (prices.seconds for prices in every if isinstance(prices, WayPrices))
-        return WayPrices(first.ways, tuple(map(sum, zip(*rows, strict=True))))
     return {change: sum(prices[change] for prices in every) for change in first if all(change in o for o in others)}

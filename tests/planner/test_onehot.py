@@ -146,3 +146,11 @@ def test_a_budget_that_nothing_fits_is_refused_with_what_it_takes() -> None:
     assert solve(Problem((source,), (), budget_bytes=100)).choices == (1,)
     with pytest.raises(ShardingError, match="100 bytes or more, of 99"):
         solve(Problem((source,), (), budget_bytes=99))
+
+
+def test_consumers_of_a_share_take_what_their_own_edges_allow() -> None:
+    """Not what another one's does."""
+    vertices = (vertex("source", S(0)), vertex("one", R, R), vertex("other", R, R))
+    edges = (Edge(0, 1, 0, {(S(0), R): 1.0}, "share"), Edge(0, 2, 0, {}, "share"))
+    with pytest.raises(KeyError):
+        Problem(vertices, edges).seconds((0, 0, 0))
