@@ -136,6 +136,29 @@ def test_merged_loops_cost_what_their_iterations_do(seed: int) -> None:
     check(problem, smaller)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_where_no_table_may_be_made_the_merged_milp_solves(seed: int) -> None:
+    problem, alike = loop_of(seed)
+    smaller = merged(problem, alike)
+    assert smaller is not None
+    best = least(problem, smaller.in_few_ways())
+    if best < math.inf:
+        found = solve(problem, alike=alike, largest=0)
+        assert best - 1e-9 <= found.seconds <= best * (1 + 2e-3) + 1e-9
+        assert found.bound_seconds <= best + 1e-9
+        results = [v.results[c] for v, c in zip(problem.vertices, found.choices, strict=True)]
+        assert all(len({results[v] for v in some}) == 1 for some in alike)
+
+
+def test_what_can_not_be_alike_is_placed_by_itself() -> None:
+    """Neighbours that leave each of two ops another choice."""
+    ops = [Vertex(name, (R, S(0)), ((R,), (S(0),)), (0.0, 0.0), (0, 0)) for name in ("first", "other")]
+    sources = [Vertex(str(kind), (kind,), ((),), (0.0,), (0,)) for kind in (R, S(0))]
+    same: dict[tuple[Type, Type], float] = {(kind, kind): 0.0 for kind in (R, S(0))}
+    problem = Problem((*ops, *sources), (Edge(2, 0, 0, same), Edge(3, 1, 0, same)))
+    assert solve(problem, alike=[(0, 1)], largest=0).choices[:2] == (0, 1)
+
+
 def test_choices_of_the_same_types_are_told_apart() -> None:
     """As forms of one op are."""
     first, other = (Vertex(name, (R, R), ((), ()), seconds, (0, 0)) for name, seconds in (("a", (1, 5)), ("b", (5, 2))))
@@ -156,6 +179,7 @@ def test_few_ways_are_those_of_the_largest_pieces() -> None:
     choices = few.choices(solve(few.problem).choices)
     assert [kinds[choice] for choice in choices] == [S(0, 2), S(0, 2)]
     assert problem.seconds(choices) == 2.0
+    assert solve(problem, alike=[(0, 1)], largest=0).choices == choices  # where all ways take too much
 
 
 def test_only_choices_that_all_have_are_left() -> None:
