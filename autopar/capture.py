@@ -42,15 +42,13 @@ from autopar.graph import (
 from autopar.liveness import Memory, live_of_loss, memory_of
 from autopar.loop_capture import EveryExpert
 from autopar.quick_export import quick_export
+from autopar.region_capture import inline_regions
 from autopar.row_capture import ASKED, Somewhere, largest
 from autopar.source_lines import line_of_error, line_of_trace
 from autopar.state_capture import Kept, check_averages
 from autopar.value_capture import KnownValues
 
 Loss = Callable[[Any, Any], torch.Tensor]
-Regions = dict[fx.Node, tuple[Autocast, ...]]
-"""The autocast regions that an op is in, outermost first."""
-
 _PREFIX = "model"
 _LOGS = [logging.getLogger(f"torch.{name}") for name in ("_subclasses.fake_tensor", "fx.experimental.symbolic_shapes")]
 
@@ -352,7 +350,7 @@ def _flat(
     known: KnownValues,
 ) -> Flat:
     graph = exported.graph
-    regions = _inline_regions(exported.graph_module, graph, device)
+    regions = inline_regions(exported.graph_module, graph, device)
     memory = memory_of(graph)
     parameters, constants = _name_placeholders(model, exported)
     inputs = _name_inputs(exported, tensors, *dims)
@@ -471,73 +469,6 @@ def _has_positions(tensor: torch.Tensor, batch_dim: int, seq_dim: int) -> bool:
     """Whether the tensor has numbers, or vectors, for the tokens of sequences: a mask of pairs has other dims."""
     dims = max(batch_dim, seq_dim) + 1
     return dims <= tensor.dim() <= dims + 1 and tensor.shape[seq_dim] > 1
-
-
-def _inline_regions(module: fx.GraphModule, graph: fx.Graph, device: str) -> Regions:
-    """``no_grad`` and autocast regions become plain ops; what enters a no_grad region is detached.
-
-    Returns the autocast regions of each op that is in one; those of ``device``, the model's, are of any device.
-    """
-    regions: Regions = {}
-    _inline_each(module, graph, list(graph.nodes), device, regions)
-    return regions
-
-
-def _inline_each(
-    module: fx.GraphModule, graph: fx.Graph, nodes: Sequence[fx.Node], device: str, regions: Regions
-) -> None:
-    for node in nodes:
-        kind = op_name(node) if node.op == "call_function" else ""
-        around = regions.pop(node, ())
-        if kind == "wrap_with_set_grad_enabled":
-            enabled, region, *values = node.args
-            copied = _inline(module, graph, node, region, values, detach=not enabled)
-        elif kind == "wrap_with_autocast":
-            name, dtype, on, _cache, region, *values = node.args
-            lower = dtype if isinstance(dtype, torch.dtype) else torch.get_autocast_dtype(str(name))
-            around = (*around, Autocast("" if name == device else str(name), lower, bool(on)))
-            copied = _inline(module, graph, node, region, values, detach=False)
-        else:
-            if around:
-                regions[node] = around
-            continue
-        regions |= dict.fromkeys(copied, around) if around else {}
-        _inline_each(getattr(module, region.target), graph, copied, device, regions)  # type: ignore[union-attr,arg-type]
-        if not region.users:  # type: ignore[union-attr]
-            graph.erase_node(region)  # type: ignore[arg-type]
-
-
-def _inline(
-    module: fx.GraphModule, graph: fx.Graph, node: fx.Node, region: Any, values: list[Any], *, detach: bool
-) -> list[fx.Node]:
-    """Put the ops of a region in the place of ``node``; returns them."""
-    inner = getattr(module, region.target)
-    env: dict[fx.Node, Any] = {}
-    copied: list[fx.Node] = []
-    waiting = iter(values)
-    results: Any = ()
-    with graph.inserting_before(node):
-        for child in inner.graph.nodes:
-            if child.op == "placeholder":
-                env[child] = _detached(graph, next(waiting)) if detach else next(waiting)
-            elif child.op == "output":
-                results = fx.map_arg(child.args[0], lambda n: env[n])
-            else:
-                env[child] = graph.node_copy(child, lambda n: env[n])
-                copied.append(env[child])
-    for user in list(node.users):
-        user.replace_all_uses_with(results[user.args[1]])
-        graph.erase_node(user)
-    graph.erase_node(node)
-    return copied
-
-
-def _detached(graph: fx.Graph, value: Any) -> Any:
-    if not isinstance(value, fx.Node):
-        return value
-    node = graph.call_function(torch.ops.aten.detach.default, (value,))
-    node.meta = dict(value.meta)
-    return node
 
 
 def _describe(node: fx.Node, classes: dict[str, str], autocast: tuple[Autocast, ...]) -> None:

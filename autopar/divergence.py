@@ -138,10 +138,12 @@ def one_device_values(job: Compiled, batch: Any) -> dict[Place, Tensor]:
 
 
 def _run(node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
+    """Memory that nothing was written to yet is NaN here, which :func:`_error` passes over."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
     target = getattr(runtime, str(node.target)) if isinstance(node.target, RuntimeOp) else node.target
     assert callable(target)
-    return target(*args, **kwargs)
+    made = target(*args, **kwargs)
+    return made.fill_(torch.nan) if "empty" in op_name(node) and made.is_floating_point() else made
 
 
 def _rank_values(job: Compiled, tensors: Mapping[str, Tensor]) -> list[list[Seen]]:
@@ -229,8 +231,11 @@ def _error(job: Compiled, model: Model, rank: int, seen: Seen, expected: Mapping
         return float("inf")
     if not want.is_floating_point():
         return 0.0 if torch.equal(want, seen.value) else float("inf")
-    scale = max(float(whole.detach().abs().max()) if whole.numel() else 0.0, 1e-300)
-    return float((want - seen.value).detach().abs().max()) / scale if want.numel() else 0.0
+    if not want.numel():
+        return 0.0
+    scale = max(float(whole.detach().nan_to_num().abs().max()), 1e-300)
+    differences = (want - seen.value).detach().abs()
+    return float(torch.where(want.isnan(), 0.0, differences).max()) / scale
 
 
 def _part(whole: Tensor, kind: Type, own: Sequence[int], parts: int) -> Tensor:

@@ -111,6 +111,26 @@ def test_rows_in_the_order_of_experts_are_not_looked_at(mesh: dict[str, int]) ->
         assert "all forward values agree" in first_divergence(job, case.batch, 1e-9)
 
 
+class Filled(nn.Module):
+    """Writes halves of a result into memory that holds anything at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = x.new_empty(x.shape)
+        made[..., :4] = self.inward(x)[..., 4:]
+        made[..., 4:] = x[..., :4]
+        return made.square().mean()
+
+
+def test_memory_that_nothing_was_written_to_is_not_looked_at() -> None:
+    x = torch.randn(4, 6, 8, dtype=torch.float64)
+    job = compile_pinned(Filled().double(), 2, sample=x, mesh={"dp": 2}, cluster=FAST)
+    assert "all forward values agree" in first_divergence(job, x, 1e-9)
+
+
 class Norms(nn.Module):
     """Convolutions with biases that the norms behind them take away: their gradients are rounding."""
 

@@ -1,6 +1,6 @@
 """What rules say of ops, found out once for ops that are alike: a model's layers have many, and so have its placements.
 
-Ops are alike that are called by one name on the same tensors with the same arguments. Of those one :class:`Op` is kept,
+Ops are alike that are called by one name on the same tensors with the same arguments, which lie alike. Of those one :class:`Op` is kept,
 and on it (:attr:`Op.found`) what rules and prices find out about it.
 """
 
@@ -15,7 +15,7 @@ from autopar.graph import Choice, info, operands
 from autopar.planner.call_keys import key_of
 from autopar.planner.placement import Change, NumberedTypes, Ways
 from autopar.planner.saved_by_op import SavedByOp
-from autopar.rules.base import Op, Rule, Splits, legal_choices
+from autopar.rules.base import Op, Rule, Splits, apart_operands, legal_choices
 from autopar.spmd import Type, transition
 
 Frozen = tuple[frozenset[int], ...]
@@ -72,7 +72,7 @@ class Rulings:
     def op(self, node: fx.Node) -> Op:
         """``node`` as rules see it; the same object for all that are alike."""
         metas = tuple(info(operand).meta for operand in operands(node))
-        key = (node.target, key_of(node.args), key_of(node.kwargs), metas, info(node).outputs)
+        key = (node.target, key_of(node.args), key_of(node.kwargs), metas, info(node).outputs, apart_operands(node))
         try:
             found = self._ops.get(key)
         except TypeError:  # an argument that can't be compared by value

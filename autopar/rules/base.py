@@ -77,8 +77,7 @@ class Op:
         args, kwargs = cast(Any, fx.map_arg)((node.args, node.kwargs), lambda n: info(n).meta)
         given = operands(node)
         metas = tuple(info(n).meta for n in given)
-        apart = tuple(i for i, n in enumerate(given) if lies_apart(n)) if is_elementwise(node) else ()
-        return cls(op_name(node), tuple(args), dict(kwargs), metas, info(node).outputs, apart)
+        return cls(op_name(node), tuple(args), dict(kwargs), metas, info(node).outputs, apart_operands(node))
 
     @property
     def result(self) -> Meta:
@@ -94,6 +93,11 @@ class Op:
         """The op as if that operand were no tensor; positions in ``args`` stay."""
         kept = self.operands[:position] + self.operands[position + 1 :]
         return replace(self, operands=kept)
+
+
+def apart_operands(node: fx.Node) -> tuple[int, ...]:
+    """:attr:`Op.apart` of ``node``."""
+    return tuple(i for i, n in enumerate(operands(node)) if lies_apart(n)) if is_elementwise(node) else ()
 
 
 @dataclass(frozen=True)

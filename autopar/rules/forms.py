@@ -160,7 +160,7 @@ def _attention(
     keys, masks with gradients. They read a mask as one for each head."""
     masks = [Meta(attn_mask.shape, attn_mask.dtype, attn_mask.requires_grad)] if attn_mask is not None else []
     shapes = q.shape, k.shape, v.shape
-    if is_fused_on_cpu(*shapes, masks, dropout_p) or not _is_fused_on_cuda(*shapes, masks):
+    if is_fused_on_cpu(*shapes, masks, dropout_p, enable_gqa) or not _is_fused_on_cuda(*shapes, masks, enable_gqa):
         given = q, k, v, attn_mask, dropout_p, is_causal
         return aten.scaled_dot_product_attention(*given, scale=scale, enable_gqa=enable_gqa)
     if _is_flash(q.shape, v.shape, masks, q.dtype):
@@ -175,9 +175,10 @@ def result_of(attention: Op, device: str, query: Tensor) -> Tensor:
     that of several products in the order of its dims."""
     (q, k, v), masks = (meta.shape for meta in attention.operands[:3]), attention.operands[3:]
     shape, dropout_p = attention.result.shape, attention.arg(4, "dropout_p", 0.0)
-    if is_fused_on_cpu(q, k, v, masks, dropout_p):
+    grouped = bool(attention.kwargs.get("enable_gqa", False))
+    if is_fused_on_cpu(q, k, v, masks, dropout_p, grouped):
         return torch.empty_like(query)
-    if device != "cuda" or not _is_fused_on_cuda(q, k, v, masks):
+    if device != "cuda" or not _is_fused_on_cuda(q, k, v, masks, grouped):
         return query.new_empty(shape)
     if _is_flash(q, v, masks, query.dtype):
         return torch.empty_like(query)
@@ -185,11 +186,17 @@ def result_of(attention: Op, device: str, query: Tensor) -> Tensor:
 
 
 def is_fused_on_cpu(
-    q: Sequence[int], k: Sequence[int], v: Sequence[int], masks: Sequence[Meta], dropout_p: float
+    q: Sequence[int], k: Sequence[int], v: Sequence[int], masks: Sequence[Meta], dropout_p: float, grouped: bool
 ) -> bool:
-    """Of operands of these shapes; as torch chooses (aten/src/ATen/native/transformers/sdp_utils_cpp.cpp)."""
+    """Of operands of these shapes; as torch chooses (aten/src/ATen/native/transformers/sdp_utils_cpp.h). ``grouped``:
+    heads of keys are for groups of queries, as the call says."""
     fits = all(len(mask.shape) in (2, 4) and not mask.needs_grad for mask in masks)
-    return len(q) == 4 and q[-1] == v[-1] and not dropout_p and fits
+    return len(q) == 4 and q[-1] == v[-1] and not dropout_p and fits and _are_alike(q, k, v, grouped)
+
+
+def _are_alike(q: Sequence[int], k: Sequence[int], v: Sequence[int], grouped: bool) -> bool:
+    """Whether batches and heads are as many, or the latter are told to be ``grouped``: no kernel broadcasts them."""
+    return q[0] == k[0] == v[0] and (grouped or q[1] == k[1] == v[1])
 
 
 def _is_flash(q: Sequence[int], v: Sequence[int], masks: Sequence[Meta], dtype: torch.dtype) -> bool:
@@ -197,9 +204,11 @@ def _is_flash(q: Sequence[int], v: Sequence[int], masks: Sequence[Meta], dtype: 
     return not masks and dtype.itemsize == 2 and q[-1] == v[-1]
 
 
-def _is_fused_on_cuda(q: Sequence[int], k: Sequence[int], v: Sequence[int], masks: Sequence[Meta]) -> bool:
+def _is_fused_on_cuda(
+    q: Sequence[int], k: Sequence[int], v: Sequence[int], masks: Sequence[Meta], grouped: bool
+) -> bool:
     """The kernel for masks, and for values of another width, has as many heads of keys as of queries."""
-    return len(q) == 4 and (q[1] == k[1] or (q[-1] == v[-1] and not masks))
+    return len(q) == 4 and _are_alike(q, k, v, grouped) and (q[1] == k[1] or (q[-1] == v[-1] and not masks))
 
 
 ON_CUDA: Final[Mapping[str, Callable[..., Any]]] = {
