@@ -494,11 +494,14 @@ def _describe(node: fx.Node, classes: dict[str, str], autocast: tuple[Autocast, 
 
 
 def gradient_flows(node: fx.Node) -> bool:
-    """Whether an operand's gradient can come from the result's; the result must be a floating-point tensor, too."""
+    """Whether an operand's gradient can come from the result's; the result must be a floating-point tensor, too. Of
+    ``x.type_as(other)`` and the like, the other is an example alone."""
     parts = op_name(node).split(".")
     kind = parts[1] if len(parts) > 1 else parts[0]
-    constant = kind == "detach" or kind.startswith("new_") or kind.endswith("_like")
-    return not constant and any(meta.needs_grad for o in node.all_input_nodes for meta in info(o).outputs)
+    if kind == "detach" or kind.startswith("new_") or kind.endswith("_like"):
+        return False
+    given = node.all_input_nodes[:1] if kind.endswith("_as") or parts[-1] == "other" else node.all_input_nodes
+    return any(meta.needs_grad for operand in given for meta in info(operand).outputs)
 
 
 def differentiable(dtype: torch.dtype) -> bool:

@@ -21,8 +21,12 @@ def same(x: Tensor) -> Tensor:
     return x.to(x.dtype)
 
 
-def asked_twice(x: Tensor) -> Tensor:
-    return F.dropout(x.contiguous().float().to(torch.float64), 0.5, training=False)
+def same_again(x: Tensor) -> Tensor:
+    return F.dropout(x.contiguous(), 0.5, training=False)
+
+
+def copy(x: Tensor) -> Tensor:
+    return x.float().to(x.dtype)
 
 
 class Chosen(nn.Module):
@@ -48,7 +52,7 @@ class Chosen(nn.Module):
 
 
 @pytest.mark.parametrize("inner", [False, True], ids=["", "nested"])
-@pytest.mark.parametrize("asked", [other, same, asked_twice], ids=["view", "same", "float"])
+@pytest.mark.parametrize("asked", [other, same, same_again, copy], ids=["view", "same", "chain", "copy"])
 def test_values_that_a_region_hands_back_as_they_came_keep_their_gradient(
     asked: Callable[[Tensor], Tensor], inner: bool
 ) -> None:

@@ -373,7 +373,7 @@ class SeenCosts:
         Not of ops whose backward does their forward again, in an order of its own.
         """
         ops = [ran for ran in self._phase("F", stage).ops if not ran.again and ran.flops and not is_by_shape(ran)]
-        ops = [ran for ran in ops if not lookup(ran.op.name).repeats]
+        ops = [ran for ran in ops if ran.is_reached and not lookup(ran.op.name).repeats]
         late = self._phase("W", stage).flops if (0, stage) in self.schedule.split else 0
         run = sum(ran.back_flops for ran in ops) + late
         return run, sum(ran.flops * len(lookup(ran.op.name).factors(ran.op)) for ran in ops)

@@ -38,7 +38,7 @@ def _count(ops: Iterable[Ran]) -> int:
 
 def _issued(ran: Ran) -> Calls:
     op = ran.op
-    makes = bool(op.outputs) and op.result.needs_grad
+    makes = ran.is_reached and op.result.needs_grad
     return issued(op.name, op.operands, back=makes, route=_route_of(ran))
 
 

@@ -80,7 +80,7 @@ class Prices:
     def backward(self, phase: Phase) -> float:
         """What the backward of that forward takes, with the sums of gradients between its ops."""
         ops, device = list(once(ran for ran in phase.ops if not ran.again)), self.cluster.device
-        sums = [(count - 1) * compute.adding_seconds(bytes_, device) for count, bytes_ in phase.uses.values()]
+        sums = [(count - 1) * compute.adding_seconds(bytes_, device) for count, bytes_ in phase.uses() if count]
         return math.fsum([*map(self._backward, ops), *sums]) - math.fsum(
             each for _, each in self._hidden(ops, back=True)
         )
@@ -108,7 +108,8 @@ class Prices:
 
     def weights(self, phase: Phase) -> float:
         """The part of that which ``W`` takes, where the backward is split: nothing of frozen weights."""
-        ops = [r for r in phase.ops if not r.again and r.op.name in _LATER and r.op.operands[1].needs_grad]
+        products = [r for r in phase.ops if not r.again and r.op.name in _LATER and r.is_reached]
+        ops = [ran for ran in products if ran.op.operands[1].needs_grad]
         return math.fsum(self._backward(ran) / max(1, sum(m.needs_grad for m in ran.op.operands)) for ran in ops)
 
     def again(self, phase: Phase) -> float:
@@ -192,9 +193,10 @@ class Prices:
         if op.name == DISPATCH_START or "src" in op.kwargs or not op.outputs:
             return 0.0, 0.0
         if ran.is_view and not ran.copied_bytes:
-            return view_seconds(op, _rule(op), Choice((R,) * len(op.operands), R), 1, device)
+            forward, backward = view_seconds(op, _rule(op), Choice((R,) * len(op.operands), R), 1, device)
+            return forward, backward if ran.is_reached else 0.0
         work = _work(ran)
-        backward = compute.backward_seconds(work, device) if op.result.needs_grad else 0.0
+        backward = compute.backward_seconds(work, device) if ran.is_reached else 0.0
         return compute.forward_seconds(work, device), backward
 
 

@@ -108,7 +108,8 @@ class Ran:
     ``copied_bytes``: of a view that had to be copied all the same. ``is_operator``: the text has an operator (``+``).
 
     ``flops`` are those of the kernels below it; ``again``: it is part of a recomputation; ``is_done``: it was not
-    stopped there, as the last op of a recomputation is once nothing more is needed (``started``: after its kernel).
+    stopped there, as the last op of a recomputation is once nothing more is needed (``started``: after its kernel);
+    ``is_reached``: a gradient came to it.
     ``turned_bytes`` are read and written to lay out rows of experts for the next hop, and their sums. ``objects`` are
     the ops that made what it takes beside tensors: a routing, or rows on their way.
     """
@@ -123,6 +124,7 @@ class Ran:
     copied_bytes: int = 0
     is_done: bool = False
     started: bool = False
+    is_reached: bool = False
     messages: list[Message] = field(default_factory=list)
     back_messages: list[Message] = field(default_factory=list)
     turned_bytes: int = 0
@@ -187,8 +189,8 @@ class Phase:
     all ``kernels`` beside; bytes that go to the host or come back; ``casts``, elements of masters of which copies of
     another dtype are made, by bytes of an element before and after; ``fetched`` the same of all masters on the host of
     which there are copies on the device; ``packed_bytes`` of weights that were copied to travel together, or from where
-    they did. ``copies`` of weights were made, ``sums`` begun of gradients of weights. ``uses``: how many ops, or
-    messages to the next stage, took a tensor that has a gradient and is no parameter; and its bytes."""
+    they did. ``copies`` of weights were made, ``sums`` begun of gradients of weights. ``takers``: the ops, and messages
+    to the next stage (None), that took a tensor that has a gradient and is no parameter; and its bytes."""
 
     ops: list[Ran] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
@@ -200,11 +202,16 @@ class Phase:
     packed_bytes: int = 0
     copies: int = 0
     sums: int = 0
-    uses: dict[Use, tuple[int, int]] = field(default_factory=dict)
+    takers: dict[Use, tuple[list[Ran | None], int]] = field(default_factory=dict)
 
-    def use(self, edge: Use, bytes_: int) -> None:
-        """A gradient comes back along ``edge``."""
-        self.uses[edge] = self.uses.get(edge, (0, 0))[0] + 1, bytes_
+    def take(self, edge: Use, bytes_: int, taker: Ran | None) -> None:
+        """A gradient may come back along ``edge``, from ``taker``."""
+        self.takers.setdefault(edge, ([], bytes_))[0].append(taker)
+
+    def uses(self) -> Iterator[tuple[int, int]]:
+        """How many gradients came to a tensor, and its bytes."""
+        for takers, bytes_ in self.takers.values():
+            yield sum(taker is None or taker.is_reached for taker in takers), bytes_
 
 
 class Log:
@@ -275,16 +282,16 @@ class Log:
         self._own(ran, made)
         if any(tensor.requires_grad for tensor in made) and not ran.again:
             for tensor in {id(tensor): tensor for tensor in _tensors(given)}.values():
-                self.used(tensor)
+                self.used(tensor, ran)
         return result
 
-    def used(self, tensor: Tensor) -> None:
-        """It gets a gradient from what runs, or has run, in this phase."""
+    def used(self, tensor: Tensor, taker: Ran | None = None) -> None:
+        """It may get a gradient from ``taker`` in this phase, or from the next stage."""
         if not tensor.requires_grad or isinstance(tensor, nn.Parameter):
             return
         edge = get_gradient_edge(tensor)
         self._nodes.append(edge.node)
-        self._phase.use((id(edge.node), edge.output_nr), tensor.nbytes)
+        self._phase.take((id(edge.node), edge.output_nr), tensor.nbytes, taker)
 
     def _own(self, ran: Ran, made: Iterable[Tensor]) -> None:
         """The nodes of results belong to ``ran``, but for those of an operand that is given back."""
@@ -296,7 +303,7 @@ class Log:
                 node.register_prehook(lambda _, ran=ran: self._enter(ran))
 
     def _enter(self, ran: Ran) -> None:
-        self._origin = ran
+        self._origin, ran.is_reached = ran, True
 
     def products(self, flops: int) -> None:
         """A kernel ran, with so many operations of products."""

@@ -17,6 +17,7 @@ from torch import fx
 
 from autopar.errors import PlanError
 from autopar.graph import INPUT_CALL, Model, info
+from autopar.passes.hoist import unhoisted
 from autopar.passes.recompute import groups
 from autopar.passes.vocabulary import staged_calls
 from autopar.planner.compression import kept_in_8_bits
@@ -61,9 +62,11 @@ class Alternative:
 class BlockChoices:
     """The alternatives of one block: the first recomputes nothing, the last the whole block; solved for when asked."""
 
-    def __init__(self, model: Model, index: int, found: BlockSaved, seconds: Mapping[fx.Node, float]) -> None:
+    def __init__(
+        self, model: Model, index: int, found: BlockSaved, seconds: Mapping[fx.Node, float], stays: frozenset[fx.Node]
+    ) -> None:
         self._block = model.blocks[index]
-        self._problem, self._owners = problem_of(self._block, found, seconds, _free(model, index))
+        self._problem, self._owners = problem_of(self._block, found, seconds, _free(model, index), stays)
         self._found = found
 
     @cached_property
@@ -164,7 +167,8 @@ class Activations:
         self.found = [saved_tensors(block, device, by_op) for block in model.blocks]
         if eight_bits:
             self.found = [kept_in_8_bits(b, f) for b, f in zip(model.blocks, self.found, strict=True)]
-        self.choices = [BlockChoices(model, i, f, seconds[i]) for i, f in enumerate(self.found)]
+        stays = unhoisted(model)
+        self.choices = [BlockChoices(model, i, f, seconds[i], stays) for i, f in enumerate(self.found)]
         self.workings = [working(b, f) for b, f in zip(model.blocks, self.found, strict=True)]
         self.working_bytes = [each.bytes_ for each in self.workings]
         self.taken: dict[Hashable, list[list[int]] | None] = {}

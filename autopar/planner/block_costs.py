@@ -13,9 +13,11 @@ from torch import fx
 
 from autopar.cluster import Cluster, Device, Link
 from autopar.cost_models import collective
-from autopar.graph import Block, Choice, Meta, info, is_getitem, op_name, operands
+from autopar.graph import Block, Choice, Meta, Model, info, is_getitem, op_name, operands
 from autopar.mesh import AXES, Mesh
+from autopar.passes.edges import gradient_paths
 from autopar.passes.expert_roads import exchange_axes, flat_seconds, hop_seconds, hops_of
+from autopar.passes.hoist import unhoisted
 from autopar.passes.overlap_dispatch import meanwhile
 from autopar.passes.products import PRODUCTS, is_transposition
 from autopar.passes.routers import routes
@@ -45,7 +47,8 @@ class BlockCost:
     part of the backward that can be put off, which keeps ``later_bytes``; ``op_seconds`` is each op's forward.
     ``wires`` is the communication that the passes contain, ``hidden`` what runs beside their compute. ``calls`` are
     what the host issues in the forward and in the backward, of which ``turned`` each are transpositions of weights that
-    the text of a split backward doesn't have; ``reads_counts``: whether it waits there for what routers chose."""
+    the text of a split backward doesn't have; ``reads_counts``: whether it waits there for what routers chose;
+    ``idle``: parameters to which no gradient comes."""
 
     forward_seconds: float
     backward_seconds: float
@@ -59,6 +62,7 @@ class BlockCost:
     calls: tuple[int, int] = (0, 0)
     turned: int = 0
     reads_counts: bool = False
+    idle: frozenset[fx.Node] = frozenset()
 
     def passes(self, *, split: bool) -> tuple[int, int]:
         """``calls`` where backwards are two passes or one."""
@@ -184,7 +188,7 @@ class Computed:
     """Of the ops of a block that is local on all axes, what doesn't depend on where its ranks are: seconds of what they
     compute, and of the ``sums`` of gradients between them; the other factor of those whose weights' gradients can be
     put off, and how many calls they are (as in :class:`BlockCost`); which transitions of parameters are not hoisted
-    (:func:`autopar.passes.hoist.unhoisted`)."""
+    (:func:`autopar.passes.hoist.unhoisted`), and to which ops and parameters no gradient comes."""
 
     seconds: Mapping[fx.Node, Both]
     factors: Mapping[fx.Node, fx.Node]
@@ -192,22 +196,26 @@ class Computed:
     turned: int
     sums: float
     stays: frozenset[fx.Node] = frozenset()
+    unreached: frozenset[fx.Node] = frozenset()
 
     @classmethod
     def of(cls, block: Block, device: Device, stays: frozenset[fx.Node] = frozenset(), op_of: OpOf = Op.of) -> Computed:
         """``op_of`` makes one op of all nodes that are alike, where several blocks have such nodes."""
-        seconds = {node: _computed(node, device, op_of) for node in block.ops}
-        factors = ((node, weight_product(node, op_of)) for node in block.ops)
+        reached = gradient_paths(block, range(len(block.outputs)))
+        seconds = {node: _computed(node, device, node in reached, op_of) for node in block.ops}
+        factors = ((node, weight_product(node, stays, op_of)) for node in block.ops if node in reached)
         kept = {node: factor for node, factor in factors if factor is not None}
         turned = sum(is_transposition(node) and all(user in kept for user in node.users) for node in block.ops)
-        return cls(seconds, kept, calls_of(block.ops, stays), turned, block_sums(block, device), stays)
+        calls, sums = calls_of(block.ops, stays, reached=reached), block_sums(block, device, reached)
+        unreached = frozenset((*block.parameters, *block.ops)) - reached
+        return cls(seconds, kept, calls, turned, sums, stays, unreached)
 
 
 def block_cost(block: Block, machine: Machine, computed: Computed | None = None) -> BlockCost:
     """What the ops of ``block``, which is local on all axes, take; ``wires`` and compute add up to the passes. What it
     ``computed`` is kept by whoever asks for several machines with one device."""
     computed = computed or Computed.of(block, machine.device)
-    found = {node: _op_cost(node, machine, computed.seconds[node], node in computed.stays) for node in block.ops}
+    found = {node: _op_cost(node, machine, computed, computed.seconds[node]) for node in block.ops}
     weights = 0.0
     later: dict[fx.Node, int] = {}
     for node, cost in found.items():
@@ -226,20 +234,24 @@ def block_cost(block: Block, machine: Machine, computed: Computed | None = None)
     held, elements = sum(m.bytes for m in metas), sum(m.numel for m in metas)
     wires, hidden = _sums(cost.exposed for cost in found.values()), _sums(cost.hidden for cost in found.values())
     passes = math.fsum(forward.values()), backward
-    issued = (computed.calls, computed.turned)
-    kept = sum(later.values())
-    return BlockCost(
-        *passes, weights, kept, held, elements, forward, wires, hidden, *issued, reads_counts=bool(routes(block))
-    )
+    issued = (computed.calls, computed.turned, bool(routes(block)))
+    kept, idle = sum(later.values()), computed.unreached.intersection(block.parameters)
+    return BlockCost(*passes, weights, kept, held, elements, forward, wires, hidden, *issued, idle)
 
 
-def calls_of(nodes: Iterable[fx.Node], stays: Container[fx.Node] = (), by_way_of: int | None = None) -> tuple[int, int]:
+def calls_of(
+    nodes: Iterable[fx.Node],
+    stays: Container[fx.Node] = (),
+    by_way_of: int | None = None,
+    reached: Container[fx.Node] | None = None,
+) -> tuple[int, int]:
     """What the host issues for some local ops, forward and backward (:mod:`autopar.rules.issued`), where tokens that
-    travel do so ``by_way_of`` so many nodes (None: as they say)."""
+    travel do so ``by_way_of`` so many nodes (None: as they say), and gradients ``reached`` these (None: all)."""
     forward = backward = 0
     for node in nodes:
         if _is_call(node) or node in stays:
             given, makes = [info(operand).meta for operand in operands(node)], info(node).meta.needs_grad
+            makes = makes and (reached is None or node in reached)
             there, back = issued(op_name(node), given, back=makes, route=_route_of(node, by_way_of))
             forward, backward = forward + there, backward + back
     return forward, backward
@@ -262,7 +274,7 @@ def _is_call(node: fx.Node) -> bool:
 
 def sent_by(nodes: Iterable[fx.Node], machine: Machine) -> dict[Wire, Both]:
     """What some ops of a block that is local on all axes send, and doesn't run beside their own work."""
-    return _sums(_op_cost(node, machine, _computed(node, machine.device)).exposed for node in nodes)
+    return _sums(_op_cost(node, machine, None, _computed(node, machine.device)).exposed for node in nodes)
 
 
 def _sums(parts: Iterable[Mapping[Wire, Sequence[float]]]) -> dict[Wire, Both]:
@@ -273,36 +285,43 @@ def _sums(parts: Iterable[Mapping[Wire, Sequence[float]]]) -> dict[Wire, Both]:
     return {wire: both for wire, both in sorted(sums.items()) if any(both)}
 
 
-def weight_product(node: fx.Node, op_of: OpOf = Op.of) -> fx.Node | None:
-    """The other factor of a product with a trained parameter, whose gradient can be put off; else None."""
+def weight_product(node: fx.Node, stays: Container[fx.Node] = (), op_of: OpOf = Op.of) -> fx.Node | None:
+    """The other factor of a product with a trained parameter, whose gradient can be put off; else None. Through a
+    convert that ``stays`` it goes back at once."""
     both = [operand for operand in operands(node) if not info(operand).is_object]
     dims = 2 if len(both) == len(operands(node)) else 3  # a weight for each expert, and the routing to them
-    factors = [operand for operand in both if not _is_weight(operand, dims)]
+    factors = [operand for operand in both if not _is_weight(operand, dims, stays)]
     if len(factors) != 1 or len(both) != 2 or (dims == 2 and (op_name(node) not in PRODUCTS or factors != both[:1])):
         return None
     return factors[0] if lookup(op_name(node)).flops(op_of(node)) else None
 
 
-def put_off_weights(block: Block) -> Iterator[fx.Node]:
-    """The parameters of ``block`` whose gradients are made by such products."""
+def put_off_weights(model: Model) -> frozenset[fx.Node]:
+    """The parameters of ``model``'s blocks, local on all axes, whose gradients are made by such products."""
+    stays = unhoisted(model)
+    return frozenset(weight for block in model.blocks for weight in _put_off_weights(block, stays))
+
+
+def _put_off_weights(block: Block, stays: Container[fx.Node]) -> Iterator[fx.Node]:
     for node in block.ops:
-        if (factor := weight_product(node)) is not None:
-            yield _stored(next(operand for operand in operands(node) if operand is not factor))
+        if (factor := weight_product(node, stays)) is not None:
+            yield _stored(next(operand for operand in operands(node) if operand is not factor), stays)
 
 
-def _stored(weight: fx.Node) -> fx.Node:
+def _stored(weight: fx.Node, stays: Container[fx.Node]) -> fx.Node:
     """What is converted, or transposed, to ``weight``."""
-    while op_name(weight) == "convert" or is_transposition(weight):
+    while weight not in stays and (op_name(weight) == "convert" or is_transposition(weight)):
         weight = operands(weight)[0]
     return weight
 
 
-def _is_weight(node: fx.Node, dims: int) -> bool:
-    node = _stored(node)
+def _is_weight(node: fx.Node, dims: int, stays: Container[fx.Node]) -> bool:
+    node = _stored(node, stays)
     return info(node).role == "parameter" and info(node).meta.needs_grad and len(info(node).meta.shape) == dims
 
 
-def _computed(node: fx.Node, device: Device, op_of: OpOf = Op.of) -> Both:
+def _computed(node: fx.Node, device: Device, is_reached: bool = True, op_of: OpOf = Op.of) -> Both:
+    """``is_reached``: a gradient comes to it."""
     if is_transition(node):
         return 0.0, 0.0
     op = fullest(node, op_of(node))
@@ -311,13 +330,14 @@ def _computed(node: fx.Node, device: Device, op_of: OpOf = Op.of) -> Both:
     if key not in op.found:
         op.found[key] = own_seconds(op, lookup(op.name), _whole(node), 1, device, is_view=is_view)
     seconds: Both = op.found[key]
-    return seconds
+    return seconds if is_reached else (seconds[0], 0.0)
 
 
-def _op_cost(node: fx.Node, machine: Machine, computed: Both, stays: bool = False) -> OpCost:
+def _op_cost(node: fx.Node, machine: Machine, computed: Computed | None, seconds: Both) -> OpCost:
+    """``computed``: of its block, if that is known."""
     if is_transition(node):
-        return _transition_cost(node, machine, stays)
-    cost = OpCost(*computed)
+        return _transition_cost(node, machine, computed)
+    cost = OpCost(*seconds)
     if not any(choice.form for choice in info(node).choices.values()):
         return cost  # it sends nothing
     if _travels(node) and machine.cluster is not None:
@@ -387,11 +407,13 @@ def _whole(node: fx.Node) -> Choice:
     return Choice((R,) * len(operands(node)), R)
 
 
-def _transition_cost(node: fx.Node, machine: Machine, stays: bool) -> OpCost:
+def _transition_cost(node: fx.Node, machine: Machine, computed: Computed | None) -> OpCost:
     cost, axis = OpCost(0.0, 0.0), changed_axis(node)
-    if is_parameter(operands(node)[0]) and not stays:
+    if is_parameter(operands(node)[0]) and (computed is None or node not in computed.stays):
         return cost  # hoisted: once per step, in the reduction of gradients
     before, after = (fullest_rows(data, data.meta) for data in (info(operands(node)[0]), info(node)))
+    if computed is not None and node in computed.unreached:
+        after = replace(after, needs_grad=False)
     add_change(cost, node, before, after, machine.sizes[axis], machine.links[axis])
     return cost
 

@@ -7,7 +7,7 @@ Gradients of parameters are not among them: those of several microbatches are ad
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from torch import fx
 
@@ -18,11 +18,12 @@ from autopar.planner.op_costs import fullest_rows
 from autopar.planner.transitions import is_parameter
 
 
-def block_sums(block: Block, device: Device) -> float:
-    """Seconds of those in the backward of a call of ``block``, which is local on all axes; a result counts as used once
-    beside (:func:`autopar.planner.between.between` knows by how many other calls it is)."""
+def block_sums(block: Block, device: Device, reached: Container[fx.Node]) -> float:
+    """Seconds of those in the backward of a call of ``block``, which is local on all axes and whose nodes gradients
+    ``reached``; a result counts as used once beside (:func:`autopar.planner.between.between` knows by how many other
+    calls it is)."""
     values = filter(_has_gradient, (*block.inputs, *block.ops))
-    found = ((info(node), len(list(_uses(node))) - 1) for node in values)
+    found = ((info(node), sum(u.op == "output" or u in reached for u in _uses(node)) - 1) for node in values)
     more = ((data, further) for data, further in found if further > 0)
     return math.fsum(
         further * compute.adding_seconds(fullest_rows(data, data.meta).bytes, device) for data, further in more

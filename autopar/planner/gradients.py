@@ -80,16 +80,18 @@ class Summed(NamedTuple):
         packed: bool = False,
         again: bool = False,
         terms: Terms | None = None,
+        idle: bool = False,
     ) -> float:
         """The same, as gradients are sent; ``part`` is the rank's of them, with padding (None: there is none).
         ``packed``: with others, or with padding; ``again``: ``part`` is summed over further ranks. ``terms``: of how
-        many microbatches each time, where that is after every backward (None: of one)."""
+        many microbatches each time, where that is after every backward (None: of one). ``idle``: there are none, and
+        zeros are sent."""
         if self.is_in_place:
             return 0.0
         part = elements / self.shards if part is None else part
         one, several = (
             step.copy_seconds(elements, held.itemsize, self.travels.itemsize, device)
-            if packed or held != self.travels
+            if not idle and (packed or held != self.travels)
             else 0.0
             for held in (self.dtype, self.master)
         )
@@ -128,11 +130,12 @@ class Accumulation(NamedTuple):
 @dataclass(frozen=True)
 class GradientCosts:
     """Of stages whose weights move as ``moves`` says, for ``microbatches`` that make up one update; ``split``: their
-    backwards are two passes."""
+    backwards are two passes; ``idle``: weights to which no gradient comes."""
 
     moves: MoveCosts
     microbatches: int
     split: bool
+    idle: frozenset[fx.Node] = frozenset()
 
     def accumulation(self, calls: Sequence[int], backwards: Backwards | None = None) -> Accumulation:
         """What the backward of a microbatch through ``calls`` takes for it, on the average of those of its kind in an
@@ -154,15 +157,17 @@ class GradientCosts:
         unpacked, lent = alone(moves.sums(calls)), moves.lent(calls)
         made: Counter[tuple[Summed, bool, bool]] = Counter()
         turned: Counter[tuple[Summed, bool]] = Counter()
-        sent: Counter[tuple[Summed, bool, bool, bool]] = Counter()
-        stored: Counter[tuple[Summed, bool, bool, bool]] = Counter()
+        sent: Counter[tuple[Summed, bool, bool, bool, bool]] = Counter()
+        stored: Counter[tuple[Summed, bool, bool, bool, bool]] = Counter()
         for name, (summed, node) in kept.items():
-            made[summed, node in self._put_off, name in lent] += info(node).meta.numel
-            if name not in lent and node in self._turned:
+            is_idle = node in self.idle
+            if not is_idle:
+                made[summed, node in self._put_off, name in lent] += info(node).meta.numel
+            if not is_idle and name not in lent and node in self._turned:
                 turned[summed, node in self._put_off] += info(node).meta.numel
-            if name in own:
+            if name in own and (summed.is_scattered or not is_idle):
                 again = summed.travels != summed.master and moves.is_summed_again(name, node)
-                key = summed, name not in unpacked, again, node in self._put_off
+                key = summed, name not in unpacked, again, node in self._put_off, is_idle
                 sent[key] += info(node).meta.numel
                 stored[key] += moves.whole_elements(name, node) // summed.shards
         each = Terms.each(count)
@@ -175,6 +180,7 @@ class GradientCosts:
                 packed=key[1],
                 again=key[2],
                 terms=each if key[3] else backwards.terms,
+                idle=key[4],
             )
             for key, elements in sent.items()
         )
@@ -261,8 +267,7 @@ class GradientCosts:
 
     @cached_property
     def _put_off(self) -> frozenset[fx.Node]:
-        blocks = self.moves.model.blocks if self.split else ()
-        return frozenset(node for block in blocks for node in put_off_weights(block))
+        return put_off_weights(self.moves.model) if self.split else frozenset()
 
 
 class _Sending(NamedTuple):

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
+from torch import fx
+
 from autopar.cost_models import step
 from autopar.graph import Model
 from autopar.planner.activations import Alternative
@@ -63,10 +65,12 @@ class Issued:
         model, passes = moves.model, list[tuple[int, int]]()
         copied = tuple(map(moves.copied, moves.stages))
         for stage, between, copies in zip(moves.stages, beside, copied, strict=True):
-            own = [costs[model.calls[i].block].passes(split=split) for i in stage]
+            mine = [costs[model.calls[i].block] for i in stage]
+            own = [cost.passes(split=split) for cost in mine]
+            idle = frozenset[fx.Node]().union(*(cost.idle for cost in mine))
             forward, backward = (sum(ways) for ways in zip(between.calls, *own, strict=True))
             again = sum(chosen[i].rerun_calls(split=split) for i in stage)
-            summed = sum(1 for _ in moves.trained(stage, borrowed=True))
+            summed = sum(node not in idle for _, node in moves.trained(stage, borrowed=True))
             gathered = copies if moves.streams else 0
             passes.append((forward + gathered, backward + again + summed + gathered))
         updated = []

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
+from torch import fx
+
 from autopar.cost_models import step
 from autopar.graph import Model
 from autopar.options import Options, activations_on_host, masters_on_host
@@ -91,7 +93,8 @@ def priced(work: Work, draft: Schedule, stages: Sequence[Sequence[int]], chosen:
     # An asynchronous schedule updates by the gradient of each microbatch.
     count = 1 if draft.is_asynchronous else work.microbatches
     backwards = work.backwards(draft)
-    gradients = GradientCosts(moves, count, split=work.split)
+    idle = frozenset[fx.Node]().union(*(block.idle for block in work.blocks))
+    gradients = GradientCosts(moves, count, split=work.split, idle=idle)
     accumulations = tuple(map(gradients.accumulation, stages, backwards))
     tables = [i for i, call in enumerate(model.calls) if model.block_of(call).kind == VOCABULARY]
     per_stage = [[work.blocks[model.calls[i].block] for i in stage] for stage in stages]

@@ -42,6 +42,7 @@ from typing import NamedTuple
 from torch import fx
 
 from autopar.graph import AxisRef, Block, RuntimeOp, info
+from autopar.passes.edges import gradient_paths
 from autopar.passes.recompute import groups
 from autopar.planner.block_costs import calls_of, weight_product
 from autopar.planner.recompute_walk import Walk
@@ -348,16 +349,21 @@ def _regions(way: Iterable[tuple[int, int]]) -> Regions:
 
 
 def problem_of(
-    block: Block, found: BlockSaved, seconds: Mapping[fx.Node, float], free: frozenset[fx.Node] = frozenset()
+    block: Block,
+    found: BlockSaved,
+    seconds: Mapping[fx.Node, float],
+    free: frozenset[fx.Node] = frozenset(),
+    stays: frozenset[fx.Node] = frozenset(),
 ) -> tuple[Problem, list[fx.Node]]:
     """The block's problem, whose ops are its groups (:func:`~autopar.passes.recompute.groups`), and the owners that its
-    memories are. ``seconds`` are those of each op's forward; ``free`` are inputs that are kept anyway, by others.
+    memories are. ``seconds`` are those of each op's forward; ``free`` are inputs that are kept anyway, by others;
+    ``stays`` are converts of parameters that aren't hoisted.
     """
     ops = groups(block)
     place = {node: i for i, group in enumerate(ops) for node in group}
     owners = [n for n in found.owned_bytes if info(n).role not in ("parameter", "buffer")]
     number = {owner: m for m, owner in enumerate(owners)}
-    kept, reached = [[found.ops[n] for n in group] for group in ops], _with_backward(block)
+    kept, reached = [[found.ops[n] for n in group] for group in ops], gradient_paths(block, range(len(block.outputs)))
 
     def uses(group: Sequence[fx.Node]) -> Iterator[tuple[int, int]]:
         for operand in {o for n in group for o in n.all_input_nodes if o not in group}:
@@ -379,7 +385,7 @@ def problem_of(
         bytes_=tuple(0 if owner in free else found.owned_bytes[owner] for owner in owners),
         made_by=tuple(place.get(owner, -1) for owner in owners),
         live=tuple(any(node in reached for node in group) for group in ops),
-        puts_off=tuple(weight_product(group[0]) is not None for group in ops),
+        puts_off=tuple(weight_product(group[0], stays) is not None for group in ops),
         called=tuple(calls_of(group[:1])[0] for group in ops),
         hidden_bytes=tuple(sum(s.hidden_bytes for s in some) for some in kept),
     )
@@ -389,16 +395,6 @@ def problem_of(
 def _keeps_late(node: fx.Node) -> bool:
     """Whether it keeps its operands once it has run: torch's own ops do so before, functions of ours after."""
     return isinstance(node.target, RuntimeOp)
-
-
-def _with_backward(block: Block) -> set[fx.Node]:
-    """The ops that a gradient reaches: not those that only choose, such as a top-k of which the places are used."""
-    found: set[fx.Node] = set()
-    outputs = set(block.outputs)
-    for node in reversed(list(block.ops)):
-        if info(node).meta.needs_grad and (node in outputs or not found.isdisjoint(node.users)):
-            found.add(node)
-    return found
 
 
 def _communicates(node: fx.Node) -> bool:

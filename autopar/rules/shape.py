@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import fx
 
-from autopar.graph import Choice, info, is_aten, is_elementwise, is_view, op_name, operands
+from autopar.graph import Choice, info, is_aten, is_elementwise, is_getitem, is_view, op_name, operands
 from autopar.rules.base import Local, Op, Rule, ViewBytes, joined, nothing_moved, put_in_place, summed
 from autopar.rules.forms import result_of
 from autopar.rules.lines import dim, dims, line, names, permuted, whole
@@ -159,6 +159,7 @@ def _zero_pad_is_linear(op: Op) -> Iterable[tuple[int, ...]]:
 
 _CONTIGUOUS = "aten.contiguous.default"
 _RESHAPES = ("aten.reshape.default", "aten.reshape_as.default", "aten.flatten.using_ints", _CONTIGUOUS)
+_EINSUM = "aten.einsum.default"
 _ATTENTION = "aten.scaled_dot_product_attention.default"
 _DEPTH = 12
 """:func:`copies` looks at so many ops before a reshape: heads are split a few ops before they are joined."""
@@ -169,7 +170,8 @@ def copies(node: fx.Node, device: str) -> bool:
     transpose has brought together.
 
     It is made of a tensor without values that lies as the ops before it lay their results out: in the order of dims,
-    but for views, and for elementwise ops and attention, whose results lie as their first operands do.
+    but for views, for elementwise ops and attention, whose results lie as their first operands do, and for what an
+    einsum permutes.
     """
     if op_name(node) not in _RESHAPES:
         return False
@@ -184,15 +186,17 @@ def _laid_out(node: fx.Node, device: str, depth: int) -> torch.Tensor:
     if depth and op_name(node) == _ATTENTION:
         query = _laid_out(operands(node)[0], device, depth - 1)
         return result_of(Op.of(node), device, query)
-    if not depth or not _follows(node):
+    made_by = operands(node)[0] if is_getitem(node) else node  # of several views, one
+    if not depth or not _follows(made_by):
         return torch.empty(shape, dtype=dtype, device="meta")
-    given = [_laid_out(each, device, depth - 1) for each in operands(node)]
-    if not is_view(node) and all(each.is_contiguous() for each in given) and not _is_ordered(node):
+    given = [_laid_out(each, device, depth - 1) for each in operands(made_by)]
+    if is_elementwise(node) and all(each.is_contiguous() for each in given) and not _is_ordered(node):
         return torch.empty(shape, dtype=dtype, device="meta")  # as the op would make it, in less time
     left = iter(given)
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda _: next(left))
-    made: torch.Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
-    return made
+    args, kwargs = fx.map_arg((made_by.args, dict(made_by.kwargs)), lambda _: next(left))
+    made = made_by.target(*args, **kwargs)  # type: ignore[operator]
+    result: torch.Tensor = made[node.args[1]] if made_by is not node else made
+    return result
 
 
 def _is_ordered(node: fx.Node) -> bool:
@@ -201,10 +205,12 @@ def _is_ordered(node: fx.Node) -> bool:
 
 
 def _follows(node: fx.Node) -> bool:
-    """Whether how its result lies follows from its operands."""
-    if not is_aten(node) or len(info(node).outputs) > 1:
+    """Whether how its results lie follows from its operands."""
+    if is_getitem(node):
         return False
-    return is_elementwise(node) or (is_view(node) and len(operands(node)) == 1)
+    if op_name(node) == _EINSUM or (is_view(node) and len(operands(node)) == 1):
+        return True
+    return is_elementwise(node) and len(info(node).outputs) == 1
 
 
 RULES: dict[str, Rule] = {

@@ -39,7 +39,7 @@ class Kind(NamedTuple):
 
 def kinds_by_call(model: Model) -> dict[int, Counter[Kind]]:
     """Call -> elements of the trained parameters that it is the first to use."""
-    put_off = frozenset(node for block in model.blocks for node in put_off_weights(block))
+    put_off = put_off_weights(model)
     seen: set[str] = set()
     found: dict[int, Counter[Kind]] = {}
     of_blocks = [[(Kind.of(node, node in put_off), info(node)) for node in block.parameters] for block in model.blocks]
