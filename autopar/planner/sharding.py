@@ -74,6 +74,7 @@ class _Build:
     loss: Key
     batch: Mapping[Key, Type] = field(default_factory=dict)  # the type that a split of the batch gives each value
     sequence: Mapping[Key, Type] = field(default_factory=dict)  # and one of the sequence
+    path: frozenset[object] = frozenset()  # from a split head's product to its logits: passes of a rank see these alone
     experts: dict[Key, list[Type]] = field(default_factory=dict)  # types of weights of experts on an axis of theirs
     choices: dict[Key, list[Choice]] = field(default_factory=dict)
     index: dict[Key, int] = field(default_factory=dict)
@@ -211,6 +212,7 @@ def _with_vertices(spread: Spread, problem: AxisProblem) -> _Build:
     build.batch = follow(build.spread, {p: item.batch_dim for p, item in enumerate(model.inputs)})
     if problem.kind == "sequence":
         build.sequence = follow(build.spread, {p: item.seq_dim for p, item in enumerate(model.inputs)}, slices=True)
+    build.path = frozenset(node for block in model.blocks if is_head(block) for node in head_of(block).path)
     if problem.holds_experts:
         build.experts = expert_types(build.spread, problem.axis, problem.size)
     _add_vertices(build)
@@ -460,7 +462,8 @@ def _taken(build: _Build, target: Key, position: int) -> frozenset[Type]:
 
 
 def _is_changeable(build: _Build, source: Key) -> bool:
-    return not ((source[0] != INPUT_CALL and _is_fixed(source)) or _is_parameter_cast(build, source))
+    fixed = source[0] != INPUT_CALL and (_is_fixed(source) or source[1] in build.path)
+    return not (fixed or _is_parameter_cast(build, source))
 
 
 def _changes(
