@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from autopar.graph import Autocast, op_name
+from autopar.graph import Autocast, is_mutating, op_name
 
 Regions = dict[fx.Node, tuple[Autocast, ...]]
 """The autocast regions that an op is in, outermost first."""
@@ -92,10 +93,12 @@ def _as_it_came(node: fx.Node) -> fx.Node:
 def _returns_first(node: fx.Node, first: fx.Node) -> bool:
     """Whether it returns its first operand itself, tried on tensors without values where it may."""
     made, given = node.meta.get("val"), first.meta.get("val")
-    if not isinstance(made, torch.Tensor) or not isinstance(given, torch.Tensor):
+    if not isinstance(made, torch.Tensor) or not isinstance(given, torch.Tensor) or is_mutating(node):
         return False
-    if (made.shape, made.dtype, made.device) != (given.shape, given.dtype, given.device):
+    if (made.dim(), made.dtype, made.device) != (given.dim(), given.dtype, given.device):
         return False
+    if not all(statically_known_true(a == b) for a, b in zip(made.shape, given.shape, strict=True)):
+        return False  # of sizes that depend on values, some aren't known
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
     return node.target(*args, **kwargs) is given  # type: ignore[operator,no-any-return]
 

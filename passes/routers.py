@@ -53,12 +53,18 @@ def weights_of(model: Model, router: RouterCall) -> dict[str, fx.Node]:
     block = model.block_of(call)
     places = dict(zip(block.parameters, call.parameters, strict=True))
     found: dict[str, fx.Node] = {}
-    for node in router.node.users:
-        for position in lookup(op_name(node)).expert_operands(Op.of(node)):
-            source = _stored(operands(node)[position])
-            if source in places:
-                found[places[source]] = source
+    for weight in stacks_of(router.node):
+        source = _stored(weight)
+        if source in places:
+            found[places[source]] = source
     return found
+
+
+def stacks_of(route: fx.Node) -> Iterator[fx.Node]:
+    """The stacks of weights, one per expert along dim 0, that are used for the rows of ``route``, in order."""
+    for node in route.users:
+        for position in lookup(op_name(node)).expert_operands(Op.of(node)):
+            yield operands(node)[position]
 
 
 def _stored(node: fx.Node) -> fx.Node:

@@ -19,7 +19,7 @@ from autopar.graph import Model, info, operands
 from autopar.mesh import AXES, Mesh
 from autopar.passes.expert_roads import exchange_axes, hops_of
 from autopar.passes.experts import DISPATCH, reckon_rows
-from autopar.passes.routers import RouterCall, router_calls, weights_of
+from autopar.passes.routers import RouterCall, router_calls, stacks_of
 from autopar.plan import ExpertsPlan
 from autopar.planner.expert_places import place
 from autopar.rules.base import Op
@@ -114,7 +114,7 @@ def experts_plans(model: Model, mesh: Mesh, reckoning: Reckoning) -> list[Expert
     split: dict[fx.Node, list[str]] = {}  # calls of one block have one node for theirs
     for router in router_calls(model):
         if router.node not in split:
-            split[router.node] = _axes(weights_of(model, router).values())
+            split[router.node] = _axes(stacks_of(router.node))
         axes = split[router.node]
         ranks = math.prod(mesh.size(axis) for axis in axes)
         index, own = operands(router.node)[0], reckoning.of_layer(router, ranks)
@@ -138,9 +138,10 @@ def experts_plans(model: Model, mesh: Mesh, reckoning: Reckoning) -> list[Expert
     return list(rows.values())
 
 
-def _axes(weights: Iterable[fx.Node]) -> list[str]:
-    """On which weights are split by experts."""
-    types = [info(weight).types() for weight in weights]
+def _axes(stacks: Iterable[fx.Node]) -> list[str]:
+    """On which weights are split by experts, as they are used: where they are stored as rows of all, a split of these
+    may be one of each expert."""
+    types = [info(stack).types() for stack in stacks]
     return [axis for axis in AXES if any(kinds.get(axis) == S(0) for kinds in types)]
 
 

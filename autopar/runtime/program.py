@@ -60,9 +60,9 @@ class Parameter:
 
     ``dtype`` is what the module computes with, ``master`` what the optimizer updates ("": the same). ``zero`` is over
     how many ranks of those that split tokens the rows (dim 0 of ``shape``) are stored: equal parts, zeros behind the
-    last. ``order``: ranks hold the model's row ``order[p]`` of dim 0 as row ``p``, before anything is split ((): as the
-    model has them). ``stacked``: dim 0 is no dim of the model's but its parameters of this name with 0, 1 … for the
-    ``*`` in it (the experts of a loop).
+    last. ``order``: dim 0 has as many rows for each expert, and those of expert ``order[p]`` come ``p``-th before
+    anything is split ((): as the model has them). ``stacked``: dim 0 is no dim of the model's but its parameters of
+    this name with 0, 1 … for the ``*`` in it (the experts of a loop).
     """
 
     name: str

@@ -139,8 +139,16 @@ def rows_held(parameter: Parameter, axes: Positions) -> dict[int, int]:
     for part in within(_stored(parameter, axes)[0], parameter.full_shape):
         places = range(part.full[0].start, part.full[0].stop)
         for place, row in zip(places, range(part.local[0].start, part.local[0].stop), strict=True):
-            found[parameter.order[place] if parameter.order else place] = row
+            found[_row_of(parameter, place)] = row
     return found
+
+
+def _row_of(parameter: Parameter, place: int) -> int:
+    """The model's row of dim 0 that is stored at ``place``."""
+    if not parameter.order:
+        return place
+    rows = parameter.full_shape[0] // len(parameter.order)
+    return parameter.order[place // rows] * rows + place % rows
 
 
 def take(
@@ -187,17 +195,22 @@ def read_shard(read: Callable[[Index], torch.Tensor], parameter: Parameter, axes
     Raises ShardingError.
     """
     parts, shape = _stored(parameter, axes)
-    return take(_in_order(read, parameter.order), parts, parameter.full_shape, shape)
+    return take(_in_order(read, parameter), parts, parameter.full_shape, shape)
 
 
-def _in_order(read: Callable[[Index], torch.Tensor], order: Sequence[int]) -> Callable[[Index], torch.Tensor]:
-    """``read`` as if row ``p`` of dim 0 were row ``order[p]``."""
-    if not order:
+def _in_order(read: Callable[[Index], torch.Tensor], parameter: Parameter) -> Callable[[Index], torch.Tensor]:
+    """``read`` as if rows of dim 0 were those of the expert that is stored there."""
+    if not (order := parameter.order):
         return read
+    rows = parameter.full_shape[0] // len(order)
 
     def read_rows(index: Index) -> torch.Tensor:
-        rows = [read((slice(row, row + 1), *index[1:])) for row in order[index[0]]]
-        return torch.cat(rows) if rows else read(index)
+        found = []
+        for place in range(index[0].start // rows, -(-index[0].stop // rows)):
+            start, stop = max(index[0].start, place * rows), min(index[0].stop, (place + 1) * rows)
+            moved = (order[place] - place) * rows
+            found.append(read((slice(start + moved, stop + moved), *index[1:])))
+        return torch.cat(found) if found else read(index)
 
     return read_rows
 
@@ -231,7 +244,10 @@ def unshard(parameter: Parameter, shards: Sequence[tuple[Mapping[str, int], torc
                     full[real.full].copy_(local[real.local])
     if sum(filled.values()) != math.prod(parameter.padded_shape):
         raise ShardingError(f"parts of {parameter.name!r} are missing; give the shards of every rank that holds it")
-    return full[torch.tensor(parameter.order).argsort()] if parameter.order else full
+    if not parameter.order:
+        return full
+    experts = full.unflatten(0, (len(parameter.order), -1))
+    return experts[torch.tensor(parameter.order).argsort()].flatten(0, 1)
 
 
 def _shape(parts: Sequence[Block]) -> tuple[int, ...]:

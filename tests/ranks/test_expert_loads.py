@@ -17,6 +17,7 @@ from autopar.runtime.loads import save_load
 from tests.expert_loop_models import MIXTURES, looped
 from tests.fast_cluster import FAST
 from tests.models import Case, Float64, prepared, tokens
+from tests.moe_models import family
 from tests.pinned import compile_pinned
 from tests.ranks.test_parity import verified
 
@@ -206,6 +207,19 @@ def test_an_order_holds_for_experts_of_a_loop() -> None:
         assert {tuple(row.order) for row in job.plan.experts} == {(0, 2, 1, 3)}
         result = job.verify(case.batch, steps=1)
     assert result.ok, str(result)
+
+
+@pytest.mark.slow
+def test_an_order_holds_for_rows_of_all_experts_in_one_matrix() -> None:
+    """Of which ``tp`` splits those of each expert, as ``ep`` does experts: a plan counts the ranks of ``ep`` alone."""
+    with Float64():
+        case = prepared(lambda: family("dbrx", 8, experts=4))
+        job = compiled(case, {"dp": 2, "ep": 2, "tp": 2}, expert_load=hot(case))
+        assert [row.order for row in job.plan.experts] == [[0, 2, 1, 3], [0, 2, 1, 3]]
+        result = job.verify(case.batch, steps=2)
+        whole = compiled(case, {"dp": 4, "ep": 4, "tp": 2})
+    assert result.ok, str(result)
+    assert [(row.axes, row.ranks) for row in whole.plan.experts] == [(["ep"], 4), (["ep"], 4)]
 
 
 @pytest.mark.slow

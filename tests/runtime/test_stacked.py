@@ -51,6 +51,21 @@ def test_a_rank_reads_its_own_and_gives_all_back() -> None:
         assert all(torch.equal(whole[name], tensor) for name, tensor in state().items())
 
 
+def test_rows_of_an_expert_stay_together() -> None:
+    """Two rows for each of six experts, in their order over ep 2 and over what is left of dp."""
+    whole = torch.arange(24.0).view(12, 2)
+    parameter = Parameter("up", (6, 2), (12, 2), "float32", {"ep": "S(0)"}, zero=2, order=ORDER)
+    shards = []
+    for dp, ep in ((dp, ep) for dp in range(2) for ep in range(2)):
+        at = places(dp, ep, 0) | {"tp": Place(1, 0)}
+        local = StateSource({"up": whole}).local(parameter, at)
+        shards.append(({axis: place.index for axis, place in at.items()}, local))
+        assert all(torch.equal(local[row], whole[of]) for of, row in rows_held(parameter, at).items())
+    rows = [2 * expert + row for expert in ORDER for row in range(2)]
+    assert torch.equal(torch.cat([shards[place][1] for place in (0, 2, 1, 3)]), whole[rows])
+    assert torch.equal(unshard(parameter, shards), whole)
+
+
 def test_reading_asks_only_for_what_is_held() -> None:
     parameter, given = stacked(), state()
     for e in range(3, EXPERTS):
