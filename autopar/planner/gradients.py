@@ -256,7 +256,8 @@ class GradientCosts:
     @cached_property
     def _turned(self) -> frozenset[fx.Node]:
         weights = (node for block in self.moves.model.blocks for node in block.parameters)
-        return frozenset(node for node in weights if info(node).meta.needs_grad and is_turned(node))
+        trained = (node for node in weights if info(node).meta.needs_grad)
+        return frozenset(node for node in trained if is_turned(node, self.moves.machine.device.kind))
 
     def _summed(self, name: str, node: fx.Node) -> Summed:
         moves, dtype = self.moves, info(node).meta.dtype

@@ -46,7 +46,9 @@ from autopar.passes.edges import gradient_paths
 from autopar.passes.recompute import groups
 from autopar.planner.block_costs import calls_of, weight_product
 from autopar.planner.recompute_walk import Walk
-from autopar.planner.saved import BlockSaved
+from autopar.planner.saved import BlockSaved, Saved
+from autopar.rules import lookup
+from autopar.rules.base import Op
 from autopar.spmd import Type, transition
 
 Region = tuple[int, int]
@@ -378,7 +380,8 @@ def problem_of(
         uses=tuple(frozenset(uses(group)) for group in ops),
         keeps_any=tuple(any(s.is_something for s in some) for some in kept),
         keeps_made=tuple(
-            any(s.inside or set(s.values) & set(group) for s in some) or _keeps_late(group[0])
+            any(_makes_inside(n, s) or set(s.values) & set(group) for n, s in zip(group, some, strict=True))
+            or _keeps_late(group[0])
             for some, group in zip(kept, ops, strict=True)
         ),
         communicates=tuple(any(map(_communicates, group)) for group in ops),
@@ -390,6 +393,13 @@ def problem_of(
         hidden_bytes=tuple(sum(s.hidden_bytes for s in some) for some in kept),
     )
     return problem, owners
+
+
+def _makes_inside(node: fx.Node, saved: Saved) -> bool:
+    """Whether it keeps what its kernel makes: what products keep, beside what they are given, are copies of that."""
+    op = Op.of(node)
+    rule = lookup(op.name)
+    return bool(saved.inside) and (rule.is_fused(op) or not rule.flops(op))
 
 
 def _keeps_late(node: fx.Node) -> bool:

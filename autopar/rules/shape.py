@@ -169,19 +169,25 @@ def copies(node: fx.Node, device: str) -> bool:
     """Whether a reshape moves elements on a ``device`` of this kind ("cpu" or "cuda"), as where it merges dims that a
     transpose has brought together.
 
-    It is made of a tensor without values that lies as the ops before it lay their results out: in the order of dims,
-    but for views, for elementwise ops and attention, whose results lie as their first operands do, and for what an
-    einsum permutes.
-    """
+    It is made of a tensor that lies as :func:`laid_out` says."""
     if op_name(node) not in _RESHAPES:
         return False
-    given = _laid_out(operands(node)[0], device, _DEPTH)
+    given = laid_out(operands(node)[0], device)
     made = given.contiguous() if op_name(node) == _CONTIGUOUS else given.reshape(info(node).meta.shape)
     return made is not given and made._base is None
 
 
+def laid_out(node: fx.Node, device: str) -> torch.Tensor:
+    """The result of an op without values, as it lies on a ``device`` of this kind ("cpu" or "cuda").
+
+    The ops before it say how: in the order of dims, but for views, for elementwise ops and attention, whose results lie
+    as their first operands do, and for what an einsum permutes. What another block made is taken to lie in order.
+    """
+    return _laid_out(node, device, _DEPTH)
+
+
 def _laid_out(node: fx.Node, device: str, depth: int) -> torch.Tensor:
-    """Its result without values; what is more than ``depth`` ops before doesn't count."""
+    """What is more than ``depth`` ops before doesn't count."""
     shape, dtype = info(node).meta.shape, info(node).meta.dtype
     if depth and op_name(node) == _ATTENTION:
         query = _laid_out(operands(node)[0], device, depth - 1)
