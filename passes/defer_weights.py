@@ -3,8 +3,8 @@
 Guarantees: equal values and gradients; every product of a value with a trainable two-dimensional parameter calls
 the runtime's ``linear`` or ``matmul``, whose backward can leave the parameter's gradient to a pass of its own. Runs
 on local graphs from which ``hoist`` has removed the converts: where one is left, or the weight is gathered or cast,
-its gradient has to go back through that at once; so has that of a product of two parameters. Example:
-``aten.linear(x, w)`` becomes ``linear(x, w)``, and ``x @ w.t()`` too.
+its gradient has to go back through that at once. Example: ``aten.linear(x, w)`` becomes ``linear(x, w)``, and
+``x @ w.t()`` too.
 """
 
 from __future__ import annotations

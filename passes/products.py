@@ -8,7 +8,7 @@ from typing import Final
 
 from torch import fx
 
-from autopar.graph import Block, Model, RuntimeOp, info, is_view, op_name, operands
+from autopar.graph import Block, Model, RuntimeOp, info, op_name, operands
 
 LINEAR: Final = "linear"
 MATMUL: Final = "matmul"
@@ -43,7 +43,7 @@ def _is_matrix(node: fx.Node) -> bool:
 def _replace_in(block: Block, weights: set[fx.Node], names: dict[str, str], accepts: Accepts | None) -> None:
     for node in block.ops:
         function = PRODUCTS.get(op_name(node))
-        if function is None or not _is_product_of_two(node) or is_parameter_itself(operands(node)[0]):
+        if function is None or not _is_product_of_two(node):
             continue
         weight = operands(node)[1]
         transposed = is_transposition(weight) and operands(weight)[0] in weights
@@ -53,14 +53,6 @@ def _replace_in(block: Block, weights: set[fx.Node], names: dict[str, str], acce
         node.target = RuntimeOp(names[_OF_TRANSPOSED[function] if transposed else function])
         if transposed:
             _take_untransposed(node, weight)
-
-
-def is_parameter_itself(node: fx.Node) -> bool:
-    """Whether it is the memory of a parameter, under whatever shape: where weights are gathered or copied for a pass,
-    nothing may keep it for a later one."""
-    while is_view(node) or op_name(node) == "convert":
-        node = operands(node)[0]
-    return node.op == "placeholder" and info(node).role == "parameter"
 
 
 def _is_product_of_two(node: fx.Node) -> bool:

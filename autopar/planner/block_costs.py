@@ -19,7 +19,7 @@ from autopar.passes.edges import gradient_paths
 from autopar.passes.expert_roads import exchange_axes, flat_seconds, hop_seconds, hops_of
 from autopar.passes.hoist import unhoisted
 from autopar.passes.overlap_dispatch import meanwhile
-from autopar.passes.products import PRODUCTS, is_parameter_itself, is_transposition
+from autopar.passes.products import PRODUCTS, is_transposition
 from autopar.passes.routers import routes
 from autopar.planner.gradient_sums import block_sums
 from autopar.planner.local_ops import before_split
@@ -292,8 +292,6 @@ def weight_product(node: fx.Node, stays: Container[fx.Node] = (), op_of: OpOf = 
     dims = 2 if len(both) == len(operands(node)) else 3  # a weight for each expert, and the routing to them
     factors = [operand for operand in both if not _is_weight(operand, dims, stays)]
     if len(factors) != 1 or len(both) != 2 or (dims == 2 and (op_name(node) not in PRODUCTS or factors != both[:1])):
-        return None
-    if is_parameter_itself(factors[0]):
         return None
     return factors[0] if lookup(op_name(node)).flops(op_of(node)) else None
 

@@ -59,6 +59,11 @@ class Work:
             return found
         return [each._replace(terms=sent_terms(draft, stage)) for stage, each in enumerate(found)]
 
+    @property
+    def idle(self) -> frozenset[fx.Node]:
+        """Parameters to which no gradient comes."""
+        return frozenset[fx.Node]().union(*(block.idle for block in self.blocks))
+
     def _in_turn(self, draft: Schedule) -> bool:
         """Whether it makes no difference to gradients in which order the passes of a draft come, or it doesn't say."""
         return self.options.zero < 2 or not draft.split or draft.microbatches != self.microbatches
@@ -93,8 +98,7 @@ def priced(work: Work, draft: Schedule, stages: Sequence[Sequence[int]], chosen:
     # An asynchronous schedule updates by the gradient of each microbatch.
     count = 1 if draft.is_asynchronous else work.microbatches
     backwards = work.backwards(draft)
-    idle = frozenset[fx.Node]().union(*(block.idle for block in work.blocks))
-    gradients = GradientCosts(moves, count, split=work.split, idle=idle)
+    gradients = GradientCosts(moves, count, split=work.split, idle=work.idle)
     accumulations = tuple(map(gradients.accumulation, stages, backwards))
     tables = [i for i, call in enumerate(model.calls) if model.block_of(call).kind == VOCABULARY]
     per_stage = [[work.blocks[model.calls[i].block] for i in stage] for stage in stages]

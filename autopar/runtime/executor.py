@@ -18,7 +18,7 @@ from autopar.runtime.clip import clip_
 from autopar.runtime.collectives import broadcast_, lost_peer, reduce_sum_
 from autopar.runtime.grads import Reducer, launch_shared, reduce_groups
 from autopar.runtime.host import host_memory
-from autopar.runtime.later import Spans
+from autopar.runtime.later import Spans, lent_memory
 from autopar.runtime.loads import Load, distinct, to_lists, total_load, update_bias_
 from autopar.runtime.modules import dtype_of
 from autopar.runtime.offload import ActivationOffload
@@ -329,7 +329,8 @@ class Executor:
             self._versions[action.stage].take_gradients(action.microbatch, self.reducers[action.stage].put)
 
     def _backward_of_input(self, step: Step, action: Action) -> None:
-        with self.axes.later.putting_off(_place(action)):
+        lent = lent_memory(self.stages[action.stage]) if action.stage in self.streams else frozenset[int]()
+        with self.axes.later.putting_off(_place(action), lent):
             self._run_backward(step, action)
 
     def _backward_of_weights(self, step: Step, action: Action) -> None:

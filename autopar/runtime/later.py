@@ -15,9 +15,10 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopar.errors import ScheduleError
+from autopar.storages import address
 
 Place = tuple[int, int]
 """(stage, microbatch)."""
@@ -53,35 +54,40 @@ class Later:
 
     def __init__(self) -> None:
         self._place: Place | None = None
+        self._lent: frozenset[int] = frozenset()
         self._waiting: dict[Place, deque[_Product]] = {}
 
     @contextmanager
-    def putting_off(self, place: Place) -> Iterator[None]:
-        """Within, a backward leaves the gradients of weights to ``run(place)``; a second one adds to the first."""
-        before, self._place = self._place, place
+    def putting_off(self, place: Place, lent: frozenset[int] = frozenset()) -> Iterator[None]:
+        """Within, a backward leaves the gradients of weights to ``run(place)``; a second one adds to the first. Factors
+        in memory that is ``lent`` (:func:`lent_memory`), as of a product of two weights, are copied."""
+        before = self._place, self._lent
+        self._place, self._lent = place, lent
         self._waiting.setdefault(place, deque())
         try:
             yield
         finally:
-            self._place = before
+            self._place, self._lent = before
 
     def gradient(self, parameter: Tensor, left: Tensor, right: Tensor) -> Tensor | None:
         """The gradient of ``parameter [m, n]`` from ``left [..., m]`` and ``right [..., n]``; None: put off.
 
         Only that of a leaf can be put off: another tensor's has to go on through the graph now.
         """
-        product = _Product(parameter, left, right)
         if self._place is None or not parameter.is_leaf:
-            return torch.mm(*product.rows())
-        self._waiting[self._place].append(product)
+            return torch.mm(*_Product(parameter, left, right).rows())
+        self._waiting[self._place].append(_Product(parameter, self._own(left), self._own(right)))
         return None
 
     def put_off(self, parameter: Tensor, left: Tensor, right: Tensor, groups: Spans) -> bool:
         """Leave the gradient of ``parameter [e, m, n]``, by ``groups`` of rows, to later; False: it is needed now."""
         if self._place is None or not parameter.is_leaf:
             return False
-        self._waiting[self._place].append(_Product(parameter, left, right, groups))
+        self._waiting[self._place].append(_Product(parameter, self._own(left), self._own(right), groups))
         return True
+
+    def _own(self, factor: Tensor) -> Tensor:
+        return factor.clone() if self._lent and address(factor.untyped_storage()) in self._lent else factor
 
     def parameters(self, place: Place) -> tuple[Tensor, ...]:
         """The parameters that :meth:`run` will add to, in order, once per product. Raises ScheduleError."""
@@ -116,6 +122,11 @@ class Later:
                 "W runs once, after the I of the same stage and microbatch"
             )
         return self._waiting[place]
+
+
+def lent_memory(module: nn.Module) -> frozenset[int]:
+    """That of weights that are there for a pass alone."""
+    return frozenset(address(parameter.untyped_storage()) for parameter in module.parameters())
 
 
 def accumulate(

@@ -18,7 +18,7 @@ from autopar.errors import ScheduleError
 from autopar.mesh import Mesh
 from autopar.runtime import Axes, Axis, Parameter, Program, buckets, linear, matmul
 from autopar.runtime.grads import Reducer, reduce_groups
-from autopar.runtime.later import Later, Place, accumulate
+from autopar.runtime.later import Later, Place, accumulate, lent_memory
 from autopar.schedules.weight_moves import MessageSizes
 from autopar.simulate.memory import MemoryTracker
 from tests.runtime.ranks import on_ranks
@@ -392,3 +392,17 @@ def test_sums_start_when_the_last_product_of_their_bucket_is_added(monkeypatch: 
     on_ranks(Mesh(dp=2), program)
     outward = ["table", "outward", "inward", "outward", "sum", "inward", "sum", "sum"]
     assert events == [["sum", "sum", *outward]] * 2
+
+
+def test_a_factor_that_is_a_weight_is_copied_while_it_is_there(axes: Axes) -> None:
+    """A store takes back the memory of weights between passes."""
+    model = nn.ParameterDict({"asked": torch.randn(4, K), "weight": weight_of(linear, torch.float32)})
+    x = model["asked"].expand(2, -1, -1)
+    _, wanted = gradients(F.linear(x, model["weight"]), model["asked"], model["weight"])
+    found = linear(x, model["weight"], axes)
+    with axes.later.putting_off((0, 0), lent_memory(model)):
+        gradients(found, model["asked"], model["weight"])
+    with torch.no_grad():
+        model["asked"].zero_()  # as whoever has the memory next
+    axes.later.run((0, 0), accumulate)
+    torch.testing.assert_close(model["weight"].grad, wanted)
