@@ -100,11 +100,23 @@ class Summed(Body):
         return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
 
 
+class Classified(Body):
+    """Rows have one class each, that of their first token's neighbour: logits have no positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.hidden(ids)[:, 0]), ids[:, 1])
+
+
 MODELS: Final[dict[str, Callable[[], nn.Module]]] = {
     "soft_capped": SoftCapped,
     "masked": Masked,
     "smoothed": Smoothed,
     "summed": Summed,
+    "classified": Classified,
 }
 
 

@@ -154,3 +154,11 @@ def test_programs_cost_what_plans_say(model: type[Base], mesh: dict[str, int], o
     assert result.ok, str(result)
     found = job.audit()
     assert found.ok, f"\n{found}"
+
+
+def test_a_search_tells_pieces_from_values_of_their_own() -> None:
+    """It finds out once what ops cost that are alike."""
+    with Float64():
+        batch = torch.randn(8, 4, WIDTH, dtype=torch.float64)
+        found = autopar.compile(Halves().double(), 2, sample=batch, mesh={"dp": 2}, cluster=BUSY).audit()
+    assert found.ok, f"\n{found}"

@@ -16,9 +16,9 @@ from tests.codegen.programs import folded, place_at_random
 MESH = Mesh(pp=2, dp=2, tp=2)
 
 
-def solved(name: str, seed: int) -> Model:
-    model = split_vocabulary(folded(vocabulary_models.case(name, batch=8)), MESH.pp, MESH.tp)
-    place_at_random(model, MESH, 2, seed)
+def solved(name: str, seed: int, mesh: Mesh = MESH) -> Model:
+    model = split_vocabulary(folded(vocabulary_models.case(name, batch=8)), mesh.pp, mesh.tp)
+    place_at_random(model, mesh, 2, seed)
     return model
 
 
@@ -40,6 +40,16 @@ def test_tables_are_split_by_rows_and_logits_by_classes(name: str, seed: int) ->
         assert (types["mb"], types["dp"], types["tp"]) == (S(0), S(0), S(1))
     assert info(head.entropy).choices["tp"].form == "cross_entropy_sharded"
     assert info(head.entropy).types()["tp"] == I
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_logits_without_positions_stay_as_their_product_makes_them(seed: int) -> None:
+    """Where a sequence is split: passes of a rank take as many rows of logits as of what they are made of."""
+    model = solved("classified", seed, Mesh(pp=2, cp=2))
+    calls = vocabulary_calls(model)
+    assert calls is not None
+    head = head_of(model.block_of(model.calls[calls.head]))
+    assert len({info(node).types()["cp"] for node in head.path}) == 1
 
 
 @pytest.mark.parametrize("seed", range(3))

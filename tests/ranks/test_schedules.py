@@ -102,6 +102,12 @@ def test_heads_with_something_of_their_own(name: str, vocabulary: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("vocabulary", ["naive", "vocab-1", "vocab-2"])
+def test_a_head_of_rows_where_a_sequence_is_split(vocabulary: str) -> None:
+    check(lambda: vocabulary_models.case("classified", 8), {"pp": 2, "cp": 2}, vocabulary=vocabulary, microbatches=2)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 @pytest.mark.parametrize("microbatches", [1, 3, 6])
 def test_interleaving_takes_any_number_of_microbatches(chunks: int, microbatches: int) -> None:
