@@ -100,20 +100,37 @@ class Folded(Base):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(WIDTH, WIDTH, 2, 2)
+        self.filters = nn.Parameter(torch.randn(WIDTH, WIDTH, 2, 2))
 
     def mix(self, x: Tensor) -> Tensor:
         image = F.layer_norm(x, [WIDTH]).unflatten(1, (2, -1)).permute(0, 3, 1, 2)
-        return self.conv(image).flatten(2).mean(-1).unsqueeze(1) + x
+        return F.conv2d(image, self.filters).flatten(2).mean(-1).unsqueeze(1) + x
 
 
-class Broadcast(Base):
-    """Products of matrices that are copied for it; selective recomputation stops before the last one."""
+class Written(nn.Module):
+    """Attention without a kernel of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.into(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        scores = (heads @ heads.transpose(-1, -2) * 0.5).exp().softmax(-1)
+        return x + self.out((scores @ heads).transpose(1, 2).reshape(x.shape))
+
+
+class Copies(Base):
+    """Products copy what they are given and keep that: selective recomputation stops before the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Written() for _ in range(2))
 
     def mix(self, x: Tensor) -> Tensor:
-        heads = x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
-        scores = (heads @ heads.transpose(-1, -2) * 0.5).softmax(-1)
-        return (scores @ heads).transpose(1, 2).reshape(x.shape)
+        for layer in self.layers:
+            x = layer(x)
+        return x
 
 
 class Queries(Base):
@@ -137,7 +154,7 @@ PLANS: list[tuple[type[Base], dict[str, int], dict[str, Any]]] = [
     (ShapeAlone, {"pp": 2}, {"schedule": "zb-h1"}),
     (Choice, {"dp": 2}, {}),
     (Folded, {"dp": 2}, {}),
-    (Broadcast, {"dp": 2}, {"recompute": "selective"}),
+    (Copies, {"dp": 2}, {"recompute": "selective"}),
     (Queries, {"pp": 2, "dp": 2}, {"schedule": "zb-h1", "zero": 3}),
 ]
 
