@@ -144,6 +144,16 @@ class Queries(Base):
         return x + self.asks(self.asked.expand(x.shape[0], -1, -1)).mean(1, keepdim=True)
 
 
+class Decayed(Base):
+    """A weight is in the loss itself, where every rank has the whole gradient: so it is summed in each backward."""
+
+    def mix(self, x: Tensor) -> Tensor:
+        return x.relu()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.into.weight.square().sum()
+
+
 PLANS: list[tuple[type[Base], dict[str, int], dict[str, Any]]] = [
     (Halves, {"dp": 2}, {"cluster": BUSY}),
     (Gate, {"dp": 2}, {}),
@@ -153,8 +163,9 @@ PLANS: list[tuple[type[Base], dict[str, int], dict[str, Any]]] = [
     (ShapeAlone, {"dp": 2}, {"zero": 2}),
     (ShapeAlone, {"pp": 2}, {"schedule": "zb-h1"}),
     (Choice, {"dp": 2}, {}),
-    (Folded, {"dp": 2}, {}),
-    (Copies, {"dp": 2}, {"recompute": "selective"}),
+    (Folded, {"pp": 2}, {"microbatches": 1}),
+    (Copies, {"dp": 2}, {"recompute": "selective", "microbatches": 1}),
+    (Decayed, {"pp": 2, "dp": 2}, {"schedule": "zb-h1"}),
     (Queries, {"pp": 2, "dp": 2}, {"schedule": "zb-h1", "zero": 3}),
 ]
 
