@@ -29,6 +29,7 @@ from autopar.passes.fold import fold
 from autopar.passes.functionalize import functionalize
 from autopar.passes.mixed_precision import LOWER, has_autocast, mixed_precision
 from autopar.passes.normalize_losses import normalize_losses
+from autopar.passes.paired_rows import paired_rows
 from autopar.passes.place_casts import place_casts
 from autopar.passes.row_lookups import row_lookups
 from autopar.passes.shifted_losses import has_shifted_losses, shifted_losses
@@ -141,11 +142,11 @@ class Prepared:
         flat, precision = self.captured.flat.copy(), self.captured.precision
         if splits_sequences:
             flat = shifted_losses(flat)
-        if has_autocast(flat, precision):
+        casts = has_autocast(flat, precision)
+        if casts:
             flat = mixed_precision(flat, self.device, precision)
-            folded = working_copies(canonicalize(place_casts(untrained(fold(flat)))))
-        else:
-            folded = canonicalize(untrained(fold(flat)))
+        folded = untrained(fold(paired_rows(flat, flatten(self.captured.sample)[0])))
+        folded = working_copies(canonicalize(place_casts(folded))) if casts else canonicalize(folded)
         verify(experts(batch_statistics(folded)), "experts")
         return folded
 

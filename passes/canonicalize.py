@@ -5,6 +5,7 @@ Guarantees: equal values and gradients. In order, on every block:
 0. ``broadcast_tensors`` is one ``expand`` for each tensor;
 1. no-ops go (``to`` the same dtype, ``alias``, ``contiguous``, ``x + 0`` on integers, idle dropout), and what ``cat``
    takes for nothing (a vector without elements among tensors of more dims, as caches begin);
+   and what is cut into pieces and put together again as it was (``cat(x.split(n))``, ``cat(x.unbind())``);
 2. ``view`` is ``reshape``, with its shape spelled out; chains of reshapes are one;
 3. a matrix product on flattened rows is one on the unflattened tensor (``[b*s, k]`` -> ``[b, s, k]``);
 4. the bias of a product is an addition of its own, so that a pending sum can be reduced before it;
@@ -14,7 +15,7 @@ Guarantees: equal values and gradients. In order, on every block:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import is_not
@@ -23,7 +24,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from autopar.graph import AVERAGED, Block, Model, derive, info, is_getitem, op_name
+from autopar.graph import AVERAGED, Block, Model, arguments, derive, info, is_getitem, op_name
 
 aten = torch.ops.aten
 
@@ -90,6 +91,38 @@ def _drop_nothing(block: Block) -> None:
             _forward(block.graph, node, some[0])
         elif some and len(some) < len(parts):
             node.args = (some, *node.args[1:])
+
+
+_CUTS = ("split", "split_with_sizes", "chunk", "tensor_split", "unbind")
+
+
+def _put_together(block: Block) -> None:
+    """All pieces along a dim, in order, are what was cut; of ``unbind``, with that dim and the next as one."""
+    for node in block.ops:
+        pieces = node.args[0] if op_name(node) == "aten.cat.default" else ()
+        whole = _cut_into(cast(Sequence[fx.Node], pieces))
+        if whole is None:
+            continue
+        x = whole.all_input_nodes[0]
+        shape, dim = info(x).meta.shape, arguments(whole)["dim"] % len(info(x).meta.shape)
+        if arguments(node)["dim"] % len(info(node).meta.shape) != dim:
+            continue
+        if op_name(whole).split(".")[1] != "unbind":
+            _forward(block.graph, node, x)
+        elif dim + 1 < len(shape):
+            node.target, node.kwargs = aten.reshape.default, {}
+            node.args = (x, list(info(node).meta.shape))
+
+
+def _cut_into(pieces: Sequence[fx.Node]) -> fx.Node | None:
+    """The op of which ``pieces`` are all results, in order."""
+    if not pieces or not all(isinstance(piece, fx.Node) and is_getitem(piece) for piece in pieces):
+        return None
+    whole = pieces[0].args[0]
+    if not isinstance(whole, fx.Node) or op_name(whole).split(".")[1:2][0] not in _CUTS:
+        return None
+    wanted = [(whole, number) for number in range(len(info(whole).outputs))]
+    return whole if [piece.args for piece in pieces] == wanted else None
 
 
 def _is_no_op(node: fx.Node) -> bool:
@@ -281,6 +314,7 @@ _REWRITES: tuple[Callable[[Block], None], ...] = (
     _spell_broadcasts,
     _drop_no_ops,
     _drop_nothing,
+    _put_together,
     _name_reshapes,
     _merge_reshapes,
     _unflatten_rows,

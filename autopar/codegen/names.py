@@ -60,6 +60,7 @@ _SHORT: Final = {
     "embedding_rows": "embed",
     "mean_of_whole": "mean",
     "averaged": "average",
+    "masked_scatter_rows": "masked_scatter",
     "arange": "position",
     "dispatch": "rows",
     "dispatch_start": "flight",

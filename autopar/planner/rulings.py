@@ -1,7 +1,7 @@
 """What rules say of ops, found out once for ops that are alike: a model's layers have many, and so have its placements.
 
-Ops are alike that are called by one name on the same tensors with the same arguments, which lie alike. Of those one :class:`Op` is kept,
-and on it (:attr:`Op.found`) what rules and prices find out about it.
+Ops are alike that are called by one name on the same tensors, which lie alike, with the same arguments. Of those one
+:class:`Op` is kept, and on it (:attr:`Op.found`) what rules and prices find out about it.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from autopar.rules.attention import WAYS, explain, heads, is_attention, offers, 
 from autopar.rules.base import Op
 from autopar.rules.experts import EXCHANGE, FILTER
 from autopar.rules.forms import NUMBERED
+from autopar.rules.indexing import pairs_samples
 from autopar.spmd import RAGGED, I, P, R, S, Type, divides
 
 
@@ -309,8 +310,8 @@ def _op_vertex(build: _Build, key: Key, count: int) -> None:
     known, problem = build.spread.ops[key], build.problem
     node, op, rule = known.node, known.op, known.rule
     choices = list(build.spread.legal(key, problem.size))
-    if not problem.splits_batch and key in build.batch:
-        choices = [c for c in choices if c.result != build.batch[key]]
+    if not problem.splits_batch:
+        choices = [c for c in choices if c.result != build.batch.get(key) and not pairs_samples(op, c)]
     if problem.paired:
         choices = [c for c in choices if _divide(build, node, op, c)]
     if not problem.holds_experts:

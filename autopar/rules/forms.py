@@ -98,6 +98,10 @@ def _nothing(op: Op) -> Kept:
     return Kept()
 
 
+def _mask(op: Op) -> Kept:
+    return Kept((1,))
+
+
 def _bits(op: Op) -> Kept:
     return Kept(extra_bytes=-(-op.result.numel // 8))
 
@@ -123,6 +127,7 @@ FORMS: Final[Mapping[str, Callable[[Op], Kept]]] = {
     "matmul": _product,
     "mean_of_whole": _nothing,
     "averaged": _nothing,
+    "masked_scatter_rows": _mask,
     "cumsum_sharded": _nothing,
     "dropout_replayed": _nothing,
     "relu_kept_as_bits": _bits,

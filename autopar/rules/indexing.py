@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
@@ -16,6 +17,8 @@ from autopar.rules.base import Local, Op, Rule
 from autopar.rules.lines import dim, line, names, whole
 from autopar.rules.spec import Spec, through
 from autopar.spmd import P, R, S
+
+SCATTER_ROWS: Final = "masked_scatter_rows"
 
 
 def _embedding(op: Op) -> str | None:
@@ -121,6 +124,27 @@ def _masked_put(op: Op) -> str | None:
     return line([letters, letters[d : d + len(mask.shape)], ["1"] * len(op.operands[-1].shape)], letters)
 
 
+def _masked_scatter(op: Op) -> str:
+    """What is written where a mask is true comes in the order of all elements."""
+    letters = names(len(op.operands[0].shape))
+    rows = [[f"{name}{letter}!" for letter in names(len(meta.shape))] for name, meta in zip("ms", op.operands[1:])]
+    return line([_all(letters), *rows], _all(letters))
+
+
+def _all(letters: list[str]) -> list[str]:
+    return whole(letters, range(len(letters)))
+
+
+def _rows_have_their_own(op: Op) -> Iterable[Choice]:
+    """A part of the rows takes the same part of what is written (:mod:`autopar.passes.paired_rows`)."""
+    yield Choice((S(0), S(0), S(0)), S(0))
+
+
+def pairs_samples(op: Op, choice: Choice) -> bool:
+    """Whether it is right only on an axis that splits the batch, which says whose values are whose."""
+    return op.name == SCATTER_ROWS and choice.result.is_shard
+
+
 def _index_fill(op: Op) -> str:
     """The value may be a tensor, of no dims."""
     letters = names(len(op.operands[0].shape))
@@ -182,6 +206,8 @@ RULES: dict[str, Rule] = {
     "aten.index_copy.default": Spec(_index_add, linear=through(0, 2)),
     "aten.index_fill.int_Scalar": Spec(_index_fill),
     "aten.index_fill.int_Tensor": Spec(_index_fill, linear=through(0, 2)),
+    "aten.masked_scatter.default": Spec(_masked_scatter, linear=through(0, 2)),
+    SCATTER_ROWS: Spec(_masked_scatter, forms=_rows_have_their_own, linear=through(0, 2)),
     "aten.scatter.value": Spec(_scatter, linear=_value_is_zero),
     "aten.scatter.src": Spec(_scatter, linear=through(0, 2)),
     "aten.scatter_add.default": Spec(_scatter, linear=through(0, 2), forms=_scattered_in_parts),

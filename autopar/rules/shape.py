@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import fx
 
-from autopar.graph import Choice, info, is_aten, is_elementwise, is_getitem, is_view, op_name, operands
+from autopar.graph import Choice, info, is_elementwise, is_getitem, is_view, op_name, operands
 from autopar.rules.base import Local, Op, Rule, ViewBytes, joined, nothing_moved, put_in_place, summed
 from autopar.rules.forms import result_of
 from autopar.rules.lines import dim, dims, line, names, permuted, whole

@@ -21,7 +21,7 @@ from autopar.runtime.gist import (
     threshold_kept_as_bits,
 )
 from autopar.runtime.grouped import grouped_bias, grouped_linear
-from autopar.runtime.local_ops import averaged, mean_of_whole
+from autopar.runtime.local_ops import averaged, masked_scatter_rows, mean_of_whole
 from autopar.runtime.modules import Container, declare
 from autopar.runtime.ops import cross_entropy_padded, cross_entropy_sharded, embedding_rows, embedding_sharded
 from autopar.runtime.program import Input, Parameter, Program, Router, Tensor, Total, VocabularyProgram
@@ -73,6 +73,7 @@ __all__ = [
     "kept_in_8_bits",
     "leaky_relu_kept_as_bits",
     "linear",
+    "masked_scatter_rows",
     "matmul",
     "max_pool2d_kept_as_places",
     "mean_of_whole",

@@ -41,6 +41,7 @@ def lookups() -> Iterator[Example]:
     yield Example(aten.scatter.src, (g(4, 8), 1, distinct, g(4, 2)))
     yield Example(aten.scatter.src, (g(8, 8), 1, distinct, g(4, 2)))
     yield Example(aten.scatter_add.default, (g(4, 8), 0, i(2, 8), g(2, 8)))
+    yield Example(aten.masked_scatter.default, (g(4, 8), b(4, 8), g(8, 8)))
     yield Example(aten.scatter_reduce.two, (g(4, 8), 1, i(4, 2, high=8), g(4, 2), "amax"), {"include_self": False})
     yield Example(aten.scatter_reduce.two, (g(4, 8), 0, i(2, 8), g(2, 8), "mean"))
     yield Example(aten.index_reduce.default, (g(4, 8), 1, i(2, high=8), g(4, 2), "amin"))

@@ -34,10 +34,11 @@ FAMILIES: tuple[Family, ...] = (
 )
 ELSEWHERE = {
     *(*TRANSITIONS, "getitem", "embedding_sharded", "cross_entropy_sharded", "mean_of_whole"),
-    *("attention_with_offset", "ring_attention", "cumsum_sharded", "averaged"),
+    *("attention_with_offset", "ring_attention", "cumsum_sharded", "averaged", "masked_scatter_rows"),
     *("route", "dispatch", "dispatch_start", "grouped_linear", "grouped_bias", "combine"),
 }
-"""Ops of solved graphs (tests/rules/test_axes.py and test_outputs.py), and of experts (test_experts.py)."""
+"""Ops of solved graphs (tests/rules/test_axes.py and test_outputs.py), of experts (test_experts.py), and of rows that
+have their own (tests/passes/test_paired_rows.py)."""
 
 WHOLE = {
     *("aten.any.default", "aten.all.default", "aten.max.default", "aten.min.default"),
