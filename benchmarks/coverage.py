@@ -130,14 +130,14 @@ def attempt(task: str, name: str, limit: int, graphs: Mapping[str, str]) -> Outc
     with Float64():
         try:
             model, batch = tiny(TASKS[task], name)
-            _runs_on_one_device(model, batch)
+            runs_on_one_device(model, batch)
         except Exception as error:
             outcome.runs["one device"] = (LEFT_OUT, _text(error))
             return outcome
         captured: list[Captured] = []
         outcome.runs["capture"] = _run(lambda: captured.append(autopar.capture(model, sample=batch)))
         if captured:
-            outcome.digest = _digest(captured[0])
+            outcome.digest = digest(captured[0])
             if outcome.digest in graphs:
                 outcome.runs = {"capture": (EQUAL, f"{AGAIN}: {graphs[outcome.digest]}")}
             else:
@@ -158,7 +158,7 @@ def _quiet() -> None:
     os.dup2(null, 2)
 
 
-def _runs_on_one_device(model: nn.Module, batch: Mapping[str, Any]) -> None:
+def runs_on_one_device(model: nn.Module, batch: Mapping[str, Any]) -> None:
     loss = model(**batch).loss
     loss.backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -195,7 +195,7 @@ def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
 
 
-def _digest(captured: Captured) -> str:
+def digest(captured: Captured) -> str:
     """Of ops, constants, shapes and who reads what: the same for models that differ in names only."""
     numbers: dict[Any, int] = {}
     lines = []
