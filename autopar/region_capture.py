@@ -100,7 +100,7 @@ def _returns_first(node: fx.Node, first: fx.Node) -> bool:
     if not all(statically_known_true(a == b) for a, b in zip(made.shape, given.shape, strict=True)):
         return False  # of sizes that depend on values, some aren't known
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-    return node.target(*args, **kwargs) is given  # type: ignore[operator,no-any-return]
+    return node.target(*args, **kwargs) is given  # type: ignore[operator]
 
 
 def _detached(graph: fx.Graph, value: Any) -> Any:

@@ -2,11 +2,11 @@
 
     python benchmarks/random_plans.py [--seconds N] [--seed N] [--only NAME]... [--plans N] [--out FILE]
 
-Classes of transformers (:mod:`coverage_models`, tiny, float64) in an order by chance, each with some plans: degrees on 2
-to 8 simulated ranks, schedule, vocabulary, ZeRO, recomputation, offload, chunks of the head, clipping; all of them pinned,
-some, or none. Each job trains two steps beside one device (``job.verify``, within :data:`coverage.TOLERANCE`), and its
-costs are read off its programs (``job.audit``). A plan that doesn't fit a model is refused, and counts as such. A seed
-names classes and plans; each runs in a process of its own, for :data:`LIMIT` seconds at most.
+Classes of transformers (:mod:`coverage_models`, tiny, float64) in an order by chance, each with some plans: degrees on
+2 to 8 simulated ranks, schedule, vocabulary, ZeRO, recomputation, offload, chunks of the head, clipping; all of them
+pinned, some, or none. Each job trains two steps beside one device (``job.verify``, within :data:`coverage.TOLERANCE`),
+and its costs are read off its programs (``job.audit``). A plan that doesn't fit a model is refused, and counts as such.
+A seed names classes and plans; each runs in a process of its own, for :data:`LIMIT` seconds at most.
 """
 
 from __future__ import annotations
@@ -100,7 +100,11 @@ def _all_pinned(chance: random.Random, axes: Sequence[str], ranks: int, *, has_e
     lent = lent if lent > 1 else mesh.get("tp", 1)
     if has_experts and lent > 1 and chance.random() < 0.7:
         mesh["ep"] = lent
-    pins: dict[str, Any] = {"mesh": mesh, "microbatches": chance.choice((1, 2, 4)), "zero": chance.choice((0, 0, 1, 2, 3))}
+    pins: dict[str, Any] = {
+        "mesh": mesh,
+        "microbatches": chance.choice((1, 2, 4)),
+        "zero": chance.choice((0, 0, 1, 2, 3)),
+    }
     if mesh.get("cp", 1) > 1 and chance.random() < 0.3:
         pins["attention"] = chance.choice(("all_gather", "ring", "heads"))
     if mesh.get("pp", 1) > 1:

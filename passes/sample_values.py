@@ -20,8 +20,8 @@ _EMPTY: Final = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty
 
 def values_of(flat: Flat, sample: Mapping[str, Tensor], wanted: set[fx.Node]) -> dict[fx.Node, Tensor]:
     """Of those that are ``wanted``, and of what they come from, as far as values are known: of what follows from the
-    ``sample`` (the batch's tensors by path) and from numbers in the model's code. Capture runs no op; these run here, on
-    the CPU. What depends on parameters isn't known before it runs, nor are values of the meta device."""
+    ``sample`` (the batch's tensors by path) and from numbers in the model's code. Capture runs no op; these run here,
+    on the CPU. What depends on parameters isn't known before it runs, nor are values of the meta device."""
     paths = {tensor.name: tensor.path for tensor in flat.inputs}
     known = {
         node: sample[paths[info(node).name]]

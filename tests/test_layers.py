@@ -137,7 +137,6 @@ PRIVATE_TORCH = {
     "autopar/quick_export.py": "torch.fx._lazy_graph_module.",  # export has no option for what it does otherwise
     "autopar/row_capture.py": "torch._check",  # the documented way to say what is known of a size in an export
     "autopar/graph.py": "torch._ops.OpOverload",  # the type of an ATen op has no public name
-    "autopar/runtime/local_ops.py": "torch.ops.aten._assert_async",  # a check that doesn't wait for the device
     "autopar/runtime/recomputation.py": "torch._C._current_graph_task_id",  # as torch.utils.checkpoint asks it
     "autopar/simulate/torch_private.py": "torch.",
     "autopar/shapes.py": "torch.",  # what operations make of tensors without values

@@ -53,9 +53,8 @@ class Matrices:
         return any(self._is_one(meta.shape) for meta in op.outputs)
 
     def _row_bytes(self, tensor: Tensor) -> int:
-        """With the columns that only pad its rows; 0 of anything else. Of few classes, a number for each rank and token
-        is as large: one row after the other, which no matrix of tokens lies in."""
-        if not self._is_one(tensor.shape) or (tensor.stride(-1) == 1 and tensor.shape[-1] not in self.widths):
+        """With the columns that only pad its rows; 0 of anything else."""
+        if not self._is_one(tensor.shape):
             return 0
         columns, row = tensor.shape[-1], tensor.stride(-2)
         return tensor.nbytes // columns * row if tensor.stride(-1) == 1 and row > columns else tensor.nbytes

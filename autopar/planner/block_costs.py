@@ -234,9 +234,10 @@ def block_cost(block: Block, machine: Machine, computed: Computed | None = None)
     held, elements = sum(m.bytes for m in metas), sum(m.numel for m in metas)
     wires, hidden = _sums(cost.exposed for cost in found.values()), _sums(cost.hidden for cost in found.values())
     passes = math.fsum(forward.values()), backward
-    issued = (computed.calls, computed.turned, bool(routes(block)))
-    kept, idle = sum(later.values()), computed.unreached.intersection(block.parameters)
-    return BlockCost(*passes, weights, kept, held, elements, forward, wires, hidden, *issued, idle)
+    kept, reads = sum(later.values()), bool(routes(block))
+    idle = computed.unreached.intersection(block.parameters)
+    calls, turned = computed.calls, computed.turned
+    return BlockCost(*passes, weights, kept, held, elements, forward, wires, hidden, calls, turned, reads, idle)
 
 
 def calls_of(

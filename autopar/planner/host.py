@@ -65,9 +65,9 @@ class Issued:
         model, passes = moves.model, list[tuple[int, int]]()
         copied = tuple(map(moves.copied, moves.stages))
         for stage, between, copies in zip(moves.stages, beside, copied, strict=True):
-            mine = [costs[model.calls[i].block] for i in stage]
-            own = [cost.passes(split=split) for cost in mine]
-            idle = frozenset[fx.Node]().union(*(cost.idle for cost in mine))
+            blocks = [costs[model.calls[i].block] for i in stage]
+            own = [cost.passes(split=split) for cost in blocks]
+            idle = frozenset[fx.Node]().union(*(cost.idle for cost in blocks))
             forward, backward = (sum(ways) for ways in zip(between.calls, *own, strict=True))
             again = sum(chosen[i].rerun_calls(split=split) for i in stage)
             summed = sum(node not in idle for _, node in moves.trained(stage, borrowed=True))

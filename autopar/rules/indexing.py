@@ -127,7 +127,10 @@ def _masked_put(op: Op) -> str | None:
 def _masked_scatter(op: Op) -> str:
     """What is written where a mask is true comes in the order of all elements."""
     letters = names(len(op.operands[0].shape))
-    rows = [[f"{name}{letter}!" for letter in names(len(meta.shape))] for name, meta in zip("ms", op.operands[1:])]
+    rows = [
+        [f"{name}{letter}!" for letter in names(len(meta.shape))]
+        for name, meta in zip("ms", op.operands[1:], strict=True)
+    ]
     return line([_all(letters), *rows], _all(letters))
 
 

@@ -44,8 +44,8 @@ def averaged(value: Tensor, average: Tensor, momentum: float, *, count: int | No
 
 
 def masked_scatter_rows(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
-    """``x.masked_scatter(mask, source)`` of this rank's rows ``[b, ...]`` of all three, as an image's features go to the
-    places that its row's tokens leave.
+    """``x.masked_scatter(mask, source)`` of this rank's rows ``[b, ...]`` of all three, as an image's features go to
+    the places that its row's tokens leave.
 
     Raises BatchError where these rows have other places than what is to go there: then it is of other rows. A GPU is
     not waited for; there, a kernel stops that says so.
@@ -62,7 +62,7 @@ def _check_places(places: Tensor, source: Tensor) -> None:
     elif int(places) != source.numel():
         raise BatchError(
             f"some rows of the batch, of one rank or microbatch, have {int(places)} places for what their own samples "
-            f"give, {source.numel()} values {list(source.shape)}: a batch is split by rows, so that each row's images (or "
-            "what else goes there) must be in the same row of their tensor, as many in each, as in the sample that the job "
-            "was compiled with; compile it with such a batch if others are meant"
+            f"give, {source.numel()} values {list(source.shape)}: a batch is split by rows, so that each row's images "
+            "(or what else goes there) must be in the same row of their tensor, as many in each, as in the sample that "
+            "the job was compiled with; compile it with such a batch if others are meant"
         )

@@ -246,8 +246,8 @@ def unshard(parameter: Parameter, shards: Sequence[tuple[Mapping[str, int], torc
         raise ShardingError(f"parts of {parameter.name!r} are missing; give the shards of every rank that holds it")
     if not parameter.order:
         return full
-    experts = full.unflatten(0, (len(parameter.order), -1))
-    return experts[torch.tensor(parameter.order).argsort()].flatten(0, 1)
+    experts = full.view(len(parameter.order), -1, *full.shape[1:])
+    return experts[torch.tensor(parameter.order).argsort()].view(full.shape)
 
 
 def _shape(parts: Sequence[Block]) -> tuple[int, ...]:

@@ -295,7 +295,9 @@ def test_wrong_prices_of_the_host_are_seen(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_wrong_count_of_calls_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Plan("mlp", {"pp": 2}, {"precision": "bf16"}, torch.float32)
     right = block_costs.calls_of
-    monkeypatch.setattr(block_costs, "calls_of", lambda *given: (right(*given)[0] + 1, right(*given)[1]))
+    monkeypatch.setattr(
+        block_costs, "calls_of", lambda *given, **named: (right(*given, **named)[0] + 1, right(*given, **named)[1])
+    )
     assert {row.what for row in plan.compile().audit().different} == {f"pipeline rank {rank}: host" for rank in (0, 1)}
 
 

@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 
 from autopar import Cluster
-from autopar.errors import BudgetError, ShardingError
+from autopar.errors import BudgetError
+from autopar.graph import info
 from autopar.mesh import Mesh
+from autopar.passes.vocabulary import head_of, is_head
 from autopar.search import choose
 from autopar.search.infeasible import relaxations
 from autopar.search.loop import Search
 from autopar.search.profiles import Key
+from autopar.spmd import R, S
 from tests.fast_cluster import SLOW_NETWORK
 from tests.search.spaces import experts_on, pins_of, prepared, search_of
 
@@ -114,11 +117,14 @@ def test_what_has_no_points_of_the_pinned_chunks_is_no_way_to_save_memory() -> N
         choose(prepared("llama", 8), pins_of(8, chunks=3, recompute="none", budget_bytes=10_000), CPU, {})
 
 
-def test_a_head_that_can_t_be_split_any_further_is_refused_by_name() -> None:
-    """Of a classifier of whole sequences, cp split the classes: too few of them are left for tp."""
+def test_a_head_of_whole_sequences_is_split_over_all_other_ranks() -> None:
+    """Where cp splits sequences it leaves the head alone: classes are for pp and tp."""
     mesh = Mesh(pp=5, cp=2, tp=4)
     search = search_of("encoder", 8, 40, SLOW_NETWORK, mesh=mesh.to_json(), vocabulary="vocab-1")
     key = Key(rows=1, ep=1, cp=2, tp=4, head=5, several=True, streamed=True, counted=16)
-    assert search.profiler.of(key, mesh, 8) is None
-    with pytest.raises(ShardingError, match=r"cross_entropy.*goes with tp=4; use another tp, or vocabulary='redist"):
-        raise search.profiler.refused[key]
+    found = search.profiler.of(key, mesh, 8)
+    assert found is not None
+    (head,) = (block for block in found.placed.model.blocks if is_head(block))
+    kinds = {axis: {info(node).types()[axis] for node in head_of(head).path} for axis in ("cp", "tp")}
+    assert kinds["tp"] == {S(1)}
+    assert kinds["cp"] <= {R, S(0)}
