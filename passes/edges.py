@@ -210,6 +210,16 @@ def _inputs_reached(block: Block, outputs: Iterable[int]) -> list[int]:
     return [position for position, node in enumerate(block.inputs) if node in seen]
 
 
+def results_reached(model: Model) -> dict[int, set[int]]:
+    """Call -> positions of its results to which the gradient of the loss comes."""
+    found: dict[int, set[int]] = defaultdict(set, {model.loss.call: {model.loss.output}})
+    for index in reversed(range(len(model.calls))):
+        call = model.calls[index]
+        for position in _inputs_reached(model.block_of(call), found[index]):
+            found[call.operands[position].call].add(call.operands[position].output)
+    return found
+
+
 def gradient_paths(block: Block, outputs: Iterable[int]) -> set[fx.Node]:
     """The nodes that gradients of these outputs reach."""
     waiting, seen = [block.outputs[output] for output in outputs], set[fx.Node]()

@@ -9,12 +9,12 @@ Example: an embedding and a head that are tied, and both read ``weight.detach()`
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
 
 from autopar.graph import Model
-from autopar.passes.edges import gradient_paths
+from autopar.passes.edges import gradient_paths, results_reached
 
 
 def untrained(model: Model) -> Model:
@@ -30,12 +30,9 @@ def untrained(model: Model) -> Model:
 def _reached(model: Model) -> Collection[str]:
     """Names of the parameters that the gradient of the loss reaches."""
     found: set[str] = set()
-    outputs: dict[int, set[int]] = defaultdict(set, {model.loss.call: {model.loss.output}})
-    for index in reversed(range(len(model.calls))):
-        call, block = model.calls[index], model.block_of(model.calls[index])
-        seen = gradient_paths(block, outputs[index])
+    reached = results_reached(model)
+    for index, call in enumerate(model.calls):
+        block = model.block_of(call)
+        seen = gradient_paths(block, reached[index])
         found.update(name for name, node in zip(call.parameters, block.parameters, strict=True) if node in seen)
-        for value, node in zip(call.operands, block.inputs, strict=True):
-            if node in seen:
-                outputs[value.call].add(value.output)
     return found

@@ -64,7 +64,7 @@ def between(
         needed = tables_of(model, wanted)
         passes = changes_sent(model, [*table_edges(model, machine, needed), *wanted], known, machine)
         changed = known.difference(taken)
-        uses = Counter(edges[call, k] for call in stage for k in range(len(model.calls[call].operands)))
+        uses = Counter(edges[call, k] for call in stage for k in _trained_inputs(model, call, costs))
         uses.update(Edge(step.value, step.changes[:-1]) for step in changed)
         tables, _ = calls_of(node for _, node in _table_ops(needed))
         there = number + 1 < len(stages) and placement[number + 1] != placement[number]
@@ -82,6 +82,12 @@ def between(
             )
         )
     return found
+
+
+def _trained_inputs(model: Model, call: int, costs: Sequence[BlockCost]) -> Iterator[int]:
+    """Positions of the inputs to which a call gives a gradient."""
+    idle = costs[model.calls[call].block].idle
+    yield from (k for k, node in enumerate(model.block_of(model.calls[call]).inputs) if node not in idle)
 
 
 def least_message(model: Model, mesh: Mesh, calls: Sequence[int]) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TypeAlias
@@ -13,9 +13,9 @@ from torch import fx
 
 from autopar.cluster import Cluster, Device, Link
 from autopar.cost_models import collective
-from autopar.graph import Block, Choice, Meta, Model, info, is_getitem, op_name, operands
+from autopar.graph import INPUT_CALL, Block, Choice, Meta, Model, info, is_getitem, op_name, operands
 from autopar.mesh import AXES, Mesh
-from autopar.passes.edges import gradient_paths
+from autopar.passes.edges import gradient_paths, results_reached
 from autopar.passes.expert_roads import exchange_axes, flat_seconds, hop_seconds, hops_of
 from autopar.passes.hoist import unhoisted
 from autopar.passes.overlap_dispatch import meanwhile
@@ -48,7 +48,7 @@ class BlockCost:
     ``wires`` is the communication that the passes contain, ``hidden`` what runs beside their compute. ``calls`` are
     what the host issues in the forward and in the backward, of which ``turned`` each are transpositions of weights that
     the text of a split backward doesn't have; ``reads_counts``: whether it waits there for what routers chose;
-    ``idle``: parameters to which no gradient comes."""
+    ``idle``: parameters and inputs to which no gradient comes."""
 
     forward_seconds: float
     backward_seconds: float
@@ -188,7 +188,7 @@ class Computed:
     """Of the ops of a block that is local on all axes, what doesn't depend on where its ranks are: seconds of what they
     compute, and of the ``sums`` of gradients between them; the other factor of those whose weights' gradients can be
     put off, and how many calls they are (as in :class:`BlockCost`); which transitions of parameters are not hoisted
-    (:func:`autopar.passes.hoist.unhoisted`), and to which ops and parameters no gradient comes."""
+    (:func:`autopar.passes.hoist.unhoisted`), and to which ops, parameters and inputs no gradient comes."""
 
     seconds: Mapping[fx.Node, Both]
     factors: Mapping[fx.Node, fx.Node]
@@ -199,16 +199,35 @@ class Computed:
     unreached: frozenset[fx.Node] = frozenset()
 
     @classmethod
-    def of(cls, block: Block, device: Device, stays: frozenset[fx.Node] = frozenset(), op_of: OpOf = Op.of) -> Computed:
-        """``op_of`` makes one op of all nodes that are alike, where several blocks have such nodes."""
-        reached = gradient_paths(block, range(len(block.outputs)))
+    def of(
+        cls,
+        block: Block,
+        device: Device,
+        stays: frozenset[fx.Node] = frozenset(),
+        op_of: OpOf = Op.of,
+        results: Collection[int] | None = None,
+    ) -> Computed:
+        """``op_of`` makes one op of all nodes that are alike, where several blocks have such nodes. ``results``: the
+        positions of those to which a gradient comes (:func:`reached_results`; None: all)."""
+        results = range(len(block.outputs)) if results is None else results
+        reached = gradient_paths(block, results)
         seconds = {node: _computed(node, device, node in reached, op_of) for node in block.ops}
         factors = ((node, weight_product(node, stays, op_of)) for node in block.ops if node in reached)
         kept = {node: factor for node, factor in factors if factor is not None}
         turned = sum(is_transposition(node) and all(user in kept for user in node.users) for node in block.ops)
-        calls, sums = calls_of(block.ops, stays, reached=reached), block_sums(block, device, reached)
-        unreached = frozenset((*block.parameters, *block.ops)) - reached
+        calls = calls_of(block.ops, stays, reached=reached)
+        sums = block_sums(block, device, reached, {block.outputs[position] for position in results})
+        unreached = frozenset((*block.parameters, *block.inputs, *block.ops)) - reached
         return cls(seconds, kept, calls, turned, sums, stays, unreached)
+
+
+def reached_results(model: Model) -> list[frozenset[int]]:
+    """By block, the positions of results to which a gradient comes in any of its calls."""
+    found: list[set[int]] = [set() for _ in model.blocks]
+    for call, positions in results_reached(model).items():
+        if call != INPUT_CALL:
+            found[model.calls[call].block] |= positions
+    return list(map(frozenset, found))
 
 
 def block_cost(block: Block, machine: Machine, computed: Computed | None = None) -> BlockCost:
@@ -235,7 +254,7 @@ def block_cost(block: Block, machine: Machine, computed: Computed | None = None)
     wires, hidden = _sums(cost.exposed for cost in found.values()), _sums(cost.hidden for cost in found.values())
     passes = math.fsum(forward.values()), backward
     kept, reads = sum(later.values()), bool(routes(block))
-    idle = computed.unreached.intersection(block.parameters)
+    idle = computed.unreached.intersection((*block.parameters, *block.inputs))
     calls, turned = computed.calls, computed.turned
     return BlockCost(*passes, weights, kept, held, elements, forward, wires, hidden, calls, turned, reads, idle)
 

@@ -28,7 +28,7 @@ from autopar.passes.selection_bias import selection_bias
 from autopar.passes.split_vocabulary import split_vocabulary
 from autopar.plan import BlockPlan, ExpertsPlan, InputPlan, Plan, RankPlan, StagePlan
 from autopar.planner.activations import Activations
-from autopar.planner.block_costs import BlockCost, Computed, Machine, block_cost
+from autopar.planner.block_costs import BlockCost, Computed, Machine, block_cost, reached_results
 from autopar.planner.breakdown import Work, cost_plan, model_work
 from autopar.planner.budget import within_budget
 from autopar.planner.compression import KeptBytes, check_compression, describe
@@ -129,8 +129,9 @@ def build(
     placed = place(model, request, pinned)
     request = placed.request
     machine = Machine.of(request.cluster, request.mesh, request.options.zero_ranks)
-    stays = unhoisted(placed.model)
-    costs = [block_cost(b, machine, Computed.of(b, machine.device, stays)) for b in placed.model.blocks]
+    stays, device = unhoisted(placed.model), machine.device
+    both = zip(placed.model.blocks, reached_results(placed.model), strict=True)
+    costs = [block_cost(b, machine, Computed.of(b, device, stays, results=results)) for b, results in both]
     activations = activations_of(placed.model, costs, machine, request.options)
     return finish(placed, costs, activations, pinned, measured)
 

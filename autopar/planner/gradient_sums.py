@@ -18,12 +18,13 @@ from autopar.planner.op_costs import fullest_rows
 from autopar.planner.transitions import is_parameter
 
 
-def block_sums(block: Block, device: Device, reached: Container[fx.Node]) -> float:
+def block_sums(block: Block, device: Device, reached: Container[fx.Node], results: Container[fx.Node]) -> float:
     """Seconds of those in the backward of a call of ``block``, which is local on all axes and whose nodes gradients
-    ``reached``; a result counts as used once beside (:func:`autopar.planner.between.between` knows by how many other
-    calls it is)."""
+    ``reached``; one of the ``results`` to which any other call gives one counts as used once beside
+    (:func:`autopar.planner.between.between` knows how many do)."""
     values = filter(_has_gradient, (*block.inputs, *block.ops))
-    found = ((info(node), sum(u.op == "output" or u in reached for u in _uses(node)) - 1) for node in values)
+    uses = ((node, sum(node in results if u.op == "output" else u in reached for u in _uses(node))) for node in values)
+    found = ((info(node), count - 1) for node, count in uses)
     more = ((data, further) for data, further in found if further > 0)
     return math.fsum(
         further * compute.adding_seconds(fullest_rows(data, data.meta).bytes, device) for data, further in more

@@ -28,7 +28,7 @@ from autopar.passes.pad_head import Table, table_of
 from autopar.passes.vocabulary import staged_calls
 from autopar.planner.activations import Activations
 from autopar.planner.between import least_message
-from autopar.planner.block_costs import BlockCost, Computed, Machine, block_cost
+from autopar.planner.block_costs import BlockCost, Computed, Machine, block_cost, reached_results
 from autopar.planner.build import Local, Placed, Request, activations_of, begin, place_inner, split_rows
 from autopar.planner.dispatch_forms import FLAT
 from autopar.planner.pipeline import Wanted
@@ -409,7 +409,8 @@ class Profiler:
         placed = place_inner(self._rows(key, request), request)
         machine = Machine.of(self.cluster, placed.request.mesh, options.zero_ranks)
         stays = unhoisted(placed.model)
-        computed = [Computed.of(block, machine.device, stays, self._rulings.op) for block in placed.model.blocks]
+        both = zip(placed.model.blocks, reached_results(placed.model), strict=True)
+        computed = [Computed.of(block, machine.device, stays, self._rulings.op, results) for block, results in both]
         pairs = zip(placed.model.blocks, computed, strict=True)
         costs = [block_cost(block, machine, compute) for block, compute in pairs]
         return Profile(key, placed, costs, units_of(placed.model, costs), computed)
