@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import DeadRankError, ShardingError
-from autopar.graph import op_name
+from autopar.graph import info, op_name
 from autopar.preparation import Captured
-from tests.fast_cluster import FAST
+from tests.fast_cluster import BUSY, FAST
 from tests.models import Float64, Residual
 from tests.pinned import compile_pinned
 
@@ -22,16 +22,16 @@ IMAGE, WIDTH, ROWS, POSITIONS, PATCHES = 9, 16, 8, 6, 2
 class Captions(nn.Module):
     """Features of images go to the places that tokens leave them, as in LLaVA."""
 
-    def __init__(self, pieces: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.pieces = pieces
         self.tokens, self.look = nn.Embedding(12, WIDTH), nn.Linear(3, WIDTH)
         self.layers, self.head = nn.ModuleList(Residual(WIDTH) for _ in range(2)), nn.Linear(WIDTH, 12)
 
+    def features(self, images: Tensor) -> Tensor:
+        return torch.cat(self.look(images).unbind(0))
+
     def forward(self, ids: Tensor, images: Tensor) -> Tensor:
-        features = self.look(images)
-        features = torch.cat(features.unbind(0)) if self.pieces else features
-        mask = (ids == IMAGE).unsqueeze(-1)
+        features, mask = self.features(images), (ids == IMAGE).unsqueeze(-1)
         x = self.tokens(ids)
         x = x.masked_scatter(mask.expand(-1, -1, WIDTH), features.to(x.dtype))
         for layer in self.layers:
@@ -113,6 +113,30 @@ def test_a_batch_unlike_the_sample_is_refused() -> None:
             DeadRankError, match=r"have \d+ places for what their own samples give, 128 values \[8, 16\]"
         ):
             job.simulate(batch(UNEVEN))
+
+
+@pytest.mark.parametrize("cluster", [FAST, BUSY], ids=["fast", "busy"])
+def test_ranks_that_have_all_rows_have_those_of_any_batch(cluster: autopar.Cluster) -> None:
+    with Float64():
+        job = compile_pinned(model(), 4, sample=batch(EVEN), mesh={"tp": 4}, cluster=cluster)
+        (node,) = (n for block in job.lowered.blocks for n in block.ops if op_name(n) == "masked_scatter_rows")
+        assert not info(node).types()["tp"].is_shard
+        assert job.simulate(batch(UNEVEN)).losses
+
+
+class Backwards(Captions):
+    """Features of the last image are first."""
+
+    def features(self, images: Tensor) -> Tensor:
+        return torch.cat(self.look(images).unbind(0)[::-1])
+
+
+def test_pieces_in_another_order_stay_so() -> None:
+    torch.manual_seed(0)
+    with Float64():
+        sample = batch([2, 2])
+        result = compile_pinned(Backwards().double(), 1, sample=sample, mesh={}, cluster=FAST).verify(sample, steps=1)
+    assert result.ok, str(result)
 
 
 def test_features_in_pieces_are_put_together() -> None:
