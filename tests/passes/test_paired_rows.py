@@ -25,6 +25,7 @@ class Captions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.look = nn.Embedding(12, WIDTH), nn.Linear(3, WIDTH)
+        self.positions = nn.Parameter(torch.randn(POSITIONS, WIDTH))
         self.layers, self.head = nn.ModuleList(Residual(WIDTH) for _ in range(2)), nn.Linear(WIDTH, 12)
 
     def features(self, images: Tensor) -> Tensor:
@@ -33,7 +34,7 @@ class Captions(nn.Module):
     def forward(self, ids: Tensor, images: Tensor) -> Tensor:
         features, mask = self.features(images), (ids == IMAGE).unsqueeze(-1)
         x = self.tokens(ids)
-        x = x.masked_scatter(mask.expand(-1, -1, WIDTH), features.to(x.dtype))
+        x = x.masked_scatter(mask.expand(-1, -1, WIDTH), features.to(x.dtype)) * self.positions
         for layer in self.layers:
             x = x + layer(x)
         return nn.functional.cross_entropy(self.head(x).transpose(1, 2), ids)
