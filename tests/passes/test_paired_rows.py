@@ -135,7 +135,7 @@ class Backwards(Captions):
 def test_pieces_in_another_order_stay_so() -> None:
     torch.manual_seed(0)
     with Float64():
-        sample = batch([2, 2])
+        sample = batch(EVEN)
         result = compile_pinned(Backwards().double(), 1, sample=sample, mesh={}, cluster=FAST).verify(sample, steps=1)
     assert result.ok, str(result)
 
