@@ -21,7 +21,7 @@ from autopar.batch import flatten
 from autopar.capture import Loss
 from autopar.codegen import EmittedStage
 from autopar.codegen.text import Origin
-from autopar.graph import INPUT_CALL, Model, RuntimeOp, info, op_name, operands, where
+from autopar.graph import INPUT_CALL, Model, RuntimeOp, info, is_unset, op_name, operands, where
 from autopar.mesh import AXES
 from autopar.plan import Plan
 from autopar.rules.experts import COMBINE, DISPATCH, DISPATCH_END
@@ -143,7 +143,7 @@ def _run(node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
     target = getattr(runtime, str(node.target)) if isinstance(node.target, RuntimeOp) else node.target
     assert callable(target)
     made = target(*args, **kwargs)
-    return made.fill_(torch.nan) if "empty" in op_name(node) and made.is_floating_point() else made
+    return made.fill_(torch.nan) if is_unset(node) and made.is_floating_point() else made
 
 
 def _rank_values(job: Compiled, tensors: Mapping[str, Tensor]) -> list[list[Seen]]:

@@ -182,6 +182,8 @@ class RuntimeOp:
 _ELEMENTWISE: Final = ("aten.clone.default", "aten.to.dtype", "aten._to_copy.default", "aten.dropout.default")
 """Beside those that torch calls pointwise."""
 
+_UNSET: Final = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+
 AVERAGED: Final = RuntimeOp("averaged")
 """Moves a buffer, a running average, towards a value; nothing needs to read what it returns."""
 
@@ -216,6 +218,11 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     given = dict(zip((a.name for a in schema), node.args, strict=False)) | dict(node.kwargs)
     return {a.name: given.get(a.name, a.default_value) for a in schema}
+
+
+def is_unset(node: fx.Node) -> bool:
+    """Whether the result is memory that nothing was written to yet."""
+    return is_aten(node) and op_name(node).split(".")[1] in _UNSET
 
 
 def is_random(node: fx.Node) -> bool:

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, fx
 
 from autopar.capture import Flat
-from autopar.graph import info, is_random, op_name, operands
+from autopar.graph import info, is_aten, is_random, is_unset, operands
 
 _MOST: Final = 1 << 24
 """Elements of the largest tensor that is computed here: indices are numbers of rows, not rows."""
 _UNSAID: Final = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 """Tags of ops whose shapes depend on values, of which the captured graph has others."""
-_EMPTY: Final = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
 def values_of(flat: Flat, sample: Mapping[str, Tensor], wanted: set[fx.Node]) -> dict[fx.Node, Tensor]:
@@ -45,8 +44,7 @@ def values_of(flat: Flat, sample: Mapping[str, Tensor], wanted: set[fx.Node]) ->
 
 
 def _is_computable(node: fx.Node) -> bool:
-    kind, name, *_ = (*op_name(node).split("."), "")
-    if kind != "aten" or name in _EMPTY or is_random(node):
+    if not is_aten(node) or is_unset(node) or is_random(node):
         return False
     tags = node.target.tags  # type: ignore[union-attr]
     outputs = info(node).outputs

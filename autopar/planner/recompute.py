@@ -41,12 +41,14 @@ from typing import NamedTuple
 
 from torch import fx
 
-from autopar.graph import AxisRef, Block, RuntimeOp, info, op_name, operands
+from autopar.graph import AxisRef, Block, RuntimeOp, info
 from autopar.passes.edges import gradient_paths
 from autopar.passes.recompute import groups
 from autopar.planner.block_costs import calls_of, weight_product
 from autopar.planner.recompute_walk import Walk
 from autopar.planner.saved import BlockSaved, Saved
+from autopar.rules.base import Op
+from autopar.rules.contraction import copies_factors
 from autopar.spmd import Type, transition
 
 Region = tuple[int, int]
@@ -57,8 +59,6 @@ Regions = tuple[Region, ...]
 POINTS = 8
 """As many points of a frontier are looked for."""
 
-_PRODUCTS = ("aten.matmul.default", "aten.bmm.default", "aten.einsum.default")
-_FACTORS = 2
 _UNITS = 1 << 20
 _STATES = 1 << 14
 _LARGEST = 400  # ops of a block; of a larger one only the whole is recomputed, or nothing
@@ -397,8 +397,7 @@ def problem_of(
 
 def _makes_inside(node: fx.Node, saved: Saved) -> bool:
     """Whether it keeps what its kernels make: what a product keeps, beside what it is given, are copies of that."""
-    copies = op_name(node) in _PRODUCTS and len(operands(node)) == _FACTORS
-    return bool(saved.inside) and not copies
+    return bool(saved.inside) and not copies_factors(Op.of(node))
 
 
 def _keeps_late(node: fx.Node) -> bool:

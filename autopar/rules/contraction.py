@@ -176,6 +176,14 @@ _CONVOLUTION = Spec(
     terms=_BIAS,
 )
 
+_COPYING = ("aten.matmul.default", "aten.bmm.default", "aten.einsum.default")
+
+
+def copies_factors(op: Op) -> bool:
+    """Whether it is one product, which keeps copies of factors that don't lie in order: made before it runs."""
+    return op.name in _COPYING and len(op.operands) == 2  # an einsum of more is several
+
+
 RULES: dict[str, Rule] = {
     "aten.mm.default": _contraction("m k, k n -> m n"),
     "aten.bmm.default": _contraction("b m k, b k n -> b m n"),
