@@ -16,8 +16,10 @@ from autopar.errors import ArgumentError, BudgetError, PlanError, ScheduleError,
 from autopar.graph import Model
 from autopar.options import Options, activations_on_host
 from autopar.passes.vocabulary import staged_calls
+from autopar.planner import away_parts
 from autopar.planner.activations import Activations, Alternative
 from autopar.planner.alike import Alike
+from autopar.planner.away_parts import Tried
 from autopar.planner.block_costs import BlockCost, Machine
 from autopar.planner.contention import Slowed
 from autopar.planner.fitting import Demand, Fit, Layout, Pins, fit, pinned
@@ -109,7 +111,6 @@ class Pipeline:
 
 _ROOMS = 5  # tries to make room for what a schedule keeps
 _ROOM = 512  # of the budget, that much at least: a cut rounds what its layers keep
-_COPIES = 4  # tries to recompute as little as copies to the host keep up with
 _BOUNDLESS = 1 << 60
 
 
@@ -259,39 +260,42 @@ def _offloading(
     """With activations on the host: the fastest of some tries.
 
     The cut is for ranks with as much more memory as copies make room for, which shows when they run beside the passes:
-    parts of what there is no room for if nothing is recomputed are tried. ``without`` is the best that keeps all on the
-    device (it may keep more than there is room for), or why there is none. Raises the BudgetError that asks least.
+    :mod:`autopar.planner.away_parts` of what there is no room for if nothing is recomputed are tried. ``without`` is
+    the best that keeps all on the device (it may keep more than there is room for), or why there is none. Raises the
+    BudgetError that asks least.
     """
     inflight = kept_stages(draft)
     plain = _fit(parts.sparing(-_BOUNDLESS), draft, None, inflight)
     lacks = _lacks(parts, draft, plain, inflight)
-    best, refusals = None, []
+    best, refusals, tried = None, [], dict[float, Tried]()
     if isinstance(without, BudgetError):
         refusals.append(without)
     elif (over := _lacking(without)) > 0:
         lacks = max(lacks, over)
     elif lacks:
         best = without
+        tried[0.0] = Tried(best.timeline.makespan_seconds, best.timeline.makespan_seconds)
     else:
         return without
-    tried: dict[float, float] = {}
-    for part in _parts_of(tried):
-        tried[part] = math.inf
+    for part in away_parts.parts(tried):
+        tried[part] = Tried(math.inf, math.inf)
         cut = plain if part == 1.0 else _roomier(parts, draft, inflight, round(part * lacks))
         if cut is None:
             continue
         made = _made(parts, draft, cut, schedule_for, offloads=True)
-        tried[part] = parts.shared.timelines.of(made.schedule, made.costs).makespan_seconds
-        if best is not None and tried[part] >= best.timeline.makespan_seconds:
+        seconds = parts.shared.timelines.of(made.schedule, made.costs).makespan_seconds
+        if best is not None and seconds >= best.timeline.makespan_seconds:
+            tried[part] = Tried(seconds, seconds)
             continue  # copies make no step shorter
+        tried[part] = Tried(seconds, math.inf)
         try:
             away = offloaded(made.schedule, made.costs, made.free_bytes, parts.budget_bytes)
             found = _run(parts, made if away.moves else _made(parts, draft, cut, schedule_for), away)
         except BudgetError as error:
             refusals.append(error)
             continue
-        tried[part] = found.timeline.makespan_seconds
-        if best is None or tried[part] < best.timeline.makespan_seconds:
+        tried[part] = Tried(seconds, found.timeline.makespan_seconds)
+        if best is None or tried[part].seconds < best.timeline.makespan_seconds:
             best = found
     if best is not None:
         return best
@@ -306,17 +310,6 @@ def _roomier(parts: _Parts, draft: Schedule, inflight: tuple[int, ...], more: in
         return _fit(parts.sparing(-more), draft, None, inflight)
     except BudgetError:
         return None
-
-
-def _parts_of(tried: Mapping[float, float]) -> Iterator[float]:
-    """The parts to try of what there is no room for: all of it, then less than the fastest so far, by half as much each
-    time. ``tried`` says how long each took."""
-    yield 1.0
-    best, step = 1.0, 0.5
-    for _ in range(_COPIES - 1):
-        yield best - step
-        best = min(tried, key=lambda part: (tried[part], part))
-        step /= 2
 
 
 def _lacks(parts: _Parts, draft: Schedule, found: Fit, inflight: Sequence[int]) -> int:

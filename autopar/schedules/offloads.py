@@ -93,8 +93,8 @@ def with_offloads(
     passes = Passes.of(row, rank, costs)
     ahead: dict[Action, list[Action]] = defaultdict(list)
     after: dict[Action, list[Action]] = defaultdict(list)
-    for index, where, copy in passes.copies(shares, room).copies:
-        (after if where else ahead)[passes.actions[index]].append(copy)
+    for index, where, kind, forward in passes.copies(shares, room).copies:
+        (after if where else ahead)[passes.actions[index]].append(passes.copy(kind, forward))
     waiting: list[Action] = []
     for action in row:
         if waiting and not is_send(action):
@@ -106,10 +106,11 @@ def with_offloads(
 
 
 class Copies(NamedTuple):
-    """What a rank keeps at most, and its copies: of which pass, whether ahead of it (0) or after (1), which."""
+    """What a rank keeps at most, and its copies: at which pass, whether ahead of it (0) or after (1), of which kind, and
+    of which forward's activations; passes by number."""
 
     peak_bytes: int
-    copies: list[tuple[int, int, Action]]
+    copies: list[tuple[int, int, str, int]]
 
 
 @dataclass(frozen=True)
@@ -145,30 +146,28 @@ class Passes:
 
     def copies(self, shares: Shares, room: float) -> Copies:
         """Where copies stand of the ``shares`` of stages, so that the rank keeps at most ``room`` bytes if it can."""
-        found: list[tuple[int, int, Action]] = []
+        moved, fetched = self.moved, self.fetched
+        going = {place for place in moved if self._goes(place, shares)}
+        found: list[tuple[int, int, str, int]] = []
         under_way: deque[int] = deque()
         kept = peak = 0
-
-        def free(index: int, where: int) -> int:
-            place = under_way.popleft()
-            found.append((index, where, self._copy("FREE", place)))
-            return self.moved[place]
-
         for index, change in enumerate(self.changes):
             while under_way and change > 0 and kept + change > room:
-                kept -= free(index, 0)
+                found.append((index, 0, "FREE", under_way[0]))
+                kept -= moved[under_way.popleft()]
             kept += change
             peak = max(peak, kept)
-            if index in self.moved and self._goes(index, shares):
-                found.append((index, 1, self._copy("OFFLOAD", index)))
+            if index in going:
+                found.append((index, 1, "OFFLOAD", index))
                 under_way.append(index)
-            for place in self.fetched.get(index, ()):
-                if not self._goes(place, shares):
+            for place in fetched.get(index, ()):
+                if place not in going:
                     continue
-                while place in under_way or (under_way and kept + self.moved[place] > room):
-                    kept -= free(index, 1)
-                found.append((index, 1, self._copy("FETCH", place)))
-                kept += self.moved[place]
+                while place in under_way or (under_way and kept + moved[place] > room):
+                    found.append((index, 1, "FREE", under_way[0]))
+                    kept -= moved[under_way.popleft()]
+                found.append((index, 1, "FETCH", place))
+                kept += moved[place]
                 peak = max(peak, kept)
         return Copies(peak, found)
 
@@ -176,7 +175,8 @@ class Passes:
         _, microbatch, stage, _ = self.actions[forward]
         return goes(microbatch, shares.get(stage, 0))
 
-    def _copy(self, kind: str, forward: int) -> Action:
+    def copy(self, kind: str, forward: int) -> Action:
+        """The one of this ``kind`` of a forward's activations."""
         _, microbatch, stage, _ = self.actions[forward]
         copy: Action = make((kind, microbatch, stage, ABSENT))
         return copy

@@ -1,0 +1,91 @@
+"""How much goes to the host: the search for the part at which a step is shortest."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from autopar.planner.away_parts import Tried, parts
+
+
+def tries(of: Callable[[float], Tried], known: Tried | None = None) -> dict[float, Tried]:
+    """What is tried of steps that take ``of`` a part; ``known``: with nothing on the host."""
+    tried = {} if known is None else {0.0: known}
+    for part in parts(tried):
+        tried[part] = of(part)
+    return tried
+
+
+def best(tried: dict[float, Tried]) -> float:
+    return min(each.seconds for each in tried.values())
+
+
+def copying(falls: float, rises: float, keeps_up: float, bend: float = 1.0) -> Callable[[float], Tried]:
+    """Passes take from 10 s to ``falls`` less; beyond ``keeps_up``, copies make them longer by up to ``rises``."""
+
+    def of(part: float) -> Tried:
+        plain = 10 - falls * part
+        late = max(0.0, (part - keeps_up) / (1 - keeps_up)) if keeps_up < 1 else 0.0
+        return Tried(plain, plain + rises * late**bend)
+
+    return of
+
+
+KEEP_UP = (0.07, 0.13, 0.29, 0.4, 0.55, 0.61, 0.8, 0.93)
+LINES = ((1.0, 6.0), (2.0, 8.0), (1.0, 1.5), (3.0, 40.0))
+
+
+@pytest.mark.parametrize("keeps_up", KEEP_UP)
+@pytest.mark.parametrize(("falls", "rises"), LINES)
+def test_the_best_is_found_from_both_sides(falls: float, rises: float, keeps_up: float) -> None:
+    of = copying(falls, rises, keeps_up)
+    found = best(tries(of, Tried(10, 10)))
+    assert found <= 1.01 * of(keeps_up).seconds
+    assert found < 10
+
+
+def test_lines_are_followed_to_where_they_cross() -> None:
+    lines = [(copying(*line, keeps_up), keeps_up) for line in LINES for keeps_up in KEEP_UP]
+    over = [best(tries(of, Tried(10, 10))) / of(keeps_up).seconds - 1 for of, keeps_up in lines]
+    assert sum(over) / len(over) <= 1e-3  # bisection alone leaves three times as much
+
+
+@pytest.mark.parametrize("keeps_up", [0.05, 0.1, 0.2, 0.4])
+@pytest.mark.parametrize("bend", [0.5, 1.5, 2.0, 3.0, 4.0])
+def test_a_bend_is_no_line(bend: float, keeps_up: float) -> None:
+    """Copies that cost little at first: what lies beyond is better yet."""
+    of = copying(2.0, 12.0, keeps_up, bend)
+    least = min(of(part / 1000).seconds for part in range(1001))
+    assert best(tries(of, Tried(10, 10))) <= 1.01 * least
+
+
+def test_where_copies_keep_up_all_goes() -> None:
+    assert list(tries(copying(2.0, 0.0, 1.0), Tried(10, 10))) == [0.0, 1.0]
+
+
+def test_where_copies_never_keep_up_little_is_tried() -> None:
+    tried = tries(lambda part: Tried(10 - 0.02 * part, 30.0), Tried(10, 10))
+    assert best(tried) == 10
+    assert len(tried) == 2  # what can be saved isn't worth more
+
+
+def test_smaller_parts_until_one_fits() -> None:
+    tried = tries(lambda part: Tried(10 - part, 10 - part if part < 0.2 else math.inf))
+    assert math.isfinite(best(tried))
+    assert 1.0 in tried
+
+
+def test_what_has_no_cut_is_gone_round() -> None:
+    """With little on the host nothing fits, with much the passes wait."""
+
+    def of(part: float) -> Tried:
+        return Tried(math.inf, math.inf) if part < 0.3 else copying(1.0, 10.0, 0.5)(part)
+
+    assert best(tries(of)) <= 1.02 * 9.5
+
+
+def test_no_part_is_tried_twice_and_few_are() -> None:
+    for keeps_up in (0.1, 0.5, 0.9):
+        tried = tries(copying(2.0, 9.0, keeps_up), Tried(10, 10))
+        assert len(tried) <= 7
+        assert all(0 <= part <= 1 for part in tried)
