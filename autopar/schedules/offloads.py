@@ -106,8 +106,8 @@ def with_offloads(
 
 
 class Copies(NamedTuple):
-    """What a rank keeps at most, and its copies: at which pass, whether ahead of it (0) or after (1), of which kind, and
-    of which forward's activations; passes by number."""
+    """What a rank keeps at most, and its copies: at which pass, whether ahead of it (0) or after (1), of which kind, of
+    which forward's activations; passes by number."""
 
     peak_bytes: int
     copies: list[tuple[int, int, str, int]]
