@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
-_TRIES: Final = 6
+_TRIES: Final = 5
 _WORTH: Final = 2e-3  # of the step: less isn't worth another try
 _WAITED: Final = 1e-3  # of it: less isn't called waiting
 _NEAR: Final = 1 / 8  # of what lies between two parts: so far from both is the next one at least
