@@ -1,9 +1,19 @@
 """The outer search: which degrees, schedule and ways to save memory make the shortest step that fits.
 
-``pins`` is what a user fixed; ``space`` lists what is left, as regions (degrees and rows of a microbatch) of points
-(everything else); ``profiles`` places a model once for all regions that its placement doesn't tell apart; ``bounds``
-says what no point of a region can beat, ``costing`` what a point takes; ``loop`` goes through them, best bound first;
-``choose`` builds the best, ``infeasible`` says what would work where nothing fits.
+To be read in this order:
+
+- what is searched: ``pins`` (what a user fixed) and ``space``: regions (degrees, and rows of a microbatch) of points
+  (everything else);
+- what is known of it: ``profiles`` places a model once for all regions that its placement doesn't tell apart,
+  ``references`` says which of them are worth it, ``scaling`` what others take at least by those;
+- what no point beats: ``bounds`` over all cuts of one profile's units (with ``gradients``, ``held``, ``hulls``,
+  ``interleaving`` and ``keeping``), and many points' at once: ``wholesale``, a row of equal ``layers`` on ``ranks``,
+  stored in several ``ways``; of regions and families ``outlook``, of regions that wait ``ahead``;
+- what a point takes: ``costing``, which lays it out;
+- how all are gone through: ``dive`` finds a first good plan by estimates (``ends``, ``learned``), ``loop`` takes what
+  waits (``waiting``), the best bound first, for so much ``work``;
+- what comes of it: ``choose`` builds the best, ``fronts`` says what wasn't chosen and why, ``infeasible`` what would
+  work where nothing fits, ``watching`` how it goes.
 """
 
 from autopar.search.choose import choose, searching
