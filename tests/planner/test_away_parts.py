@@ -54,7 +54,7 @@ def test_lines_are_followed_to_where_they_cross() -> None:
 @pytest.mark.parametrize("keeps_up", [0.05, 0.1, 0.2, 0.4])
 @pytest.mark.parametrize("bend", [0.5, 1.5, 2.0, 3.0, 4.0])
 def test_a_bend_is_no_line(bend: float, keeps_up: float) -> None:
-    """Copies that cost little at first: what lies beyond is better yet."""
+    """Copies that cost much from where they begin to, or little at first."""
     of = copying(2.0, 12.0, keeps_up, bend)
     least = min(of(part / 1000).seconds for part in range(1001))
     assert best(tries(of, Tried(10, 10))) <= 1.02 * least
@@ -97,7 +97,7 @@ def test_what_has_no_cut_is_gone_round() -> None:
     assert best(tries(of)) <= 1.02 * 9.5
 
 
-def test_no_part_is_tried_twice_and_few_are() -> None:
+def test_few_parts_are_tried() -> None:
     for keeps_up in (0.1, 0.5, 0.9):
         tried = tries(copying(2.0, 9.0, keeps_up), Tried(10, 10))
         assert len(tried) <= 6
