@@ -17,9 +17,9 @@ from autopar.schedules.one_f_one_b import one_f_one_b, one_f_one_b_vocabulary
 from autopar.schedules.pass_times import PassTimes
 from autopar.schedules.pipedream import pipedream
 from autopar.schedules.placements import looped, v_shaped
-from autopar.schedules.v_shaped import v_half, v_min
+from autopar.schedules.v_shaped import v_half, v_min, zb_v
 from autopar.schedules.vocabulary import BARRIERS, with_vocabulary
-from autopar.schedules.zero_bubble import zb_h1, zb_h2, zb_v, zero_bubble
+from autopar.schedules.zero_bubble import zb_h1, zb_h2, zero_bubble
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,30 @@
-"""V-Half and V-Min: schedules made from a building block (Qi et al., arXiv 2405.15362, section 4 and appendix A).
+"""ZB-V, V-Half and V-Min: two stages per rank, placed as a V, and each backward in two.
 
-Each rank holds two stages, placed as a V. A building block says when one microbatch's F and I of both run, in units in
-which every pass takes 1. Repeated every six units, it fills a rank with six passes per microbatch, and its lifespans
-from F to W, the same in sum for all ranks, decide the memory. Warm-up and cool-down are then packed more tightly in
-the same memory.
+V-Half and V-Min are made from a building block (Qi et al., arXiv 2405.15362, section 4 and appendix A). It says when
+one microbatch's F and I of both stages run, in units in which every pass takes 1. Repeated every six units, it fills a
+rank with six passes per microbatch, and its lifespans from F to W, the same in sum for all ranks, decide the memory.
+Warm-up and cool-down are then packed more tightly in the same memory. ZB-V (arXiv 2401.10241, section 6) has a block of
+its own here, and the orders that a greedy search finds.
+
+Who decides by what is there when a rank is free decides otherwise where a message comes a moment later, and then most
+often worse: a rank begins another pass where it had better waited for that moment. So orders are found as if messages
+took no time, and then packed for the times that there are.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Final
 
 from autopar.schedules.actions import Schedule
 from autopar.schedules.eager import Eager, Pass
 from autopar.schedules.pass_times import PassTimes
 from autopar.schedules.placements import v_shaped
+from autopar.schedules.trials import Line, Lists, shortest, stage_passes
 from autopar.schedules.vocabulary import BARRIERS
+from autopar.schedules.zero_bubble import Greedy, Rule
 
 INTERVAL: Final = 6
 _CHANGES: Final = {"F": 1, "I": 0, "W": -1}
@@ -46,13 +54,36 @@ def _v_min_block(rank: int, ranks: int, barriers: int) -> tuple[int, int, int, i
     return (rank, 2 * ranks - rank - 1, 2 * ranks + wait + rank, 4 * ranks + wait - rank - 1)
 
 
+def _zb_v_block(rank: int, ranks: int, barriers: int) -> tuple[int, int, int, int]:
+    """On the way down a pass starts four units after the one before, on the way up two. So all but the turns leave time
+    for passes that take longer than others, and for messages: each may be late by more than a pass without making
+    others late, which no block of less memory allows."""
+    last, wait = ranks - 1, INTERVAL * barriers
+    turned = 6 * last + 2 + wait
+    return (4 * rank, 6 * last + 1 - 2 * rank, turned + 4 * rank, turned + 6 * last + 1 - 2 * rank)
+
+
+def zb_v(
+    ranks: int, microbatches: int, limit: int, times: PassTimes, head: str = "", embedding: bool = False
+) -> Schedule:
+    """At most ``limit`` microbatches between F and W on any rank, counting its whole share of each.
+
+    With a limit of ``ranks``, the memory that 1F1B takes on its first rank, every rank is busy from its first pass to
+    its last if all passes take the same and messages no time. Compute actions only.
+    """
+    line, warm_ups = Line(v_shaped(ranks), times, head, embedding), (2 * limit,) * ranks
+    orders = _of_block(line, _zb_v_block, 2 * limit) if limit >= ranks + BARRIERS[head] else []  # what that keeps
+    orders += [partial(_greedy, line, 2 * limit, Rule(warm_ups, *choice)) for choice in _CHOICES]
+    return _packed("zb-v", line, 2 * limit, microbatches, orders)
+
+
 def v_half(ranks: int, microbatches: int, times: PassTimes, head: str = "", embedding: bool = False) -> Schedule:
     """About half the memory of 1F1B, the same on all ranks, and about half its bubble. Compute actions only.
 
     :func:`v_half_peak` microbatches in flight, and one more per barrier of ``head``.
     """
-    limit = v_half_peak(ranks) + BARRIERS[head]
-    return _from_block("v-half", _v_half_block, limit, ranks, microbatches, times, head, embedding)
+    line, limit = Line(v_shaped(ranks), times, head, embedding), 2 * (v_half_peak(ranks) + BARRIERS[head])
+    return _packed("v-half", line, limit, microbatches, _of_block(line, _v_half_block, limit))
 
 
 def v_min(ranks: int, microbatches: int, times: PassTimes, head: str = "", embedding: bool = False) -> Schedule:
@@ -60,23 +91,48 @@ def v_min(ranks: int, microbatches: int, times: PassTimes, head: str = "", embed
 
     Compute actions only. :func:`v_min_peak` microbatches in flight, and one more per barrier of ``head``.
     """
-    limit = v_min_peak(ranks) + BARRIERS[head]
-    return _from_block("v-min", _v_min_block, limit, ranks, microbatches, times, head, embedding)
+    line, limit = Line(v_shaped(ranks), times, head, embedding), 2 * (v_min_peak(ranks) + BARRIERS[head])
+    return _packed("v-min", line, limit, microbatches, _of_block(line, _v_min_block, limit))
 
 
-def _from_block(
-    name: str, block: Block, limit: int, ranks: int, microbatches: int, times: PassTimes, head: str, embedding: bool
-) -> Schedule:
-    rows = tuple(
-        tuple(_repeated(block(rank, ranks, BARRIERS[head]), (rank, 2 * ranks - 1 - rank), microbatches))
-        for rank in range(ranks)
+_CHOICES: Final = ((True, False, True), (False, True, False))
+"""Of :class:`Rule`: of the greedy search's eight, those that are the shortest the most often, beside the block."""
+
+Order = Callable[[int], Lists]
+"""From the number of microbatches, what each rank is to run."""
+
+
+def _greedy(line: Line, limit: int, rule: Rule, microbatches: int) -> Lists:
+    return stage_passes(line.at_once().run(Greedy(line.placement, microbatches, limit, rule), microbatches))
+
+
+def _of_block(line: Line, block: Block, limit: int) -> list[Order]:
+    """As it is, and packed as if messages took no time."""
+    plain = partial(_repeated, block, max(line.placement) + 1, BARRIERS[line.head])
+    return [plain, lambda microbatches: stage_passes(_run(line.at_once(), limit, plain, microbatches))]
+
+
+def _packed(name: str, line: Line, limit: int, microbatches: int, orders: Sequence[Order]) -> Schedule:
+    """The shortest of ``orders``, each packed into the memory of ``limit`` stages' activations."""
+    trials = [partial(_run, line, limit, order) for order in orders]
+    stages = len(line.placement)
+    lists = shortest(trials, microbatches, limit + stages)
+    return Schedule(name, stages, microbatches, line.placement, lists, line.head, line.embedding)
+
+
+def _run(line: Line, limit: int, order: Order, microbatches: int) -> Eager:
+    ranks = max(line.placement) + 1
+    return line.run(_Packed(order(microbatches), limit, window=2 * INTERVAL * ranks), microbatches)
+
+
+def _repeated(block: Block, ranks: int, barriers: int, microbatches: int) -> Lists:
+    """Of each rank, the block of every microbatch."""
+    return tuple(
+        tuple(_row(block(rank, ranks, barriers), (rank, 2 * ranks - 1 - rank), microbatches)) for rank in range(ranks)
     )
-    run = Eager(v_shaped(ranks), microbatches, times, head, embedding)
-    lists = run.run(_Packed(rows, 2 * limit, window=2 * INTERVAL * ranks))
-    return Schedule(name, 2 * ranks, microbatches, v_shaped(ranks), lists, head, embedding)
 
 
-def _repeated(block: tuple[int, int, int, int], stages: tuple[int, int], microbatches: int) -> Iterator[Pass]:
+def _row(block: tuple[int, int, int, int], stages: tuple[int, int], microbatches: int) -> Iterator[Pass]:
     """One rank's passes in the order of their times, each W in the first slot that is free after its I."""
     kinds = (("F", stages[0]), ("F", stages[1]), ("I", stages[1]), ("I", stages[0]))
     slots = {
@@ -102,7 +158,7 @@ class _Packed:
     their microbatches, and so they run: of each kind and stage (a *lane*) only the first that is left can be next.
     """
 
-    def __init__(self, lists: tuple[tuple[Pass, ...], ...], limit: int, window: int) -> None:
+    def __init__(self, lists: Lists, limit: int, window: int) -> None:
         self.lists, self.limit, self.window = [list(passes) for passes in lists], limit, window
         self.position = [0] * len(lists)
         self.early: list[set[int]] = [set() for _ in lists]

@@ -2,20 +2,22 @@
 
 ``I`` (the paper's B) is what the stage before waits for; ``W`` waits for nothing but it, and fills time that would be
 idle. ZB-H1 and ZB-H2 (section 2) have a fixed order; ZB-1p, ZB-2p and ``zb`` (section 3) are searched for given pass
-times under a limit on the microbatches in flight, and so is ZB-V (section 6), which has two stages per rank, as a V.
+times under a limit on the microbatches in flight. ZB-V (section 6) is in :mod:`autopar.schedules.v_shaped`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Final
 
 from autopar.schedules.actions import Action, Schedule
-from autopar.schedules.eager import Eager, InOrder, Pass, Policy
+from autopar.schedules.eager import Eager, InOrder, Pass
 from autopar.schedules.pass_times import PassTimes
-from autopar.schedules.placements import looped, v_shaped
+from autopar.schedules.placements import looped
+from autopar.schedules.trials import Line, Lists, shortest
 
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
@@ -46,65 +48,22 @@ def zero_bubble(
     Compute actions only; stage ``s`` on rank ``s``.
     """
 
-    def policies(count: int) -> list[Policy]:
-        slopes = dict.fromkeys((1.0, 2.0, (limit - 1) / max(ranks - 1, 1)))
-        fixed = [InOrder(_fixed(ranks, count, limit, slope)) for slope in slopes]
-        anywhere, short = _warm_ups(ranks, limit, 0.0), _warm_ups(ranks, limit, 1.0)
-        rules = [Rule(anywhere, fills, first, True) for fills, first in product((False, True), (False, True))]
-        rules.append(Rule(short, True, False, True))
-        return [*fixed, *(_Greedy(placement, count, limit, rule) for rule in rules)]
-
     placement = looped(ranks)
-    lists = _best(policies, _Job(placement, microbatches, limit, times, head, embedding))
+    line = Line(placement, times, head, embedding)
+    slopes = dict.fromkeys((1.0, 2.0, (limit - 1) / max(ranks - 1, 1)))
+    anywhere, short = _warm_ups(ranks, limit, 0.0), _warm_ups(ranks, limit, 1.0)
+    rules = [Rule(anywhere, fills, first, True) for fills, first in product((False, True), (False, True))]
+    rules.append(Rule(short, True, False, True))
+
+    def fixed(slope: float, count: int) -> Eager:
+        return line.run(InOrder(_fixed(ranks, count, limit, slope)), count)
+
+    def greedy(rule: Rule, count: int) -> Eager:
+        return line.run(Greedy(placement, count, limit, rule), count)
+
+    trials = [*(partial(fixed, slope) for slope in slopes), *(partial(greedy, rule) for rule in rules)]
+    lists = shortest(trials, microbatches, 2 * limit + ranks)
     return Schedule("zb", ranks, microbatches, placement, lists, head, embedding)
-
-
-def zb_v(
-    ranks: int, microbatches: int, limit: int, times: PassTimes, head: str = "", embedding: bool = False
-) -> Schedule:
-    """As :func:`zero_bubble` with two stages per rank in a V; ``limit`` counts a rank's whole share.
-
-    With a limit of ``ranks``, the memory that 1F1B takes on its first rank, every rank is busy from its first pass to
-    its last if all passes take the same. Compute actions only.
-    """
-
-    def policies(count: int) -> list[Policy]:
-        warm_ups = (2 * limit,) * ranks
-        rules = [Rule(warm_ups, *choice) for choice in product((False, True), (False, True), (False, True))]
-        return [_Greedy(placement, count, 2 * limit, rule) for rule in rules]
-
-    placement = v_shaped(ranks)
-    lists = _best(policies, _Job(placement, microbatches, limit, times, head, embedding))
-    return Schedule("zb-v", 2 * ranks, microbatches, placement, lists, head, embedding)
-
-
-@dataclass(frozen=True)
-class _Job:
-    placement: tuple[int, ...]
-    microbatches: int
-    limit: int
-    times: PassTimes
-    head: str
-    embedding: bool
-
-    def run(self, policy: Policy, microbatches: int) -> Eager:
-        run = Eager(self.placement, microbatches, self.times, self.head, self.embedding)
-        run.run(policy)
-        return run
-
-
-def _best(policies: Callable[[int], list[Policy]], job: _Job) -> tuple[tuple[Action, ...], ...]:
-    """The lists of the policy that does best on as many microbatches as it takes to fill and drain the memory.
-
-    Beyond that, all of them repeat what they did before.
-    """
-    probe = min(job.microbatches, 2 * job.limit + len(job.placement))
-    runs = [job.run(policy, probe) for policy in policies(probe)]
-    keys = [(round(run.makespan, 9), round(run.longest_span, 9)) for run in runs]
-    best = keys.index(min(keys))
-    if probe == job.microbatches:
-        return runs[best].made
-    return job.run(policies(job.microbatches)[best], job.microbatches).made
 
 
 def _straight(name: str, microbatches: int, lists: tuple[tuple[Pass, ...], ...]) -> Schedule:
@@ -117,7 +76,7 @@ def _warm_ups(ranks: int, limit: int, slope: float) -> tuple[int, ...]:
     return tuple(max(1, limit - int(slope * rank)) for rank in range(ranks))
 
 
-def _fixed(ranks: int, microbatches: int, limit: int, slope: float) -> tuple[tuple[Pass, ...], ...]:
+def _fixed(ranks: int, microbatches: int, limit: int, slope: float) -> Lists:
     """Each rank puts off ``W`` so long that ``limit`` microbatches are in flight on it."""
     warm_ups = _warm_ups(ranks, limit, slope)
     return tuple(tuple(_row(rank, microbatches, warm_up, limit - warm_up)) for rank, warm_up in enumerate(warm_ups))
@@ -151,7 +110,7 @@ _HELD: Final = {"F": 1, "I": 0, "W": -1}
 _AHEAD: Final = {"F": 1, "I": -1, "W": 0}
 
 
-class _Greedy:
+class Greedy:
     """F and I in turn as they arrive, forwards of late stages first; W in the gaps, or where memory is full.
 
     ``limit`` is in stages. A forward leaves room for the rank's later stages, so that the microbatch can turn back.
