@@ -47,7 +47,7 @@ def shortest(trials: Sequence[Trial], microbatches: int, enough: int) -> tuple[t
 
     It is found with ``enough`` microbatches to fill and drain the memory: beyond that, all repeat what they did before.
     """
-    probe = min(microbatches, enough)
+    probe = min(microbatches, enough) if len(trials) > 1 else microbatches
     runs = [trial(probe) for trial in trials]
     keys = [(round(run.makespan, 9), round(run.longest_span, 9)) for run in runs]
     best = keys.index(min(keys))

@@ -72,8 +72,9 @@ def zb_v(
     its last if all passes take the same and messages no time. Compute actions only.
     """
     line, warm_ups = Line(v_shaped(ranks), times, head, embedding), (2 * limit,) * ranks
-    orders = _of_block(line, _zb_v_block, 2 * limit) if limit >= ranks + BARRIERS[head] else []  # what that keeps
-    orders += [partial(_greedy, line, 2 * limit, Rule(warm_ups, *choice)) for choice in _CHOICES]
+    orders = [partial(_greedy, line, 2 * limit, Rule(warm_ups, *choice)) for choice in _CHOICES]
+    if limit >= ranks + BARRIERS[head]:  # what its block keeps
+        orders.append(partial(_of_block, line, 2 * limit, _zb_v_block))
     return _packed("zb-v", line, 2 * limit, microbatches, orders)
 
 
@@ -83,7 +84,7 @@ def v_half(ranks: int, microbatches: int, times: PassTimes, head: str = "", embe
     :func:`v_half_peak` microbatches in flight, and one more per barrier of ``head``.
     """
     line, limit = Line(v_shaped(ranks), times, head, embedding), 2 * (v_half_peak(ranks) + BARRIERS[head])
-    return _packed("v-half", line, limit, microbatches, _of_block(line, _v_half_block, limit))
+    return _packed("v-half", line, limit, microbatches, [partial(_of_block, line, limit, _v_half_block)])
 
 
 def v_min(ranks: int, microbatches: int, times: PassTimes, head: str = "", embedding: bool = False) -> Schedule:
@@ -92,7 +93,7 @@ def v_min(ranks: int, microbatches: int, times: PassTimes, head: str = "", embed
     Compute actions only. :func:`v_min_peak` microbatches in flight, and one more per barrier of ``head``.
     """
     line, limit = Line(v_shaped(ranks), times, head, embedding), 2 * (v_min_peak(ranks) + BARRIERS[head])
-    return _packed("v-min", line, limit, microbatches, _of_block(line, _v_min_block, limit))
+    return _packed("v-min", line, limit, microbatches, [partial(_of_block, line, limit, _v_min_block)])
 
 
 _CHOICES: Final = ((True, False, True), (False, True, False))
@@ -106,23 +107,25 @@ def _greedy(line: Line, limit: int, rule: Rule, microbatches: int) -> Lists:
     return stage_passes(line.at_once().run(Greedy(line.placement, microbatches, limit, rule), microbatches))
 
 
-def _of_block(line: Line, block: Block, limit: int) -> list[Order]:
-    """As it is, and packed as if messages took no time."""
-    plain = partial(_repeated, block, max(line.placement) + 1, BARRIERS[line.head])
-    return [plain, lambda microbatches: stage_passes(_run(line.at_once(), limit, plain, microbatches))]
+def _of_block(line: Line, limit: int, block: Block, microbatches: int) -> Lists:
+    lists = _repeated(block, max(line.placement) + 1, BARRIERS[line.head], microbatches)
+    return stage_passes(_run(line.at_once(), limit, lists))
 
 
 def _packed(name: str, line: Line, limit: int, microbatches: int, orders: Sequence[Order]) -> Schedule:
     """The shortest of ``orders``, each packed into the memory of ``limit`` stages' activations."""
-    trials = [partial(_run, line, limit, order) for order in orders]
+
+    def trial(order: Order, count: int) -> Eager:
+        return _run(line, limit, order(count))
+
     stages = len(line.placement)
-    lists = shortest(trials, microbatches, limit + stages)
+    lists = shortest([partial(trial, order) for order in orders], microbatches, limit + stages)
     return Schedule(name, stages, microbatches, line.placement, lists, line.head, line.embedding)
 
 
-def _run(line: Line, limit: int, order: Order, microbatches: int) -> Eager:
-    ranks = max(line.placement) + 1
-    return line.run(_Packed(order(microbatches), limit, window=2 * INTERVAL * ranks), microbatches)
+def _run(line: Line, limit: int, lists: Lists) -> Eager:
+    microbatches = sum(step.kind == "F" and step.stage == 0 for step in lists[0])
+    return line.run(_Packed(lists, limit, window=2 * INTERVAL * len(lists)), microbatches)
 
 
 def _repeated(block: Block, ranks: int, barriers: int, microbatches: int) -> Lists:
