@@ -1,8 +1,8 @@
 """Ranks that run passes as early as they can: the simulated time in which cost-aware generators decide.
 
 A policy says what a rank does next of its stages' passes; the vocabulary passes go in between by one rule for all
-policies. What is simulated are compute passes, the time of a send, and which pass waits for which; the exchanges of
-the vocabulary layers take no time here.
+policies. What is simulated are compute passes, the time of a send or an exchange, and which pass waits for which; not
+that ranks' exchanges wait for each other.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, Protocol
 
 from autopar.errors import ScheduleError
 from autopar.schedules.actions import ABSENT, Action, make
-from autopar.schedules.exchanges import HEAD_PASSES
+from autopar.schedules.exchanges import HEAD_PASSES, seconds_ahead
 from autopar.schedules.pass_times import PassTimes
 
 EMBEDDED_AHEAD: Final = 2
@@ -178,11 +178,13 @@ class _Vocabulary:
         self.makes_x = {"": "", "vocab-2": "S"}.get(run.head, "T")
         self.defers = run.head == "vocab-2"
         self.order = (*reversed(self.head), *(("E", "G") if run.embedding else ()))
+        self.ahead = seconds_ahead(run.head, run.embedding, times.exchanges)
         for microbatch in range(min(EMBEDDED_AHEAD, run.microbatches) if run.embedding else 0):
             self.offer("E", microbatch, 0.0)
 
     def offer(self, kind: str, microbatch: int, time: float) -> None:
-        """From ``time`` on every rank can run this pass."""
+        """Every rank can run this pass once what it needs, which is made at ``time``, was exchanged."""
+        time += self.ahead.get(kind, 0.0)
         self.ready[kind][microbatch] = time
         for rank in range(self.run.ranks):
             self.run.wake(rank, time)
@@ -225,11 +227,11 @@ class _Vocabulary:
             self._complete(kind, microbatch, self.ends[kind][microbatch])
 
     def _complete(self, kind: str, microbatch: int, time: float) -> None:
-        """All ranks have their part: what the exchange of it brings forth is there."""
+        """All ranks have their part."""
         if kind == "E":
-            self.run.deliver("F", 0, microbatch, time)
+            self.run.deliver("F", 0, microbatch, time + self.ahead["F"])
         if kind == self.makes_x:
-            self.run.deliver("B", self.run.last, microbatch, time)
+            self.run.deliver("B", self.run.last, microbatch, time + self.ahead["B"])
         if kind in self.head[:-1]:
             self.offer(self.head[self.head.index(kind) + 1], microbatch, time)
 

@@ -66,6 +66,19 @@ def exchanges(head: str, embedding: bool) -> tuple[Exchange, ...]:
     return (*HEAD_EXCHANGES[head], *(EMBEDDING_EXCHANGES if embedding else ()))
 
 
+def seconds_ahead(head: str, embedding: bool, seconds: Mapping[str, float]) -> dict[str, float]:
+    """By kind of pass that waits for any, how long the exchanges take between it and the pass before, which follow each
+    other. ``seconds`` are those of each kind of exchange; none: 0."""
+    table = exchanges(head, embedding)
+    kinds = {exchange.kind for exchange in table}
+
+    def until_end(kind: str) -> float:
+        before = [until_end(e.source) for e in table if e.kind == kind and e.source in kinds]
+        return max(before, default=0.0) + seconds.get(kind, 0.0)
+
+    return {e.target: until_end(e.kind) for e in table if e.target not in kinds}
+
+
 def passes(head: str, embedding: bool) -> tuple[str, ...]:
     """The vocabulary passes that every rank runs for each microbatch."""
     return (*HEAD_PASSES[head], *(EMBEDDING_PASSES if embedding else ()))

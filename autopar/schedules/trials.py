@@ -33,7 +33,7 @@ class Line:
 
     def at_once(self) -> Line:
         """As if messages took no time."""
-        return replace(self, times=replace(self.times, send=0.0))
+        return replace(self, times=self.times.at_once())
 
 
 def stage_passes(run: Eager) -> Lists:

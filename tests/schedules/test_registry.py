@@ -104,7 +104,7 @@ def test_pass_times_of_a_timeline() -> None:
         vocabulary_seconds={"S": 3, "STATS": 9},
     )
     times = PassTimes.of(costs)
-    assert times == PassTimes((1, 1), (1.5, 1.5), (1, 1), {"S": (3, 3)}, 0.25)
+    assert times == PassTimes((1, 1), (1.5, 1.5), (1, 1), {"S": (3, 3)}, 0.25, {"STATS": 9})
     check(lower(generate("zb", 2, 4, costs=times, head="vocab-2")))
 
 
@@ -116,3 +116,5 @@ def test_pass_times_that_can_not_be() -> None:
             PassTimes((1, bad), (1, 1), (1, 1))
         with pytest.raises(ArgumentError, match="finite, from 0 up"):
             PassTimes((1,), (1,), (1,), {"S": (bad,)})
+        with pytest.raises(ArgumentError, match="finite, from 0 up"):
+            PassTimes((1,), (1,), (1,), exchanges={"SUM_X": bad})
