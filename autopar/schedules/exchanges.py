@@ -73,8 +73,7 @@ def seconds_ahead(head: str, embedding: bool, seconds: Mapping[str, float]) -> d
     kinds = {exchange.kind for exchange in table}
 
     def until_end(kind: str) -> float:
-        before = [until_end(e.source) for e in table if e.kind == kind and e.source in kinds]
-        return max(before, default=0.0) + seconds.get(kind, 0.0)
+        return seconds.get(kind, 0.0) + max((until_end(e.kind) for e in table if e.target == kind), default=0.0)
 
     return {e.target: until_end(e.kind) for e in table if e.target not in kinds}
 
