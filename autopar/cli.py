@@ -359,7 +359,7 @@ def timeline_command(
         raise ArgumentError("name one schedule to draw (--list prints them), or a file with --actions")
     times = _Times(forward, backward, weight, send, reduce, step, activation, _pass_times(passes))
     if actions is not None:
-        drawn = _read_actions(actions)
+        drawn = _read_actions(actions, times)
     else:
         count = 2 * ranks if microbatches is None else microbatches
         _check_counts(ranks, count, chunks)
@@ -476,12 +476,12 @@ def _named(
         )
     places = placement(name, ranks, chunks)
     sizes = Actions(name, len(places), microbatches, places, ((),) * ranks)
-    order_by = PassTimes.of(times.costs(sizes))
+    costs = times.costs(sizes)
     options: dict[str, Any] = {"chunks": chunks, "limit": limit, "head": head, "embedding": embedding}
-    return lower(generate(name, ranks, microbatches, costs=order_by, **options))
+    return lower(generate(name, ranks, microbatches, costs=PassTimes.of(costs), **options), costs.seconds)
 
 
-def _read_actions(path: Path) -> Actions:
+def _read_actions(path: Path, times: _Times) -> Actions:
     """The lists in a file, complete or of compute actions alone."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -489,4 +489,4 @@ def _read_actions(path: Path) -> Actions:
         raise ArgumentError(f"can't read the action lists {path}: {error}") from error
     schedule = Actions.from_text(text)
     is_compute = all(action.kind in COMPUTE for row in schedule.lists for action in row)
-    return lower(schedule) if is_compute else schedule
+    return lower(schedule, times.costs(schedule).seconds) if is_compute else schedule

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -11,7 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from autopar import cli
-from autopar.schedules import generate, lower
+from autopar.schedules import Schedule, generate, lower
+from autopar.schedules.flow import COMPUTE
 from autopar.schedules.registry import SCHEDULES
 from tests.report.trace_format import check_format
 
@@ -66,6 +68,23 @@ def test_pass_times() -> None:
     assert json.loads(run("zb-h1", *options, "--json"))["makespan_seconds"] == pytest.approx(0.023)
     split = ("1f1b", "--ranks", "2", "--head", "vocab-2", "--embedding", "--passes", "S=2,T=3,E=1,G=1", "--json")
     assert json.loads(run(*split))["busy_seconds"] == pytest.approx([4 * 0.01, 4 * 0.01])
+
+
+def test_exchanges_are_posted_by_what_passes_take(tmp_path: Path) -> None:
+    """A short head's: no microbatch waits for them, of lists of its own or from a file."""
+    passes = "S=.06,T=.12,CAST_X=.1,STATS=.01,SUM_X=.1"
+    times = ("--backward", "2.6", "--weight", ".9", "--send", ".02", "--passes", passes, "--json")
+    figures = [
+        json.loads(run("zb-v", "--ranks", "4", "--microbatches", str(count), "--head", "vocab-1", *times))
+        for count in (16, 48)
+    ]
+    few, many = (figure["makespan_seconds"] for figure in figures)
+    assert many - few == pytest.approx(32 * (1 + 2.6 + 0.06 + 0.12) / 1000, rel=0.01)
+    schedule = Schedule.from_json(figures[1]["schedule"])
+    lists = tuple(tuple(action for action in row if action.kind in COMPUTE) for row in schedule.lists)
+    written = tmp_path / "actions.txt"
+    written.write_text(replace(schedule, lists=lists).to_text(), encoding="utf-8")
+    assert json.loads(run("--actions", str(written), *times))["makespan_seconds"] == many
 
 
 def test_files(tmp_path: Path) -> None:
