@@ -29,6 +29,10 @@ class Pass(NamedTuple):
     stage: int
 
 
+Lists = tuple[tuple[Pass, ...], ...]
+"""By rank, passes of its stages in order."""
+
+
 class Policy(Protocol):
     def choose(self, run: Eager, rank: int, now: float) -> Pass | None:
         """What ``rank`` starts at ``now``: a pass whose input is there. None: wait for the next arrival."""
@@ -239,7 +243,7 @@ class _Vocabulary:
 class InOrder:
     """The policy that keeps the order of given lists; each pass waits for its turn and its input."""
 
-    def __init__(self, lists: tuple[tuple[Pass, ...], ...]) -> None:
+    def __init__(self, lists: Lists) -> None:
         self.lists = lists
         self.position = [0] * len(lists)
 

@@ -6,11 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.schedules.actions import Action
-from autopar.schedules.eager import Eager, Pass, Policy
+from autopar.schedules.eager import Eager, Lists, Pass, Policy
 from autopar.schedules.pass_times import PassTimes
-
-Lists = tuple[tuple[Pass, ...], ...]
-"""By rank, passes of its stages in order."""
 
 Trial = Callable[[int], Eager]
 """From the number of microbatches, a step that has run."""

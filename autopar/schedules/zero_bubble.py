@@ -14,10 +14,10 @@ from itertools import product
 from typing import Final
 
 from autopar.schedules.actions import Action, Schedule
-from autopar.schedules.eager import Eager, InOrder, Pass
+from autopar.schedules.eager import Eager, InOrder, Lists, Pass
 from autopar.schedules.pass_times import PassTimes
 from autopar.schedules.placements import looped
-from autopar.schedules.trials import Line, Lists, shortest
+from autopar.schedules.trials import Line, shortest
 
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
@@ -47,7 +47,6 @@ def zero_bubble(
     shortest time that the busiest rank takes from its first to its last pass.
     Compute actions only; stage ``s`` on rank ``s``.
     """
-
     placement = looped(ranks)
     line = Line(placement, times, head, embedding)
     slopes = dict.fromkeys((1.0, 2.0, (limit - 1) / max(ranks - 1, 1)))
@@ -66,7 +65,7 @@ def zero_bubble(
     return Schedule("zb", ranks, microbatches, placement, lists, head, embedding)
 
 
-def _straight(name: str, microbatches: int, lists: tuple[tuple[Pass, ...], ...]) -> Schedule:
+def _straight(name: str, microbatches: int, lists: Lists) -> Schedule:
     actions = tuple(tuple(Action(*step) for step in steps) for steps in lists)
     return Schedule(name, len(lists), microbatches, looped(len(lists)), actions)
 

@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import autopar.schedules.v_shaped as folded
 from autopar.schedules import Costs, PassTimes, Schedule, generate, lower, simulate_timeline
 from autopar.schedules.eager import Eager, InOrder, Pass
 from autopar.schedules.exchanges import HEAD_EXCHANGES, HEAD_PASSES, seconds_ahead
+from autopar.schedules.trials import Line
 from autopar.schedules.v_shaped import v_half_peak, v_min_peak
 from autopar.schedules.vocabulary import BARRIERS
 
@@ -37,6 +39,25 @@ def test_zb_v_idles_in_no_interval(ranks: int) -> None:
     few, many = (waited("zb-v", ranks, times * ranks, send=0.03) for times in (2, 4))
     assert many == pytest.approx(few, rel=0.1)
     assert many < 0.75 * waited("interleaved", ranks, 4 * ranks, send=0.03)
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "seconds", "needed"), [(4, (1.0, 1.7, 0.9, 0.05), 0), (8, (1.0, 1.5, 0.7, 0.1), 1)]
+)
+def test_each_greedy_order_is_the_shortest_of_some(
+    microbatches: int, seconds: tuple[float, ...], needed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *passes, send = seconds
+    times = PassTimes(*((each,) * 8 for each in passes), send=send)
+
+    def makespan() -> float:
+        schedule = generate("zb-v", 4, microbatches, costs=times)
+        lists = tuple(tuple(Pass(*action[:3]) for action in row) for row in schedule.lists)
+        return Line(schedule.placement, times).run(InOrder(lists), microbatches).makespan
+
+    whole, choices = makespan(), folded._CHOICES
+    monkeypatch.setattr(folded, "_CHOICES", tuple(each for each in choices if each != choices[needed]))
+    assert makespan() > 1.01 * whole
 
 
 @pytest.mark.parametrize("head", ["vocab-1", "vocab-2"])
