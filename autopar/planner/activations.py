@@ -253,12 +253,12 @@ class Activations:
         return sum(sizes.values()) + sum(received.values()) + sum(chosen[i].extra_bytes for i in calls)
 
     def movable_bytes(
-        self, calls: Sequence[int], chosen: Mapping[int, Alternative], least: int, *, follows: bool = False
+        self, calls: Sequence[int], chosen: Mapping[int, Alternative], least: int, *, before: Sequence[int] = ()
     ) -> int:
         """Of what a stage keeps of a microbatch: tensors of ``least`` bytes and more, without what others hold as well.
-        That is what it hands on as it received it, and all that it received if it ``follows`` a stage of its rank."""
-        last = max(calls)
-        held = {s for s in self._received(calls) if follows or self._last_read.get(s, last) > last}
+        That is what it hands on as it received it, and what the stage ``before`` keeps too, if that is on its rank."""
+        last, kept_before = max(calls), {*self._received(before), *self._storages(before, chosen)}
+        held = {s for s in self._received(calls) if s in kept_before or self._last_read.get(s, last) > last}
         kept = [size for storage, size in self._storages(calls, chosen).items() if storage not in held]
         return sum(size for size in (*kept, *(size for i in calls for size in chosen[i].inside)) if size >= least)
 

@@ -185,9 +185,10 @@ def _offload_costs(
     rate = work.machine.device.swap_bytes_per_second(both_ways=both_ways)
     if not activations_on_host(work.options.offload) or not rate:
         return {}
-    follows = [False, *(here == there for here, there in pairwise(draft.placement))]
+    pairs = zip(pairwise(draft.placement), stages, strict=False)
+    before = [(), *(stage if here == there else () for (here, there), stage in pairs)]
     moved = tuple(
-        work.activations.movable_bytes(stage, chosen, LEAST_BYTES, follows=beside)
-        for stage, beside in zip(stages, follows, strict=True)
+        work.activations.movable_bytes(stage, chosen, LEAST_BYTES, before=calls)
+        for stage, calls in zip(stages, before, strict=True)
     )
     return {"offload_bytes": moved, "offload_seconds": tuple(bytes_ / rate for bytes_ in moved)}

@@ -5,8 +5,8 @@ pass, it also holds those of its own unit (a layer with the code behind it, in t
 of the first layer) and of the next one, which is on its way: packed, where it is small, and with this rank's part of it
 where that was cast or packed (:mod:`autopar.runtime.streaming`, :mod:`autopar.runtime.store`). Where gradients are
 scattered in every backward, each waits until those are made that are sent before it or with it, and is sent as a
-message that lives until two more have been (:mod:`autopar.schedules.gradient_messages`); the last two of a backward
-live until the next one's.
+message that lives until two more of the rank have been (:mod:`autopar.schedules.gradient_messages`); the last two of a
+backward live until the next one's.
 
 All bytes are beside what the stage keeps of the calls up to this one. What later calls keep isn't there yet in a
 forward, and gone in a backward.
@@ -18,8 +18,9 @@ from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
-from typing import Final, NamedTuple
+from heapq import nlargest
+from itertools import accumulate, chain
+from typing import Final
 
 from autopar.graph import Model
 from autopar.passes.hoist import parameter_sums
@@ -35,12 +36,11 @@ from autopar.schedules.gradient_messages import IN_FLIGHT, Gradient, together
 @dataclass(frozen=True)
 class StagePasses:
     """``beside``: by call, the most that one of its passes holds. All the time that a pass of the stage runs, there are
-    ``spanning`` bytes of weights that several of its calls use, or one hands on views of; between passes there are the
-    ``lasting`` messages of a backward; a pass begins with ``first`` bytes of weights."""
+    ``spanning`` bytes of weights that several of its calls use, or one hands on views of; a pass begins with ``first``
+    bytes of weights."""
 
     beside: tuple[int, ...]
     spanning: int = 0
-    lasting: int = 0
     first: int = 0
 
 
@@ -56,56 +56,81 @@ class PassMemory:
     workings: Sequence[Working]
     several: bool
     alike: Alike
-    _known: dict[Hashable, StagePasses] = field(default_factory=dict)
+    _known: dict[tuple[Hashable, tuple[int, ...]], StagePasses] = field(default_factory=dict)
+    _left: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)
 
     def of(self, calls: Sequence[int]) -> StagePasses:
-        """Of the stage of these calls, in order."""
-        key = self.alike.key(calls)
-        if key not in self._known:
-            self._known[key] = self._found(calls)
-        return self._known[key]
+        """Of the stage of these calls, in order, if its rank has no other."""
+        return self._after(calls, self._leaves(calls) if self.several else ())
 
     def of_rank(self, stages: Sequence[Sequence[int]]) -> list[Sequence[int]]:
         """:attr:`StagePasses.beside` of each stage of a rank, with what there is for its whole pass and for others:
-        weights that are on their way for the next one's pass, and messages of the backwards before."""
-        found = [self.of(calls) for calls in stages]
+        weights that are on their way for the next one's pass, and messages of the backward before, of any of them."""
+        if len(stages) == 1:
+            each = self.of(stages[0])
+            return [[held + each.spanning for held in each.beside] if each.spanning else each.beside]
+        left = [self._leaves(calls) for calls in stages]
+        largest = nlargest(IN_FLIGHT, chain.from_iterable(left))
+        found = []
+        for number, calls in enumerate(stages):
+            others = chain(*left[:number], *left[number + 1 :])
+            before = largest if self.several else nlargest(IN_FLIGHT, others)
+            found.append(self._after(calls, tuple(reversed(before))))  # the largest are there for the longest
         rows: list[Sequence[int]] = []
         for number, each in enumerate(found):
-            others = [*found[:number], *found[number + 1 :]]
-            always = each.spanning + sum(other.lasting for other in others)
-            always += max((other.spanning + other.first for other in others), default=0)
+            others = (other.spanning + other.first for other in (*found[:number], *found[number + 1 :]))
+            always = each.spanning + max(others)
             rows.append([held + always for held in each.beside] if always else each.beside)
         return rows
 
-    def _found(self, calls: Sequence[int]) -> StagePasses:
+    def _after(self, calls: Sequence[int], before: tuple[int, ...]) -> StagePasses:
+        """Of passes that begin with messages of so many bytes on their way."""
+        key = self.alike.key(calls), before
+        if key not in self._known:
+            self._known[key] = self._found(calls, before)
+        return self._known[key]
+
+    def _found(self, calls: Sequence[int], before: tuple[int, ...]) -> StagePasses:
         workings = [self.workings[self.model.calls[i].block] for i in calls]
-        names = [name for index in calls for name in dict.fromkeys(self.model.calls[index].parameters)]
         streams = self.storage.streams
-        if not self.storage.options.zero >= 2 and not streams and len(set(names)) == len(names):
+        if self._is_plain(calls):
             return StagePasses(tuple(working.bytes_ for working in workings))
         weights = StageWeights.of(self.model, calls, self.storage, self._handed_on)
         layers = [i in self._readers.own for i in calls]
         nothing = [0] * len(calls), [0] * len(calls), 0
         forward, backward, first = _gathered(weights, layers) if streams else nothing
-        flights = self._flights(calls, weights, workings)
-        passes = zip(workings, forward, backward, flights.most, strict=True)
+        most = self._flight(calls, weights).run(workings, before)
+        there, passes = sum(before), zip(workings, forward, backward, most, strict=True)
         return StagePasses(
             beside=tuple(
-                max(working.forward + there + flights.lasting, working.forward + again, most + again, 0)
-                for working, there, again, most in passes
+                max(working.forward + gathered + there, working.forward + again, flying + again, 0)
+                for working, gathered, again, flying in passes
             ),
             spanning=sum(weight.copied for weight in weights.spanning.values()) if streams else 0,
-            lasting=flights.lasting,
             first=first,
         )
 
-    def _flights(self, calls: Sequence[int], weights: StageWeights, workings: Sequence[Working]) -> _Flights:
-        """Of a backward that follows another one, if there are several."""
-        flight = _Flight(weights, self._readers.messages(calls, weights) if self.storage.options.zero >= 2 else [])
-        if self.several:
-            flight.run(workings[:_LOOKED_BACK])
-        lasting = flight.bytes_
-        return _Flights(flight.run(workings), lasting)
+    def _is_plain(self, calls: Sequence[int]) -> bool:
+        """Whether no weights come and go in passes of that stage, no gradients go, and none has several terms."""
+        names = [name for index in calls for name in dict.fromkeys(self.model.calls[index].parameters)]
+        moves = self.storage.options.zero >= 2 or self.storage.streams
+        return not moves and len(set(names)) == len(names)
+
+    def _leaves(self, calls: Sequence[int]) -> tuple[int, ...]:
+        """Bytes of the messages that a backward leaves on their way."""
+        if self.storage.options.zero < 2:
+            return ()
+        key = self.alike.key(calls)
+        if key not in self._left:
+            weights = StageWeights.of(self.model, calls, self.storage, self._handed_on)
+            workings = [self.workings[self.model.calls[i].block] for i in calls[:_LOOKED_BACK]]
+            flight = self._flight(calls, weights)
+            flight.run(workings)
+            self._left[key] = flight.messages
+        return self._left[key]
+
+    def _flight(self, calls: Sequence[int], weights: StageWeights) -> _Flight:
+        return _Flight(weights, self._readers.messages(calls, weights) if self.storage.options.zero >= 2 else [])
 
     @cached_property
     def _readers(self) -> _Readers:
@@ -117,13 +142,6 @@ class PassMemory:
 
 
 _LOOKED_BACK: Final = 4  # calls, of which the first of a stage have sent the last messages of a backward
-
-
-class _Flights(NamedTuple):
-    """By call, what its backward works in, with gradients on their way; and what of these lasts."""
-
-    most: Sequence[int]
-    lasting: int
 
 
 def _gathered(weights: StageWeights, layers: Sequence[bool]) -> tuple[list[int], list[int], int]:
@@ -205,12 +223,19 @@ class _Flight:
                     self._weights[name], self._first[name] = weight, number
 
     @property
+    def messages(self) -> tuple[int, ...]:
+        """Bytes of those that are under way."""
+        return tuple(self._sent)
+
+    @property
     def bytes_(self) -> int:
-        """Of the messages that are under way."""
+        """Of these messages."""
         return sum(self._sent)
 
-    def run(self, workings: Sequence[Working]) -> list[int]:
-        """The most bytes of the backward of each of the first calls, all that have ``workings``."""
+    def run(self, workings: Sequence[Working], before: Sequence[int] = ()) -> list[int]:
+        """The most bytes of the backward of each of the first calls, all that have ``workings``, if there are messages
+        from ``before``."""
+        self._sent.extend(before)
         ended = {name for name, number in self._first.items() if number >= len(workings)}
         messages, begun, found = deque(self._messages), set[str](), list[int]()
         for number, working in reversed(list(enumerate(workings))):

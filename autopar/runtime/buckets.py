@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,8 @@ class Bucket(Protocol):
     """What a :class:`autopar.runtime.grads.Reducer` does with a bucket, and where that is.
 
     ``waiting``: how many gradients the current backward still makes; ``armed``: whether the bucket starts when it has
-    made all; ``started``: whether it has; ``per_pass``: whether it does so in every backward, not in the last alone.
+    made all; ``started``: whether it has; ``per_pass``: whether it does so in every backward, not in the last alone;
+    ``sums_twice``: whether another sum follows at the end, over other ranks.
     """
 
     parameters: list[nn.Parameter]
@@ -37,6 +38,9 @@ class Bucket(Protocol):
     armed: bool
     started: bool
     per_pass: bool
+
+    @property
+    def sums_twice(self) -> bool: ...
 
     def take(self, parameter: nn.Parameter) -> None:
         """Autograd is done with ``parameter``; where all of its gradient was put off, it has none yet."""
@@ -76,6 +80,7 @@ class SumBucket:
     armed: bool = False
     started: bool = False
     per_pass: bool = False
+    sums_twice: ClassVar[bool] = False
     work: dist.Work | None = None
 
     def __post_init__(self) -> None:
@@ -169,6 +174,10 @@ class MasterBucket:
         self._own: Tensor | None = None
         self._host: Tensor | None = None
 
+    @property
+    def sums_twice(self) -> bool:
+        return self._route.shard.size > 1 and self._route.rest.size > 1
+
     def take(self, parameter: nn.Parameter) -> None:
         if parameter.grad is None:
             return
@@ -213,7 +222,7 @@ class MasterBucket:
     def reduce(self) -> None:
         if self.per_pass and self._has_terms():
             self.start()
-        if self._route.shard.size == 1 or self._route.rest.size == 1:
+        if not self.sums_twice:
             return
         self.settle()
         if self._own is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -14,6 +15,7 @@ from autopar.errors import ArgumentError, DeadRankError, MismatchError, Schedule
 from autopar.options import Options, masters_on_host
 from autopar.runtime import batches
 from autopar.runtime.axes import Axes
+from autopar.runtime.buckets import Bucket
 from autopar.runtime.clip import clip_
 from autopar.runtime.collectives import broadcast_, lost_peer, reduce_sum_
 from autopar.runtime.grads import Reducer, launch_shared, reduce_groups
@@ -196,7 +198,7 @@ class Executor:
         if self.vocabulary:
             programs[VOCABULARY] = self.vocabulary[1]
         groups = reduce_groups(programs.values(), self.axes, schedule.placement)
-        found: dict[int, Reducer] = {}
+        found, flying = dict[int, Reducer](), deque[Bucket]()
         taken: set[nn.Parameter] = set()
         for number, program in reversed(programs.items()):
             found[number] = Reducer(
@@ -211,6 +213,7 @@ class Executor:
                 scatters=moves_of(schedule).scatters and number != VOCABULARY,
                 reduce_dtype=dtype_of(self.options.reduce_dtype) if self.options.reduce_dtype else None,
                 powersgd=self.options.powersgd,
+                flying=flying,
             )
             taken |= set(found[number].parameters.values())
         return {number: found[number] for number in programs}
@@ -268,7 +271,7 @@ class Executor:
             made = self._call(action, (*received, *inputs, *step.totals.get(action.stage, ())))
         result = made if isinstance(made, tuple) else (made,)
         step.leaves[place] = leaves = [tensor for tensor in received if tensor.requires_grad]
-        self.offload.leave(place, leaves if self._is_here(action.stage - 1) else _handed_on(leaves, result))
+        self.offload.leave(place, [*step.shared.pop(place, ()), *_handed_on(leaves, result)])
         if program.is_last and program.returns_loss:
             (loss,) = result
             step.loss += loss.detach()
@@ -280,7 +283,9 @@ class Executor:
         step.roots[place] = [_root(tensor) for tensor, spec in outputs if spec.needs_grad]
         sent = tuple(tensor.detach() for tensor in result)
         if self._is_here(action.stage + 1):
-            step.arriving[action.stage + 1, action.microbatch] = Message(sent)
+            following = action.stage + 1, action.microbatch
+            step.arriving[following] = Message(sent)
+            step.shared[following] = [*self.offload.kept_of(place, sent), *_handed_on(leaves, sent)]
         else:
             step.outputs[place] = sent
 
@@ -451,7 +456,7 @@ def _place(action: Action) -> Place:
 
 
 def _handed_on(received: Sequence[Tensor], result: Sequence[Tensor]) -> list[Tensor]:
-    """What of a message goes on to the next stage in the same memory, which may be on its way, or kept there."""
+    """What of a message goes on to the next stage in the same memory, which may be on its way, or kept there too."""
     there = storages(result)
     return [tensor for tensor in received if id(tensor.untyped_storage()) in there]
 

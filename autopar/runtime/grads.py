@@ -85,7 +85,9 @@ class Reducer:
     :mod:`autopar.passes.untrained`). Parameters in ``without`` are
     another reducer's: those that two stages of one rank share. ``masters`` by name are what the optimizer updates,
     where that isn't the module's parameter. ``reduce_dtype`` is what is sent (None: the master's). With ``powersgd``,
-    matrices are summed over dp in so low a rank. ``sizes`` of messages are the same on all ranks.
+    matrices are summed over dp in so low a rank. ``sizes`` of messages are the same on all ranks. ``flying`` are the last
+    buckets that were sent in a pass: all reducers of a rank have one, so that of their terms as few live as of a single
+    stage's.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class Reducer:
         scatters: bool = False,
         reduce_dtype: torch.dtype | None = None,
         powersgd: int = 0,
+        flying: deque[Bucket] | None = None,
     ) -> None:
         trainable = [
             p
@@ -112,7 +115,7 @@ class Reducer:
         self.specs = {p.name: p for p in trainable}
         self.parameters = {p.name: module.get_parameter(p.name) for p in trainable}
         self.masters = {name: (masters or {}).get(name, p) for name, p in self.parameters.items()}
-        self._flying: deque[Bucket] = deque()
+        self._flying = deque[Bucket]() if flying is None else flying
         made = _Buckets(self, groups, axes, reduce_dtype, scatters, sizes, powersgd)
         readers = program.readers if isinstance(program, Program) else {}
         self._buckets = list(made.all(units(module, program.parameters, readers=readers)))
@@ -185,12 +188,13 @@ class Reducer:
 
     def launch(self) -> None:
         """Start the sums that have not been started by the last backward, but those of :attr:`shared`."""
-        self._flying.clear()
         own = [bucket for bucket in self._buckets if not self._is_shared(bucket)]
         for bucket in own:
             _start_rest(bucket)
         for bucket in own:
             bucket.reduce()
+            if bucket.sums_twice and bucket in self._flying:
+                self._flying.remove(bucket)  # the terms are summed; others needn't wait for what follows
 
     def wait(self) -> None:
         """Until all gradients are sums. :meth:`launch` and :func:`launch_shared` come before."""

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -108,7 +108,8 @@ Kept = Tensor | Piece[_Memory]
 class ActivationOffload:
     """What a rank's stages keep of the microbatches in ``places``, whose lists have OFFLOAD, FREE and FETCH for them.
 
-    ``keep`` is what autograd asks for each tensor that it saves, where the forward that runs is of such a place.
+    ``keep`` is what autograd asks for each tensor that it saves, where the forward that runs is of such a place, or of
+    the stage before it: what that keeps too stays.
     """
 
     def __init__(self, places: Collection[Place], device: torch.device) -> None:
@@ -116,23 +117,37 @@ class ActivationOffload:
         self._places = frozenset(places)
         self._copies = Copies(device)
         self._kept: dict[Place, _Place] = {}
+        self._noted: set[int] = set()  # of the last forward, what it keeps on the device
 
     @contextmanager
     def keeping(self, place: Place, module: nn.Module, batch: Iterable[Tensor] = ()) -> Iterator[None]:
         """Within, the forward of ``place`` runs, of which the step holds parts of the ``batch`` anyway; nothing happens
-        for a place that stays on the device."""
+        for a place that stays on the device, as the next stage's does."""
+        self._noted.clear()
         if place not in self._places:
-            yield
+            following = (place[0] + 1, place[1]) in self._places
+            with self._hooked(self._note) if following else nullcontext():
+                yield
             return
         kept = self._kept[place] = _Place()
         held = held_storages(module) | storages(list(batch))
-        with Once[_Memory]() as once:
-            self.keep = functools.partial(self._keep, once, kept, held)
-            try:
-                with saved_tensors_hooks(self.keep, restored):
-                    yield
-            finally:
-                self.keep = None
+        with Once[_Memory]() as once, self._hooked(functools.partial(self._keep, once, kept, held)):
+            yield
+
+    @contextmanager
+    def _hooked(self, keep: Callable[[Tensor], Kept]) -> Iterator[None]:
+        self.keep = keep
+        try:
+            with saved_tensors_hooks(keep, restored):
+                yield
+        finally:
+            self.keep = None
+
+    def kept_of(self, place: Place, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Those of ``tensors`` whose memory the forward of ``place``, which was the last, keeps."""
+        kept = self._kept.get(place)
+        there = self._noted if kept is None else kept.taken | kept.exact
+        return [tensor for tensor in tensors if id(tensor.untyped_storage()) in there]
 
     def leave(self, place: Place, held: Iterable[Tensor]) -> None:
         """What ``place`` keeps of the memory of ``held`` stays on the device: others hold it as well."""
@@ -176,6 +191,10 @@ class ActivationOffload:
         kept.taken.add(storage)
         kept.memories.add(piece.whole)
         return piece
+
+    def _note(self, x: Tensor) -> Kept:
+        self._noted.add(id(x.untyped_storage()))
+        return as_it_is(x)
 
     def _taken(self, flat: Tensor) -> _Memory:
         return _Memory(self._copies, flat)

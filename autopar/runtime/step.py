@@ -31,6 +31,7 @@ class Step:
     arriving: dict[Place, Message] = field(default_factory=dict)  # what a stage receives
     outputs: dict[Place, tuple[Tensor, ...]] = field(default_factory=dict)  # what it makes, until sent
     leaves: dict[Place, list[Tensor]] = field(default_factory=dict)  # received, waiting for gradients
+    shared: dict[Place, list[Tensor]] = field(default_factory=dict)  # of what arrives, what the stage before keeps too
     roots: dict[Place, list[GradientEdge | None]] = field(default_factory=dict)  # where its backward begins
     returning: dict[Place, Message] = field(default_factory=dict)  # the gradients it begins with
     gradients: dict[Place, tuple[Tensor, ...]] = field(default_factory=dict)  # of received, until sent

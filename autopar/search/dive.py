@@ -77,8 +77,8 @@ def dive(search: Search, regions: list[Region]) -> Learned:
         _put_away(search, learned)
         best = search.ranked()[0]
         if best.is_tight and not best.point.offload:
-            pipelines = [region for region in near if _ACTIVATIONS in _ways_away(search, region)]
-            _Dive(search, _ACTIVATIONS, learned, _ELSEWHERE).run(pipelines)
+            some = [region for region in near if _may_put_away(search, region)]
+            _Dive(search, _ACTIVATIONS, learned, _ELSEWHERE).run(some)
         if offload := _worth_away(search, search.ranked()[0]):
             _polish_away(search, learned)
             _climb(search, around, learned, offload)
@@ -299,12 +299,17 @@ def _points(search: Search, family: Family, offload: tuple[str, ...]) -> list[Po
     points = [point for point in search.stored(family) if work_of(point) <= _WORK]
     if not offload:
         return points
-    return [point._replace(offload=offload) for point in points if offload in _ways_away(search, family.region)]
+    return [point._replace(offload=offload) for point in points if offload in _ways_away(search, family)]
 
 
-def _ways_away(search: Search, region: Region) -> set[tuple[str, ...]]:
+def _ways_away(search: Search, family: Family) -> set[tuple[str, ...]]:
     """What may be on the host."""
-    return {offload for offload, _ in saving(region, search.costing.cluster, search.pins)}
+    return {offload for offload, _ in saving(family, search.costing.cluster, search.pins)}
+
+
+def _may_put_away(search: Search, region: Region) -> bool:
+    """Whether activations may be on the host under any schedule."""
+    return any(_ACTIVATIONS in _ways_away(search, family) for family in search.families_of(region))
 
 
 def _worth_away(search: Search, best: Outcome) -> tuple[str, ...]:
@@ -312,7 +317,7 @@ def _worth_away(search: Search, best: Outcome) -> tuple[str, ...]:
     is short of memory; nothing of these where that can't be."""
     if best.point.offload or not best.is_tight:
         return best.point.offload
-    return _ACTIVATIONS if _ACTIVATIONS in _ways_away(search, best.point.region) else ()
+    return _ACTIVATIONS if _may_put_away(search, best.point.region) else ()
 
 
 def _climb(search: Search, around: _Around, learned: Learned, offload: tuple[str, ...]) -> None:
@@ -354,7 +359,8 @@ def _likely_best(search: Search, region: Region, best: Point, learned: Learned) 
     if not best.offload:
         found = [search.promising[region]]
     else:
-        families = [points for points in _alike(search, region, best) if points[0].chunks == best.chunks]
+        alone = 1 in (region.mesh.pp, best.region.mesh.pp)
+        families = [points for points in _alike(search, region, best) if alone or points[0].chunks == best.chunks]
         estimates = (zip(search.estimates(points, profile), points, strict=True) for points in families)
         found = [(seconds * promise(point), point) for seconds, point in itertools.chain.from_iterable(estimates)]
     return min((learned.likely(point, seconds) for seconds, point in found), default=math.inf)
@@ -369,8 +375,14 @@ def _by_mesh(near: Sequence[tuple[float, int, Region]]) -> list[tuple[float, int
 
 
 def _alike(search: Search, region: Region, best: Point) -> list[list[Point]]:
-    """Points of ``region`` with the schedule of the ``best``, of any number of chunks, and with as much on the host."""
-    families = [f for f in search.families_of(region) if (f.schedule, f.vocabulary) == (best.schedule, best.vocabulary)]
+    """Points of ``region`` with the schedule of the ``best``, of any number of chunks, and with as much on the host;
+    without a pipeline, which has few schedules, with any."""
+    families = [
+        family
+        for family in search.families_of(region)
+        if (family.schedule == best.schedule and family.vocabulary == best.vocabulary) or region.mesh.pp == 1
+        if best.offload in _ways_away(search, family)
+    ]
 
     def like_best(point: Point) -> Point:
         return point._replace(offload=best.offload, head_chunks=best.head_chunks)
@@ -434,9 +446,11 @@ def _put_away(search: Search, learned: Learned) -> None:
     away: list[tuple[float, int, Region, Point]] = []
     for number, (region, outcome) in enumerate(_by_region(search).items()):
         profile = search.profile(region)
-        if outcome.recomputes and _ACTIVATIONS in _ways_away(search, region) and profile is not None:
+        if outcome.recomputes and profile is not None:
             points = _as_laid_out(search, outcome.point._replace(offload=_ACTIVATIONS))
             found = [(search.estimates([point], profile)[0], point) for point in points]
+            if not found:
+                continue
             estimate, point = min(found, key=lambda pair: learned.likely(pair[1], pair[0]))
             away.append((estimate, number, region, point))
     for _, _, region, point in sorted(away)[:_AWAY_TRIED]:
@@ -444,10 +458,15 @@ def _put_away(search: Search, learned: Learned) -> None:
 
 
 def _as_laid_out(search: Search, point: Point) -> list[Point]:
-    """``point``, under each schedule that was laid out in any region with its vocabulary, if it may be in this one."""
+    """``point``, with as much on the host under each schedule that was laid out in any region with its vocabulary, if
+    it may be in this one; without a pipeline, which has few schedules, under each."""
     known = {o.point.family[1:] for o in search.outcomes if o.point.vocabulary == point.vocabulary}
-    families = (family for family in search.families_of(point.region) if family[1:] in known)
-    return [point._replace(schedule=family.schedule, chunks=family.chunks) for family in families]
+    return [
+        point._replace(schedule=family.schedule, chunks=family.chunks)
+        for family in search.families_of(point.region)
+        if family[1:] in known or point.region.mesh.pp == 1
+        if point.offload in _ways_away(search, family)
+    ]
 
 
 def _by_region(search: Search) -> dict[Region, Outcome]:

@@ -121,7 +121,7 @@ def _leanest_bytes(search: Search) -> int:
         if not points or search.place(region) is None:
             continue
         point = max(points, key=lambda p: (p.schedule == "1f1b", p.zero, not p.head))
-        ways = savers(region, search.costing.cluster, search.pins)
+        ways = savers(point.family, search.costing.cluster, search.pins)
         offload, chunks = max(ways, key=lambda way: (len(way[0]), -way[1]))
         try:
             search.lay_out(point._replace(offload=offload, head_chunks=chunks))

@@ -188,7 +188,7 @@ class Keeping:
         return self._waits[key]
 
     def _ranks(self, name: str, ranks: int, microbatches: int, chunks: int | None, head: str) -> tuple[_Rank, ...]:
-        if ranks == 1:
+        if ranks == 1 and (SCHEDULES[name].chunks or chunks or 2) == 1:
             return (_Rank(1.0, 1.0, 0.0, (0.0, 0.0), ()),)
         key = _key(name, ranks, microbatches, chunks, head)
         if key not in self._known:

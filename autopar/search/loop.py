@@ -37,6 +37,7 @@ from autopar.search.space import (
     Savers,
     Sizes,
     Way,
+    offloads,
     regions,
     savers,
     schedules,
@@ -387,8 +388,7 @@ class Search:
     def _ways(self, region: Region, *, saving: bool) -> list[Way]:
         """To store weights, those that only save memory too if it is about ``saving``."""
         cluster = self.costing.cluster
-        offloads = dict.fromkeys(offload for offload, _ in savers(region, cluster, self.pins))
-        kinds = list(offloads) if saving else [next(iter(offloads))]
+        kinds = offloads(cluster, self.pins)[: None if saving else 1]
         return [Way(*storage, offload) for storage in storages(region, cluster, self.pins) for offload in kinds]
 
     def place_reference(self, region: Region, *, likely: bool = False) -> bool:
@@ -498,7 +498,7 @@ class Search:
     def stored(self, family: Family) -> Iterator[Point]:
         """Without what only saves memory: that is tried where it is needed."""
         cluster, region = self.costing.cluster, family.region
-        offload, head_chunks = next(savers(region, cluster, self.pins))
+        offload, head_chunks = next(savers(family, cluster, self.pins))
         for zero, zero_ranks in storages(region, cluster, self.pins):
             yield Point(*family, zero, zero_ranks, offload, head_chunks)
 
@@ -507,7 +507,7 @@ class Search:
 
     def _plain(self, point: Point) -> Point:
         """Without what only saves memory."""
-        offload, head_chunks = next(savers(point.region, self.costing.cluster, self.pins))
+        offload, head_chunks = next(savers(point.family, self.costing.cluster, self.pins))
         return point._replace(offload=offload, head_chunks=head_chunks)
 
     def points_of(self, region: Region) -> Iterator[Point]:
@@ -517,12 +517,12 @@ class Search:
     def count(self, region: Region) -> int:
         """Its points, with those that only save memory."""
         cluster, mesh = self.costing.cluster, region.mesh
-        families, ways = (mesh.pp, region.microbatches), (mesh.pp > 1, mesh.zero_shards(0), mesh.tp)
+        families, ways = (mesh.pp, region.microbatches), (mesh.zero_shards(0), mesh.tp)
         if families not in self._counted:
-            self._counted[families] = sum(1 for _ in self.families_of(region))
+            saving = (savers(family, cluster, self.pins) for family in self.families_of(region))
+            self._counted[families] = sum(sum(1 for _ in some) for some in saving)
         if ways not in self._counted:
-            stored = sum(1 for _ in storages(region, cluster, self.pins))
-            self._counted[ways] = stored * sum(1 for _ in savers(region, cluster, self.pins))
+            self._counted[ways] = sum(1 for _ in storages(region, cluster, self.pins))
         return self._counted[families] * self._counted[ways]
 
     def _try(self, bound: float, point: Point) -> None:

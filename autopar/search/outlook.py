@@ -351,7 +351,7 @@ class Outlook:
     def _copies(self, point: Point) -> Host | None:
         """What copies to the host and back have to keep up with; None where there are none."""
         rate, region = self.costing.swap_rate([point.schedule], point.region.microbatches), point.region
-        if not rate or not activations_on_host(point.offload) or region.mesh.pp == 1:
+        if not rate or not activations_on_host(point.offload) or stages_of(point) == 1:
             return None
         asked = (point.schedule, region.mesh.pp, region.microbatches, point.chunks, MODES[point.vocabulary].head)
         away = self.costing.keeping.away(*asked, rate)
@@ -369,7 +369,7 @@ class Outlook:
         """Under one of ``schedules``. ``fills``: ranks keep the most before their first backward, as those with one
         stage do."""
         rate = self.costing.swap_rate(schedules, region.microbatches)
-        if not away or not rate or region.mesh.pp == 1:
+        if not away or not rate or ranks.count * ranks.stages == 1:
             return None
         count, none = region.microbatches, np.zeros(ranks.count)
         steady = max(0, count - _STEADY * region.mesh.pp)

@@ -59,12 +59,6 @@ class Pins:
             mode_of(self.vocabulary)
         if self.schedule is not None and self.schedule not in (*SCHEDULES, SYNTHESIZED):
             raise ArgumentError(f"schedule={self.schedule!r} is none of {', '.join((*SCHEDULES, SYNTHESIZED))}")
-        alone = self.mesh.get("pp") == 1 or ("pp" not in self.mesh and self.mesh_is_whole)
-        if alone and self.chunks is not None and self.chunks > 1:
-            raise ArgumentError(
-                f"chunks={self.chunks} stages on each pipeline rank, but mesh={dict(self.mesh)} has no pipeline (pp "
-                "1); leave chunks out, or use pp of 2 or more"
-            )
 
     def _sizes(self) -> dict[str, int]:
         """The degrees that were given. Raises ArgumentError for axes and sizes that there aren't."""

@@ -24,8 +24,6 @@ def kinds_of(region: Region, layers: Layers, families: Sequence[Family]) -> list
     """How ranks work: of all schedules that are placed alike one that waits and keeps as little as any; and how many
     stages ranks of interleaved ones hold."""
     pp, count = region.mesh.pp, region.microbatches
-    if pp == 1:
-        return [(straight(layers, 1, count, np.ones(1), ends=False), [])]
     heads = any(splits_head(family) for family in families)
     chunks = {family.chunks or 2 for family in families if SCHEDULES[family.schedule].placement == "looped"}
     placements = {SCHEDULES[family.schedule].placement for family in families}
@@ -48,7 +46,7 @@ def ranks_of(family: Family, layers: Layers, kept: Array) -> Ranks:
     row, pp, count = SCHEDULES[family.schedule], family.region.mesh.pp, family.region.microbatches
     heads = splits_head(family)
     ends = pp > 1 and not (row.splits_backward or heads)
-    if pp == 1 or row.placement == "straight":
+    if row.placement == "straight":
         found = straight(layers, pp, count, kept, ends=ends)
     else:
         stages = row.chunks or family.chunks or 2
@@ -57,7 +55,9 @@ def ranks_of(family: Family, layers: Layers, kept: Array) -> Ranks:
 
 
 def _hops(placement: str, pp: int, stages: int) -> int:
-    """Messages of a microbatch through all stages, of which a V has one that stays on its rank."""
+    """Messages of a microbatch through all stages, of which a V has one that stays on its rank, and a rank alone all."""
+    if pp == 1:
+        return 0
     return 2 * (pp - 1) if placement == "v" else stages * pp - 1
 
 
@@ -89,7 +89,7 @@ def even(layers: Layers, kept: Array, waits: tuple[float, float], each: int) -> 
     idle = waits[0] * layers.count / count
     share = np.full(count, 1 / count)
     stages = none[:, None]
-    passing = min(2, math.ceil(layers.count / count / each)), each
+    passing = min(2, math.ceil(layers.count / count / each)), min(2, each)
     ranks = Ranks(share, (stages, stages), stages > 0, (idle, idle), none, True, False, kept, spreads_head=True)
     return replace(ranks, passing=passing, transient=True, messages=(waits[1] / 2, waits[1] / 2))
 

@@ -9,8 +9,9 @@ What can't run is left out here, by the sizes that have to divide; what can't fi
   more than ``"vocab-1"``;
 * sequences over cp and several rows of a microbatch on each rank, where rows could be on ranks of their own instead
   (:func:`undominated`): tokens are as many, and nothing is sent for attention;
-* ``offload`` of the optimizer beside that of parameters, which brings it along; of activations without a pipeline: no
-  time lies between a forward and its backward;
+* ``offload`` of the optimizer beside that of parameters, which brings it along; of activations where all ranks have
+  one stage alone: no time lies between a forward and its backward;
+* without a pipeline, several stages with the backward split: nothing waits for what that makes early;
 * ``pipedream``, 8-bit activations, PowerSGD, float8: they compute something else.
 """
 
@@ -49,10 +50,14 @@ _OFFLOADS: Final = (
     ("optimizer", "activations"),
     ("parameters", "activations"),
 )
+_ROUND: Final = "interleaved"
 SPLIT_HEADS: Final = ("vocab-1", "vocab-2")
 _HEAD_CHUNKS: Final = (1, 8)
 _MOST_CHUNKS: Final = 8
 """Stages per rank that are tried: each halves the bubble that is left, and doubles the messages."""
+_UNITS: Final = (1, 2, 4, 8)
+"""Of each stage, about so many are tried without a pipeline: memory comes and goes by stages, gradients leave sooner."""
+_ENDS: Final = 2  # units that are no layers: the first and the last
 
 
 @dataclass(frozen=True)
@@ -209,7 +214,7 @@ class Savers(NamedTuple):
         return self.points[0].region
 
     def all(self, cluster: Cluster, pins: Pins) -> list[Point]:
-        _, *ways = savers(self.region, cluster, pins)
+        _, *ways = savers(self.points[0].family, cluster, pins)
         some = [way for way in ways if activations_on_host(way[0]) == self.away]
         return [
             point._replace(offload=offload, head_chunks=chunks) for offload, chunks in some for point in self.points
@@ -343,8 +348,7 @@ def schedules(region: Region, sizes: Sizes, pins: Pins, heads_: Sequence[str]) -
     """``(schedule, chunks, vocabulary)`` of a region; ``heads_`` are the split heads that the model has."""
     pp, microbatches = region.mesh.pp, region.microbatches
     if pp == 1:
-        if pins.chunks in (None, 1):  # without a pipeline there are no more stages
-            yield pins.schedule or "1f1b", pins.chunks, pins.vocabulary or "redistributed"
+        yield from _alone(sizes, pins)
         return
     names = [pins.schedule] if pins.schedule else [name for name in SCHEDULES if name not in BEATEN]
     for name in names:
@@ -359,6 +363,21 @@ def schedules(region: Region, sizes: Sizes, pins: Pins, heads_: Sequence[str]) -
     interlaces = pins.schedule is None and pins.chunks in (None, 1) and pins.vocabulary is None
     if interlaces and "vocab-1" in heads_ and pp <= sizes.inner:
         yield "1f1b", pins.chunks, "interlaced"
+
+
+def _alone(sizes: Sizes, pins: Pins) -> Iterator[tuple[str, int | None, str]]:
+    """The same without a pipeline: one stage, or several, whose forwards take turns with backwards of the microbatch
+    before."""
+    vocabulary = pins.vocabulary or "redistributed"
+    if pins.schedule != _ROUND and pins.chunks in (None, 1):
+        yield pins.schedule or "1f1b", pins.chunks, vocabulary
+    if pins.schedule in (None, _ROUND) and not MODES[vocabulary].head:
+        if pins.chunks is not None:
+            counts = {pins.chunks} if 1 < pins.chunks <= sizes.units or pins.schedule else set[int]()
+        else:
+            counts = {math.ceil((sizes.units - _ENDS) / units) for units in _UNITS} - {0, 1}
+        for chunks in sorted(counts, reverse=True):
+            yield _ROUND, chunks, vocabulary
 
 
 def _chunks(name: str, pp: int, sizes: Sizes, pins: Pins) -> list[int | None]:
@@ -399,14 +418,19 @@ def storages(region: Region, cluster: Cluster, pins: Pins) -> Iterator[tuple[int
             yield zero, inner
 
 
-def savers(region: Region, cluster: Cluster, pins: Pins) -> Iterator[tuple[tuple[str, ...], int]]:
+def savers(family: Family, cluster: Cluster, pins: Pins) -> Iterator[tuple[tuple[str, ...], int]]:
     """``(offload, head_chunks)``, first neither: the others save memory and take time."""
-    options = pins.options
-    kinds: list[tuple[str, ...]] = [options.offload]
-    if not pins.fixes("offload") and cluster.device.host_memory_bytes:
-        kinds += _OFFLOADS if region.mesh.pp > 1 else [each for each in _OFFLOADS if not activations_on_host(each)]
+    options, kinds = pins.options, offloads(cluster, pins)
+    if stages_of(family) == 1:
+        kinds = [each for each in kinds if each == options.offload or not activations_on_host(each)]
     chunks = [options.head_chunks] if pins.fixes("head_chunks") else list(_HEAD_CHUNKS)
     yield from itertools.product(kinds, chunks)
+
+
+def offloads(cluster: Cluster, pins: Pins) -> list[tuple[str, ...]]:
+    """Of any region, first the one that takes no more time."""
+    free = not pins.fixes("offload") and cluster.device.host_memory_bytes
+    return [pins.options.offload, *(_OFFLOADS if free else ())]
 
 
 def together(regions_: Iterable[Region]) -> Iterator[list[Region]]:
@@ -423,7 +447,7 @@ def works_of(region: Region) -> tuple[int, int]:
     return region.mesh.pp, region.microbatches
 
 
-def stages_of(point: Point) -> int:
+def stages_of(point: Point | Family) -> int:
     """Of all ranks."""
     return point.region.mesh.pp * _stages(point.schedule, point.chunks)
 

@@ -130,6 +130,9 @@ def test_a_rank_holds_what_is_reckoned(
         ({"dp": 2}, 1, {"zero": 3}),
         ({"pp": 2, "dp": 2}, 4, {"zero": 2, "schedule": "interleaved", "chunks": 2}),
         ({"pp": 2, "dp": 2}, 4, {"zero": 3, "schedule": "interleaved", "chunks": 2}),
+        ({"dp": 2}, 1, {"zero": 2, "schedule": "interleaved", "chunks": 5}),
+        ({"dp": 2}, 1, {"zero": 3, "schedule": "interleaved", "chunks": 5}),
+        ({"dp": 2}, 4, {"zero": 3, "schedule": "interleaved", "chunks": 3}),
     ],
     ids=str,
 )

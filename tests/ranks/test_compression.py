@@ -183,6 +183,27 @@ def test_activations_on_the_host(mesh: dict[str, int], schedule: str, microbatch
     assert offloaded.losses == exact.losses
 
 
+ALONE = [({"dp": 1}, 3, {}), ({"dp": 2}, 1, {"zero": 3}), slow({"dp": 2, "tp": 2}, 2, {"zero": 2, "recompute": "full"})]
+
+
+@pytest.mark.parametrize(("mesh", "microbatches", "options"), ALONE)
+def test_without_a_pipeline_activations_go_by_stages(
+    mesh: dict[str, int], microbatches: int, options: dict[str, Any]
+) -> None:
+    case = wide(512 * microbatches * mesh["dp"])
+    given = {"recompute": "none", **options, "microbatches": microbatches, "schedule": "interleaved", "chunks": 7}
+    plain = compiled(case, mesh, **given)
+    away = compiled(case, mesh, plan=sent_away(plain, ALL), cluster=None)
+    gone = {action.stage for row in away.schedule.lists for action in row if action.kind == "OFFLOAD"}
+    assert gone == set(range(6))  # little lies between the last one's forward and its backward
+    result = away.verify(case.batch)
+    assert result.tolerance == 1e-9
+    assert result.ok, str(result)
+    exact, offloaded = plain.simulate(case.batch), away.simulate(case.batch)
+    assert max(offloaded.peak_bytes) < 0.9 * max(exact.peak_bytes)
+    assert offloaded.losses == exact.losses
+
+
 READING = [({"pp": 3}, "gpipe", 4), ({"pp": 2}, "zb-v", 8), slow({"pp": 4}, "1f1b", 8), slow({"pp": 2}, "v-half", 8)]
 
 

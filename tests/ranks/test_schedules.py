@@ -114,6 +114,25 @@ def test_interleaving_takes_any_number_of_microbatches(chunks: int, microbatches
     check(lambda: make("nano_gpt", 6), {"pp": 2}, schedule="interleaved", chunks=chunks, microbatches=microbatches)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "microbatches", "options"),
+    [
+        ({"dp": 1}, 1, {}),
+        ({"dp": 2}, 2, {"zero": 2}),
+        pytest.param({"dp": 4}, 1, {"zero": 2, "zero_ranks": 2}, marks=pytest.mark.slow),
+        pytest.param({"dp": 2, "tp": 2}, 3, {"zero": 3, "chunks": 5}, marks=pytest.mark.slow),
+        pytest.param({"dp": 2}, 3, {"zero": 3, "offload": ("parameters",)}, marks=pytest.mark.slow),
+        pytest.param({"cp": 2}, 2, {"head_chunks": 2}, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_several_stages_without_a_pipeline(
+    mesh: dict[str, int], microbatches: int, options: dict[str, Any], tied: bool
+) -> None:
+    given: dict[str, Any] = {"schedule": "interleaved", "chunks": 4, "microbatches": microbatches, **options}
+    check(lambda: llama(12, layers=4, tied=tied), mesh, **given)
+
+
 @pytest.mark.parametrize("batch", [4])
 def test_the_synthesized_schedule_and_its_plan(batch: int) -> None:
     """The list is in the plan: who loads it runs the same."""
