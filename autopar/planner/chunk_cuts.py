@@ -6,6 +6,8 @@ for each other's longer ones (:func:`paces`). Few cuts are all tried. Of many, t
 another, and what lies between moves with it, as long as the ranks get faster (B. W. Kernighan and S. Lin's kind of
 local search, Bell System Technical Journal 49(2), 1970).
 
+One rank alone takes as long however its stages are cut, and its memory comes and goes best by equal ones.
+
 The slowest rank is bounded by what any cut leaves it (:func:`_bound`): a sum of seconds that some choice of units has,
 no less than the mean of all ranks; and of n units that take so long or longer, some rank has n / ranks, rounded up.
 """
@@ -217,7 +219,10 @@ class _Search:
 def _best(search: _Search) -> tuple[Key, tuple[int, ...]]:
     table = search.table
     inner, ends = table.units - 1, table.stages - 1
-    if math.comb(inner, ends) <= _ALL:
+    if len(set(table.placement)) == 1:
+        cut = np.array([*next(_beginnings(table)), table.units], dtype=np.int64)
+        key = tuple(int(k) for k in search.keys(cut[None, :], paired=True)[0])
+    elif math.comb(inner, ends) <= _ALL:
         rows = itertools.combinations(range(1, table.units), ends)
         found = search.least(np.array([(0, *row, table.units) for row in rows], dtype=np.int64))
         assert found is not None  # there are units enough

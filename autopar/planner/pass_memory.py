@@ -19,7 +19,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import nlargest
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Final
 
 from autopar.graph import Model
@@ -69,17 +69,17 @@ class PassMemory:
         if len(stages) == 1:
             each = self.of(stages[0])
             return [[held + each.spanning for held in each.beside] if each.spanning else each.beside]
-        left = [self._leaves(calls) for calls in stages]
-        largest = nlargest(IN_FLIGHT, chain.from_iterable(left))
+        left = ((bytes_, number) for number, calls in enumerate(stages) for bytes_ in self._leaves(calls))
+        largest = nlargest(2 * IN_FLIGHT, left)  # one stage leaves half of these at most
         found = []
         for number, calls in enumerate(stages):
-            others = chain(*left[:number], *left[number + 1 :])
-            before = largest if self.several else nlargest(IN_FLIGHT, others)
+            before = [bytes_ for bytes_, other in largest if self.several or other != number][:IN_FLIGHT]
             found.append(self._after(calls, tuple(reversed(before))))  # the largest are there for the longest
+        most, second = nlargest(2, (each.spanning + each.first for each in found))
         rows: list[Sequence[int]] = []
-        for number, each in enumerate(found):
-            others = (other.spanning + other.first for other in (*found[:number], *found[number + 1 :]))
-            always = each.spanning + max(others)
+        for each in found:
+            coming = second if each.spanning + each.first == most else most  # for the pass of another stage
+            always = each.spanning + coming
             rows.append([held + always for held in each.beside] if always else each.beside)
         return rows
 

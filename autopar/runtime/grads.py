@@ -85,9 +85,9 @@ class Reducer:
     :mod:`autopar.passes.untrained`). Parameters in ``without`` are
     another reducer's: those that two stages of one rank share. ``masters`` by name are what the optimizer updates,
     where that isn't the module's parameter. ``reduce_dtype`` is what is sent (None: the master's). With ``powersgd``,
-    matrices are summed over dp in so low a rank. ``sizes`` of messages are the same on all ranks. ``flying`` are the last
-    buckets that were sent in a pass: all reducers of a rank have one, so that of their terms as few live as of a single
-    stage's.
+    matrices are summed over dp in so low a rank. ``sizes`` of messages are the same on all ranks. ``flying`` are the
+    last buckets that were sent in a pass, the same ones for all reducers of a rank: so of their terms no more live than
+    of a single stage's.
     """
 
     def __init__(

@@ -4,7 +4,8 @@ Copies run beside the compute, in streams of their own, one for each direction. 
 host and lets go of the device's memory, which stays until then: so what a rank keeps is said by its list alone, however
 fast copies are. A FREE stands where its memory is needed: ahead of the first action that has no room otherwise, at the
 latest ahead of the FETCH. That stands one compute action ahead of the backward that needs it, or as far ahead as the
-copy takes, but two passes behind the forward at least.
+copy takes, but two passes behind the forward at least; and sooner where there is room, as far ahead as it takes to copy
+all that the next backwards need.
 
 Where fewer than two compute actions lie between a forward and its backward, there would be no time in which the device
 has the memory: such microbatches stay (the last stage of 1F1B has no others). Of a stage's others, a share goes, evenly
@@ -13,12 +14,15 @@ spread.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from math import inf
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from autopar.errors import ScheduleError
@@ -113,15 +117,25 @@ class Copies(NamedTuple):
     copies: list[tuple[int, int, str, int]]
 
 
+class _Need(NamedTuple):
+    """A FETCH of a forward's activations: after which pass it stands at the latest, and where there is room already."""
+
+    due: int
+    early: int
+    forward: int
+
+
 @dataclass(frozen=True)
 class Passes:
-    """The compute actions of a rank's list, by how much each changes what it keeps, and where copies would be: by
-    forward that leaves time for any, the bytes that go; by pass, the forwards whose FETCH stands after it."""
+    """The compute actions of a rank's list, by how much each changes what it keeps, when it ``begins`` if nothing is
+    waited for, and what copies there may be: by forward that leaves time for any, the bytes that go; in order, the
+    backwards that need these back, with their forwards and the seconds of a copy."""
 
     actions: list[Action]
     changes: list[int]
+    begins: list[float]
     moved: dict[int, int]
-    fetched: dict[int, list[int]]
+    needed: list[tuple[int, int, float]]
 
     @classmethod
     def of(cls, row: Sequence[Action], rank: int, costs: Costs | None) -> Passes:
@@ -129,25 +143,20 @@ class Passes:
         actions = [action for action in row if action.kind in COMPUTE]
         seconds, bytes_ = _by_kind(actions, rank, costs)
         ends = [0.0, *accumulate(seconds)]
-        moved: dict[int, int] = {}
-        fetched: dict[int, list[int]] = defaultdict(list)
+        moved, needed = dict[int, int](), list[tuple[int, int, float]]()
         forwards: dict[tuple[int, int], int] = {}
         for index, (kind, microbatch, stage, _) in enumerate(actions):
             if kind == "F":
                 forwards[microbatch, stage] = index
             elif kind in ("B", "I") and index - (forward := forwards[microbatch, stage]) > LEAST_BETWEEN:
-                start = index - LEAST_BETWEEN
-                if costs is not None:
-                    begins = bisect_right(ends, ends[index] - costs.offload_seconds[stage])
-                    start = min(start, max(forward + LEAST_BETWEEN, begins - LEAST_BETWEEN))
                 moved[forward] = costs.offload_bytes[stage] if costs is not None else 0
-                fetched[start].append(forward)
-        return cls(actions, bytes_, moved, fetched)
+                needed.append((index, forward, costs.offload_seconds[stage] if costs is not None else 0.0))
+        return cls(actions, bytes_, ends, moved, needed)
 
     def copies(self, shares: Shares, room: float) -> Copies:
         """Where copies stand of the ``shares`` of stages, so that the rank keeps at most ``room`` bytes if it can."""
-        moved, fetched = self.moved, self.fetched
-        going = {place for place in moved if self._goes(place, shares)}
+        moved, going = self.moved, {place for place in self.moved if self._goes(place, shares)}
+        fetched = self._fetched(going)
         found: list[tuple[int, int, str, int]] = []
         under_way: deque[int] = deque()
         kept = peak = 0
@@ -161,8 +170,6 @@ class Passes:
                 found.append((index, 1, "OFFLOAD", index))
                 under_way.append(index)
             for place in fetched.get(index, ()):
-                if place not in going:
-                    continue
                 while place in under_way or (under_way and kept + moved[place] > room):
                     found.append((index, 1, "FREE", under_way[0]))
                     kept -= moved[under_way.popleft()]
@@ -170,6 +177,22 @@ class Passes:
                 kept += moved[place]
                 peak = max(peak, kept)
         return Copies(peak, found)
+
+    def _fetched(self, going: Collection[int]) -> dict[int, list[int]]:
+        """By pass, the forwards of those ``going`` whose FETCH stands after it: copies are one after the other, each as
+        late as it can be for as many that follow it as a microbatch has on the rank."""
+        found: dict[int, list[int]] = defaultdict(list)
+        needed = [each for each in self.needed if each[1] in going]
+        window = len({self.actions[forward].stage for _, forward, _ in needed})
+        following = deque[tuple[float, float]](maxlen=window)  # when a copy has to be over, and seconds
+        for index, forward, seconds in reversed(needed):
+            following.appendleft((self.begins[index], seconds))
+            until = inf
+            for end, taken in reversed(following):
+                until = min(until, end) - taken
+            start = bisect_right(self.begins, until) - LEAST_BETWEEN if seconds else index
+            found[min(index - LEAST_BETWEEN, max(forward + LEAST_BETWEEN, start))].append(forward)
+        return {start: places[::-1] for start, places in found.items()}
 
     def _goes(self, forward: int, shares: Shares) -> bool:
         _, microbatch, stage, _ = self.actions[forward]

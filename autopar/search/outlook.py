@@ -231,6 +231,8 @@ class Outlook:
             looped, folded = ((waited(pp, count, each), looped_messages(pp, each)) for each in (chunks, 2))
             kinds.append(even(layers, looped_kept(pp, count, chunks), looped, chunks))
             kinds.append(even(layers, 1.5 * folded_kept(pp, count), folded, 2))
+        if chunks > 1 == pp and away:
+            kinds.append(replace(even(layers, looped_kept(pp, count, chunks), (0.0, 0.0), chunks), stages=chunks))
         kinds = [with_last(ranks, last, "straight") for ranks in kinds]
         hosts = [self._host(ranks, region, (), away=away) for ranks in kinds]
         budget = self.costing.budget_bytes
@@ -261,7 +263,7 @@ class Outlook:
         later = likely.later * profile.costs[self.scaler.block].later_bytes
         room = self.costing.budget_bytes - later * math.ceil(layers.count / region.mesh.pp)
         found = least_seconds(layers, stored, ranks, count, room, host)
-        return found * self._unevenness(family, profile, stages_of(points[0]))
+        return found if region.mesh.pp == 1 else found * self._unevenness(family, profile, stages_of(points[0]))
 
     def _unevenness(self, family: Family, profile: Profile, stages: int) -> float:
         key = profile.key, stages, splits_head(family)

@@ -55,7 +55,7 @@ def ranks_of(family: Family, layers: Layers, kept: Array) -> Ranks:
 
 
 def _hops(placement: str, pp: int, stages: int) -> int:
-    """Messages of a microbatch through all stages, of which a V has one that stays on its rank, and a rank alone all."""
+    """Messages of a microbatch through all stages: one of a V stays on its rank, and all of a rank alone."""
     if pp == 1:
         return 0
     return 2 * (pp - 1) if placement == "v" else stages * pp - 1

@@ -48,7 +48,7 @@ def experts_on(cluster: Cluster, gpus: int, choices: int = 2, **given: Any) -> S
 def every_point(search: Search) -> Iterator[Point]:
     for region in regions(search.sizes, search.pins):
         for point in search.points_of(region):
-            for offload, chunks in savers(region, search.costing.cluster, search.pins):
+            for offload, chunks in savers(point.family, search.costing.cluster, search.pins):
                 yield point._replace(offload=offload, head_chunks=chunks)
 
 

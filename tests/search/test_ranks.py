@@ -34,7 +34,7 @@ def test_families_that_are_bounded_once_are_bounded_as_each_by_itself(search: Se
     assert shared is not None
     bounded, kinds = 0, set[tuple[object, ...]]()
     for family in search.families_of(REGION):
-        for offload, chunks in savers(REGION, search.costing.cluster, search.pins):
+        for offload, chunks in savers(family, search.costing.cluster, search.pins):
             points = [p._replace(offload=offload, head_chunks=chunks) for p in search.stored(family)]
             alone = Outlook.of(search.costing, search.root)
             assert alone is not None
