@@ -14,15 +14,12 @@ spread.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate
 from math import inf
-from operator import attrgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from autopar.errors import ScheduleError

@@ -517,7 +517,7 @@ class Search:
     def count(self, region: Region) -> int:
         """Its points, with those that only save memory."""
         cluster, mesh = self.costing.cluster, region.mesh
-        families, ways = (mesh.pp, region.microbatches), (mesh.zero_shards(0), mesh.tp)
+        families, ways = ("families", mesh.pp, region.microbatches), ("ways", mesh.zero_shards(0), mesh.tp)
         if families not in self._counted:
             saving = (savers(family, cluster, self.pins) for family in self.families_of(region))
             self._counted[families] = sum(sum(1 for _ in some) for some in saving)
