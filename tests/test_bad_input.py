@@ -72,7 +72,6 @@ CASES = [
     ({"mesh": "dp=4", "zero": 1, "zero_ranks": 8}, ArgumentError, "zero_ranks may be one of [1, 2, 4]"),
     ({"zero_ranks": 2, "zero": 0}, ArgumentError, "say zero=1, 2 or 3 with it"),
     ({"schedule": "1f1b", "chunks": 2}, ScheduleError, "it takes exactly 1"),
-    ({"chunks": 2, "mesh": "dp=4"}, ArgumentError, "leave chunks out, or use pp of 2 or more"),
     ({"schedule": "2f2b"}, ArgumentError, "schedule='2f2b' is none of naive, gpipe, 1f1b"),
     ({"schedule": "pipedream", "recompute": "full", "mesh": "pp=4"}, ArgumentError, "Use a synchronous schedule, or"),
     ({"vocabulary": "vocab-1", "mesh": "pp=4"}, StageError, "the loss has no cross entropy over classes"),

@@ -54,6 +54,9 @@ class Bucket(Protocol):
     def settle(self) -> None:
         """Wait for what was started in a pass, and add it to what was before."""
 
+    def release(self) -> None:
+        """Wait for what was started in a pass: of its terms nothing lives on."""
+
     def reduce(self) -> None:
         """The step's last gradients were started: start what has to follow."""
 
@@ -108,6 +111,9 @@ class SumBucket:
         self.work = reduce_sum_(self.flat, self.group, async_op=True)
 
     def settle(self) -> None:
+        """It never starts before the last backward."""
+
+    def release(self) -> None:
         """It never starts before the last backward."""
 
     def reduce(self) -> None:
@@ -209,15 +215,20 @@ class MasterBucket:
         self.started = True
 
     def settle(self) -> None:
+        self.release()
         flight, self._flight = self._flight, None
         if flight is None:
             return
-        if flight.work is not None:
-            flight.work.wait()
         if self._own is None:
             self._own = flight.part.to(self._dtype)
         else:
             self._own.add_(flight.part)
+
+    def release(self) -> None:
+        if self._flight is None or self._flight.work is None:
+            return
+        self._flight.work.wait()
+        self._flight = Flight(self._flight.part, self._flight.part, None)
 
     def reduce(self) -> None:
         if self.per_pass and self._has_terms():

@@ -241,7 +241,11 @@ class Reducer:
         if bucket.per_pass:
             self._flying.append(bucket)
             if len(self._flying) > IN_FLIGHT:
-                self._flying.popleft().settle()
+                over = self._flying.popleft()
+                if over in self._buckets:
+                    over.settle()
+                else:
+                    over.release()  # its stage adds it up in a pass of its own
 
 
 def launch_shared(reducers: Iterable[Reducer]) -> None:

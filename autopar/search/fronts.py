@@ -23,7 +23,7 @@ from autopar.plan import PointPlan, bytes_text, change_text
 from autopar.planner.modes import MODES
 from autopar.search.costing import Found, Outcome
 from autopar.search.pins import Pins
-from autopar.search.space import Family, Point, Region, Savers, promise
+from autopar.search.space import Family, Point, Region, Savers, promise, stages_of
 from autopar.search.work import work_of
 
 if TYPE_CHECKING:
@@ -266,7 +266,7 @@ def differs(point: Point) -> str:
     """A point as a user would say it: ``pp 2 x dp 4 x tp 8, 16 microbatches, zb-v, ZeRO 1``."""
     count = point.region.microbatches
     parts = [str(point.region.mesh), f"{count} microbatch{'' if count == 1 else 'es'} of {point.region.rows}"]
-    if point.region.mesh.pp > 1:
+    if stages_of(point) > 1:
         parts.append(point.schedule + (f" with {point.chunks} chunks" if point.chunks else ""))
         if MODES[point.vocabulary].head:
             parts.append(f"vocabulary split ({point.vocabulary})")

@@ -373,7 +373,8 @@ def _alone(sizes: Sizes, pins: Pins) -> Iterator[tuple[str, int | None, str]]:
         yield pins.schedule or "1f1b", pins.chunks, vocabulary
     if pins.schedule in (None, _ROUND) and not MODES[vocabulary].head:
         if pins.chunks is not None:
-            counts = {pins.chunks} if 1 < pins.chunks <= sizes.units or pins.schedule else set[int]()
+            least = 1 if pins.schedule else 2
+            counts = {pins.chunks} if least <= pins.chunks <= sizes.units else set[int]()
         else:
             counts = {math.ceil((sizes.units - _ENDS) / units) for units in _UNITS} - {0, 1}
         for chunks in sorted(counts, reverse=True):

@@ -118,14 +118,14 @@ def test_shares_that_a_search_found_are_run_again_as_they_were_saved(monkeypatch
 
     monkeypatch.setattr("autopar.planner.build.within_budget", recorded)
     model, sample = Layers(8, 256), {"x": torch.randn(1024, 256)}
-    pinned: dict[str, Any] = {"mesh": {"pp": 2}, "microbatches": 8, "budget_bytes": 4_300_000, "recompute": "none"}
+    pinned: dict[str, Any] = {"mesh": {"pp": 2}, "microbatches": 8, "budget_bytes": 4_400_000, "recompute": "none"}
     job = compile_shared(model, 2, sample=sample, cluster=FAST, offload=("activations",), **pinned)
     assert any(0 < stage.offloads < EIGHTHS for stage in job.plan.stage_plans)
     assert any(spared)
     again = compile_shared(model, 2, sample=sample, plan=autopar.Plan.from_json(job.plan.to_json()))
     assert again.job.schedule == job.job.schedule
     measured = again.memory(sample, measure="simulate").measured
-    assert max(rank.peak_bytes for rank in measured) <= 4_300_000
+    assert max(rank.peak_bytes for rank in measured) <= 4_400_000
 
 
 @dataclass(frozen=True)

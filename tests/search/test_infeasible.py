@@ -113,8 +113,9 @@ def test_too_few_gpus_for_the_state_are_told_from_others_at_once() -> None:
 
 def test_what_has_no_points_of_the_pinned_chunks_is_no_way_to_save_memory() -> None:
     """Regions without a pipeline, which would hold the least otherwise."""
-    with pytest.raises(BudgetError, match=r"nothing fits on 8 GPUs with chunks=3.*pp 2"):
-        choose(prepared("llama", 8), pins_of(8, chunks=3, recompute="none", budget_bytes=10_000), CPU, {})
+    pins = pins_of(8, schedule="v-half", chunks=2, recompute="none", budget_bytes=10_000)
+    with pytest.raises(BudgetError, match=r"nothing fits on 8 GPUs with schedule='v-half', chunks=2.*pp 2"):
+        choose(prepared("llama", 8), pins, CPU, {})
 
 
 def test_a_head_of_whole_sequences_is_split_over_all_other_ranks() -> None:
