@@ -72,6 +72,9 @@ FAST_PLANS: Final = (
     Plan("mlp", {"pp": 2}, {"schedule": "zb-h1", "precision": "bf16"}, torch.float32),  # sums in another dtype
     Plan("mlp", {"pp": 2, "dp": 2}, {"schedule": "interleaved", "chunks": 2, "zero": 3}),
     Plan("mlp", {"dp": 4}, {"zero": 2, "zero_ranks": 2}),
+    Plan(
+        "mlp", {"dp": 2}, {"schedule": "interleaved", "chunks": 5, "zero": 3, "microbatches": 2}
+    ),  # without a pipeline
     Plan("llama", {"cp": 2}, {"attention": "ring"}),
     Plan("llama", {"dp": 2}, {"recompute": "selective"}),
     Plan("gpt2", {"pp": 2, "tp": 2}, {"vocabulary": "vocab-1", "microbatches": 2}),  # statistics of all ranks
@@ -107,6 +110,7 @@ SLOW_PLANS: Final = (
     Plan("llama", {"pp": 2, "cp": 2}, {"attention": "all_gather", "cp_order": "contiguous"}),
     Plan("llama", {"dp": 2, "tp": 2}, {"recompute": "full", "precision": "bf16"}, torch.float32),
     Plan("llama_tied", {"pp": 2, "dp": 2}, {"zero": 1}),
+    Plan("llama_tied", {"dp": 2, "tp": 2}, {"schedule": "interleaved", "chunks": 3, "zero": 2, "microbatches": 2}),
     Plan("llama", {"pp": 2, "dp": 2}, {"schedule": "v-half", "zero": 2}),
     Plan("moe_deepseek_v3", {"dp": 2, "ep": 2, "tp": 2}),
     Plan("moe_qwen2_moe", {"dp": 4, "ep": 4}, {"zero": 1}),

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import autopar
 from autopar.audit import Audit
@@ -383,6 +384,43 @@ def test_what_goes_to_the_host_is_what_is_copied(
     monkeypatch.setattr(Activations, "movable_bytes", lambda *given, **named: moved(*given, **named) // 2)
     rows = {row.what: row.difference for row in _offloading(pp, schedule, microbatches).audit().rows}
     assert rows["stage 0: copy to the host"] == pytest.approx(-0.5)
+
+
+class Handing(nn.Module):
+    """Layers of which each keeps what it gives, as the next one does; or (not ``both``) the next one alone."""
+
+    def __init__(self, *, both: bool) -> None:
+        super().__init__()
+        self.inward, self.both = nn.Linear(8, 64), both
+        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(6)])
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.inward(x)
+        for layer in self.layers:
+            h = torch.tanh(layer(h)) if self.both else torch.tanh(layer(h)) + h
+        return F.mse_loss(h[:, :4], y)
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_what_the_stage_before_keeps_too_is_not_copied(*, both: bool) -> None:
+    """Of stages on one rank, of which some go: with right gradients, at the costs that were planned."""
+    case = prepared(lambda: Case(Handing(both=both), (torch.randn(1024, 8), torch.randn(1024, 4))), torch.float64)
+    pinned = {**PINNED, "microbatches": 2, "schedule": "interleaved", "chunks": 6, "cluster": BUSY}
+    given = {**pinned, "sample": case.batch, "offload": ("activations",)}
+    plan = compile_shared(case.model, 1, mesh={"dp": 1}, **given).plan
+    shares = [8 * (number in (2, 3)) for number in range(6)]
+    stages = [s.model_copy(update={"offloads": share}) for s, share in zip(plan.stage_plans, shares, strict=True)]
+    away = plan.model_copy(update={"stage_plans": stages, "digest": ""}).sealed()
+    job = compile_shared(case.model, 1, sample=case.batch, plan=away)
+    result = job.verify(case.batch)
+    assert result.ok, str(result)
+    found = job.audit()
+    check(found)
+    copied = {row.what: row.planner for row in found.rows if "copy to the host" in row.what}
+    assert {what: seconds > 0 for what, seconds in copied.items()} == {
+        "stage 2: copy to the host": True,
+        "stage 3: copy to the host": True,
+    }
 
 
 def test_a_plan_that_waits_for_copies_adds_up() -> None:

@@ -119,11 +119,11 @@ class Pricing:
             self.passes(storage).of(stage),
         )
 
-    def passes(self, storage: Storage) -> PassMemory:
+    def passes(self, storage: Storage, *, several: bool = True) -> PassMemory:
         """Of blocks that make all gradients of weights at once."""
         places = [tuple(range(len(block.parameters))) for block in self.model.blocks]
         workings = [Working(0, (Stretch(0, 0, all_, all_), Stretch(0, 0))) for all_ in places]
-        return PassMemory(self.model, storage, workings, True, Alike(self.model))
+        return PassMemory(self.model, storage, workings, several, Alike(self.model))
 
 
 def stages_of(starts: Sequence[int]) -> Stages:
@@ -210,3 +210,16 @@ def test_weights_of_another_dtype_or_shape_are_of_another_block() -> None:
     alike = Alike(job.lowered)
     layer = {call.path: index for index, call in enumerate(job.lowered.calls)}
     assert alike.key((layer["2"],)) == alike.key((layer["3"],)) != alike.key((layer["1"],))
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_rank_holds_the_last_messages_of_one_of_its_stages(*, several: bool) -> None:
+    """Of one microbatch, of another one than that which runs; a single stage holds its own, if there are several."""
+    stages = stages_of((2, 4))
+    pricing = Pricing(layers(*(WIDTH,) * DEPTH), Options.of(zero=2), stages, (0,) * len(stages))
+    passes = pricing.passes(Storage(pricing.options, Mesh(dp=RANKS)), several=several)
+    (first, *_), (alone,) = passes.of_rank(stages), passes.of_rank(stages[:1])
+    assert alone == passes.of(stages[0]).beside
+    assert all(held >= own for held, own in zip(first, alone, strict=True))
+    if not several:
+        assert all(held > own for held, own in zip(first, alone, strict=True))

@@ -10,7 +10,7 @@ import pytest
 
 from autopar.planner.chunk_cuts import _best, _bound, _ByRank, _improved, _moves, _Search, paces
 from autopar.planner.cuts import NEVER, CutTable
-from autopar.planner.stages import Unit, partition
+from autopar.planner.stages import Unit, leanest_partition, partition
 from autopar.schedules import Costs, generate, lower, simulate_timeline
 
 
@@ -69,6 +69,17 @@ def test_stages_of_a_rank_are_alike(stages: int) -> None:
     assert cut(seconds, stages, 16) == equal
     tiny = (*range(stages // 2), *(stages // 2 + (32 - stages // 2) * k // (stages // 2) for k in range(stages // 2)))
     assert step_seconds(seconds, equal, 16) < step_seconds(seconds, tiny, 16)
+
+
+@pytest.mark.parametrize("budget", [None, 2**30])
+def test_a_rank_alone_has_equal_stages(budget: int | None) -> None:
+    """It takes as long however it is cut. Few units or many; and though passes hold less where stages are long."""
+    for count, stages in ((8, 4), (36, 12)):
+        units = [Unit(f"unit {i}", 1.0, 0, 4096, 0.0, transient_bytes=2**20 if i else 2**21) for i in range(count)]
+        found = partition(units, [1] * stages, budget, [0] * stages, microbatches=2)
+        equal = tuple(range(0, count, count // stages))
+        assert found.starts == leanest_partition(units, [1] * stages, [0] * stages)[0].starts == equal
+        assert found.slowest_seconds == found.bound_seconds == count
 
 
 def test_ranks_wait_for_the_longest_pair_of_passes() -> None:

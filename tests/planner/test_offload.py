@@ -123,6 +123,18 @@ def test_what_comes_back_is_started_as_far_ahead_as_it_takes() -> None:
     assert near.makespan_seconds > found.makespan_seconds
 
 
+def test_copies_begin_early_enough_for_all_that_a_microbatch_needs() -> None:
+    """Of a rank alone: three that take as long as two backwards each, one after the other. By itself each would begin
+    two passes ahead, when the one before it isn't over."""
+    schedule = lower(generate("interleaved", 1, 4, chunks=12))
+    costs = costs_of(schedule, 4.0, (100,) * 12)
+    plain = simulate_timeline(schedule, costs).makespan_seconds
+    away = Away(dict.fromkeys(range(3), ALL), [1200])
+    found = simulate_timeline(offload_activations(schedule, away, costs), costs)
+    assert found.makespan_seconds == plain
+    assert max(found.peak_activation_bytes) <= 1200
+
+
 def test_of_many_stages_those_that_wait_the_longest_go() -> None:
     """Each rank takes as few stages as fit, the first ones."""
     bare = generate("interleaved", 2, 8, chunks=40)

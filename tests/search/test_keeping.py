@@ -32,6 +32,17 @@ def test_several_stages_of_a_rank_count_by_their_share() -> None:
     assert (first.most, last.most) == (2.5, 1.5)
 
 
+def test_a_rank_alone_keeps_one_microbatch_or_a_few_of_its_stages() -> None:
+    keeping = Keeping()
+    assert [rank.most for rank in keeping.here("1f1b", 1, 8)] == [1]
+    assert [rank.most for rank in keeping.here("interleaved", 1, 8, 6)] == [1]
+    (away,) = keeping.away("interleaved", 1, 8, 6, "", 1e9)
+    assert away.most == 2 / 6, "one that runs, and one that comes back"
+    assert away.spills[-1].kept == away.spills[-1].forwards == 1
+    (one,) = keeping.away("1f1b", 1, 8, None, "", 1e9)
+    assert (one.most, one.spills) == (1, ())
+
+
 def test_what_waits_for_weights_gradients_alone_counts_apart() -> None:
     keeping = Keeping()
     assert [rank.most for rank in keeping.here("zb-h1", 4, 16)] == [4, 3, 2, 1], "as of 1F1B"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from autopar.search.space import (
     _with_less_cp,
     meshes,
     regions,
+    savers,
     schedules,
     stages_of,
     storages,
@@ -86,6 +88,47 @@ def test_gpt2s_head_is_split_with_as_many_stages_as_units() -> None:
     for head in search.heads:
         assert ("1f1b", None, head) in set(schedules(region, search.sizes, search.pins, search.heads))
         assert search.lay_out(Point(*Family(region, "1f1b", None, head), 0, 0, (), 1)).step_seconds > 0
+
+
+def test_a_rank_alone_has_one_stage_or_several() -> None:
+    """Of 6 units, 4 of them layers: stages of 1, 2 and 4, where activations may go to the host."""
+    host = replace(FAST, device=replace(FAST.device, host_memory_bytes=10**12, host_bytes_per_second=1e12))
+    search = search_of("gpt2", BATCH, 2, host, mesh={"dp": 2}, zero=0)
+    search.glance()
+    region = Region(Mesh(dp=2), 1, BATCH // 2)
+    families = list(search.families_of(region))
+    assert [(family.schedule, family.chunks) for family in families] == [
+        ("1f1b", None),
+        ("interleaved", 4),
+        ("interleaved", 2),
+    ]
+    for family in families:
+        ways = {offload for offload, _ in savers(family, host, search.pins)}
+        assert (("activations",) in ways) == (family.chunks is not None)
+        assert {(), ("optimizer",), ("parameters",)} <= ways
+        for point in search.stored(family):
+            assert search.lay_out(point).step_seconds > 0
+    assert search.count(region) == sum(2 * len({o for o, _ in savers(f, host, search.pins)}) for f in families)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"chunks": 1}, [("1f1b", 1)]),
+        ({"chunks": 5}, [("interleaved", 5)]),
+        ({"chunks": 7}, []),
+        ({"schedule": "1f1b"}, [("1f1b", None)]),
+        ({"schedule": "interleaved"}, [("interleaved", 4), ("interleaved", 2)]),
+        ({"schedule": "interleaved", "chunks": 1}, [("interleaved", 1)]),
+        ({"schedule": "v-half"}, [("v-half", None)]),
+        ({"vocabulary": "vocab-1"}, [("1f1b", None)]),
+    ],
+    ids=str,
+)
+def test_stages_of_a_rank_alone_are_those_pinned(given: dict[str, object], expected: list[object]) -> None:
+    search = search_of("gpt2", BATCH, 1, FAST, mesh={"dp": 1}, **given, **PLAIN)
+    found = schedules(Region(Mesh(), 1, BATCH), search.sizes, search.pins, search.heads)
+    assert [(name, chunks) for name, chunks, _ in found] == expected
 
 
 def test_what_is_pinned_is_tried_anyway() -> None:
