@@ -222,4 +222,4 @@ def test_a_rank_holds_the_last_messages_of_one_of_its_stages(*, several: bool) -
     assert alone == passes.of(stages[0]).beside
     assert all(held >= own for held, own in zip(first, alone, strict=True))
     if not several:
-        assert all(held > own for held, own in zip(first, alone, strict=True))
+        assert any(held > own for held, own in zip(first, alone, strict=True))
