@@ -113,7 +113,7 @@ def plan_command(
         print_explanation(console, job.plan.explanation())
     else:
         console.print(job.plan.summary(), highlight=False, markup=False, soft_wrap=True)
-    if job.plan.mesh.pp > 1:
+    if job.plan.mesh.pp * job.plan.chunks > 1:
         console.print()
         console.print(render(job.timeline, width=min(console.width, 120)))
     if comparison:

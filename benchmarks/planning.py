@@ -141,7 +141,7 @@ def described(plan: Any) -> str:
     rows = plan.batch_size // plan.microbatches // plan.mesh.replicas
     chunks = f" x {plan.chunks}" if plan.chunks > 1 else ""
     parts = [str(plan.mesh), f"{plan.microbatches} microbatches of {rows}"]
-    parts += [f"{plan.schedule}{chunks}"] if plan.mesh.pp > 1 else []
+    parts += [f"{plan.schedule}{chunks}"] if plan.mesh.pp > 1 or chunks else []
     parts += [f"vocabulary {plan.vocabulary}"] if plan.vocabulary != "redistributed" else []
     parts += [text for text in (str(plan.options),) if text]
     recomputed = sum(number > 0 for stage in plan.stage_plans for number in stage.recompute)

@@ -53,7 +53,7 @@ def how(plan: Plan) -> str:
     """Degrees, microbatches, schedule and ZeRO in one line."""
     count, rows = plan.microbatches, plan.batch_size // plan.microbatches // plan.mesh.replicas
     parts = [str(plan.mesh), f"{count} microbatch{'' if count == 1 else 'es'} of {rows}"]
-    if plan.mesh.pp > 1:
+    if plan.mesh.pp * plan.chunks > 1:
         parts.append(plan.schedule + (f" x {plan.chunks}" if plan.chunks > 1 else ""))
     if plan.options.zero:
         parts.append(f"ZeRO {plan.options.zero}")

@@ -73,7 +73,7 @@ def _summary(plan: Plan) -> Iterator[str]:
     if plan.search is not None and plan.search.runners_up:
         other = plan.search.runners_up[0]
         several = "es" if other.microbatches > 1 else ""
-        schedule = f", {other.schedule}" if other.mesh.pp > 1 else ""
+        schedule = f", {other.schedule}" if other.mesh.pp > 1 or other.schedule != "1f1b" else ""
         schedule += f", {other.vocabulary}" if other.vocabulary != plan.vocabulary else ""
         yield f"next best: {_degrees_text(other)}, {other.microbatches} microbatch{several}{schedule}: {other.why}"
     remarks = list(_remarks(plan))
