@@ -14,7 +14,8 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
     Microbatches go through the chunks in groups. The paper's groups are of ``ranks`` microbatches; where that doesn't
     divide, groups are larger, as equal as they can be, so that no rank ever waits for the next chunk's input. With
     ``g`` the largest group (``ranks`` where it divides), rank 0 keeps ``(chunks - 1) g + 2 ranks - 1`` chunks'
-    activations. Raises ScheduleError for sizes below 1.
+    activations; alone, it runs forwards in turns with backwards of the microbatch before, and keeps ``chunks``. Raises
+    ScheduleError for sizes below 1.
     """
     groups = groups_of(ranks, microbatches)
     lists = tuple(_list(rank, ranks, chunks, groups) for rank in range(ranks))

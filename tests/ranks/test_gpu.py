@@ -61,6 +61,7 @@ ALONE: list[dict[str, Any]] = [
     {"offload": ("optimizer",)},
     {"offload": ("parameters",)},
     {"activations": "lossless"},
+    {"schedule": "interleaved", "chunks": 3},
     {"recompute": "full", "head_chunks": 2, "offload": ("optimizer", "parameters"), "activations": "lossless"},
 ]
 
