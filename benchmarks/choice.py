@@ -99,7 +99,7 @@ def _case(row: Mapping[str, str], name: str, cluster: str, dp: int, pins: Mappin
     pp, tp, gpus, batch = (int(row[key]) for key in ("pp", "tp", "gpus", "global_batch"))
     of_layers = passes * layers * (24 * width**2 + 4 * sequence * width)
     flops = batch * sequence * (of_layers + 3 * 2 * width * vocabulary)
-    schedule = {"schedule": "interleaved"} if pp > 1 else {}
+    schedule = {"schedule": "interleaved" if pp > 1 else "1f1b"}
     return Case(
         name=name,
         cluster=cluster,

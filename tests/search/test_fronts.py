@@ -161,7 +161,7 @@ def test_runners_up_are_compared_with_what_was_built(monkeypatch: pytest.MonkeyP
     built = choosing._build
     monkeypatch.setattr(choosing, "_build", build)
     case = make("gpt2", 8)
-    plan = autopar.plan(case.model, 8, sample=case.batch, cluster=FAST)
+    plan = autopar.plan(case.model, 8, sample=case.batch, cluster=FAST, chunks=1)  # with more, some are as fast
     assert plan.search is not None
     assert plan.search.runners_up
     for row in plan.search.runners_up:
