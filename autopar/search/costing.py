@@ -31,7 +31,7 @@ from autopar.search.held import held_by
 from autopar.search.interleaving import Interleaving
 from autopar.search.keeping import Keeping
 from autopar.search.profiles import Key, Profile, Profiler, Unit, Weights
-from autopar.search.space import BEATEN, Family, Point, Region, Way, moves_each_time, splits_head, stages_of
+from autopar.search.space import BEATEN, Family, Point, Region, Way, moves_each_time, splits_head
 
 _BESIDE = 0.3  # of what scatters have left to do after a backward, where other stages have passes
 _WHOLE = 0.02  # of the weights: as many at least that tp doesn't split
@@ -302,7 +302,7 @@ class Costing:
         asked = (family.schedule, pp, microbatches, family.chunks, head)
         rate = self.swap_rate([family.schedule], microbatches)
         kept = self.keeping.away(*asked, rate) if away and rate else self.keeping.here(*asked)
-        if pp == 1 or stages_of(family) == pp:
+        if pp == 1 or (row.chunks or family.chunks) == 1:
             return beside + recomputed(held, kept, microbatches, self.budget_bytes, split=split, sent=sent)
         last = 0 if row.placement == "v" else pp - 1
         return beside + shared_out(held, kept, microbatches, self.budget_bytes, split=split, last=last, sent=sent)
@@ -480,8 +480,8 @@ def seconds_of(kind: str, bytes_: int, size: int, link: Link) -> float:
 
 def _has_several_stages(point: Point) -> bool:
     """Whether a rank has, or may have."""
-    ranks = point.region.mesh.pp
-    return stages_of(point) > ranks or (point.schedule not in SCHEDULES and ranks > 1)
+    row = SCHEDULES.get(point.schedule)
+    return point.region.mesh.pp > 1 if row is None else (row.chunks or point.chunks) != 1
 
 
 def splits_further(way: Way, profile: Profile) -> bool:

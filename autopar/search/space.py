@@ -372,13 +372,18 @@ def _alone(sizes: Sizes, pins: Pins) -> Iterator[tuple[str, int | None, str]]:
     if pins.schedule != _ROUND and pins.chunks in (None, 1):
         yield pins.schedule or "1f1b", pins.chunks, vocabulary
     if pins.schedule in (None, _ROUND) and not MODES[vocabulary].head:
-        if pins.chunks is not None:
-            least = 1 if pins.schedule else 2
-            counts = {pins.chunks} if least <= pins.chunks <= sizes.units else set[int]()
-        else:
-            counts = {math.ceil((sizes.units - _ENDS) / units) for units in _UNITS} - {0, 1}
-        for chunks in sorted(counts, reverse=True):
+        for chunks in _chunks_alone(sizes, pins):
             yield _ROUND, chunks, vocabulary
+
+
+def _chunks_alone(sizes: Sizes, pins: Pins) -> Sequence[int | None]:
+    """Numbers of a rank's stages, the largest first."""
+    if pins.chunks is not None:
+        least = 1 if pins.schedule else 2
+        return [pins.chunks] if least <= pins.chunks <= sizes.units else []
+    counts = {math.ceil((sizes.units - _ENDS) / units) for units in _UNITS}
+    several = sorted((count for count in counts if count > 1), reverse=True)
+    return several or ([None] if pins.schedule else [])
 
 
 def _chunks(name: str, pp: int, sizes: Sizes, pins: Pins) -> list[int | None]:
