@@ -175,7 +175,8 @@ def _adds(point: Point, chosen: Outcome, rows: Sequence[Outcome]) -> bool:
 
 
 def _kind(point: Point) -> tuple[object, ...]:
-    return point.region, point.schedule, point.vocabulary
+    """Without a pipeline, schedules do much the same."""
+    return point.region, point.schedule if point.region.mesh.pp > 1 else "", point.vocabulary
 
 
 def why(chosen: Outcome, other: Outcome) -> str:
