@@ -393,8 +393,6 @@ def random_plan(chance: random.Random, recipe: Recipe) -> dict[str, Any]:
         mesh["ep"] = lent
     if mesh.get("pp", 1) > 1:
         plan |= _random_pipeline(chance, recipe, mesh["pp"])
-    elif chance.random() < 0.3:
-        plan |= {"schedule": "interleaved", "chunks": chance.choice((2, 3))}
     plan["zero"] = chance.choice((0, 0, 1, 2, 3))
     if mesh.get("cp", 1) > 1:
         plan["attention"] = chance.choice(("auto", "all_gather", "ring", "heads"))
