@@ -29,7 +29,7 @@ from autopar.planner.packing import alone
 from autopar.planner.rank_memory import is_own_master
 from autopar.planner.turned import is_turned
 from autopar.planner.zero import MoveCosts
-from autopar.schedules.backwards import Backwards, Terms
+from autopar.schedules.backwards import Backwards, Order, Terms
 
 
 class Summed(NamedTuple):
@@ -62,8 +62,10 @@ class Summed(NamedTuple):
         if (self.is_scattered and not follows) or (put_off and self.dtype == self.master):
             return 0.0
         more, made, own = microbatches - begins, self.dtype.itemsize, self.master.itemsize
-        if follows:
-            return microbatches * step.add_seconds(elements, made, own, device)
+        if follows:  # what there is of another dtype was the first, of an update or of all that is sent
+            firsts = microbatches if self.is_scattered else int(bool(casts))
+            cast = firsts * self._cast(elements, self.dtype, self.master, device)
+            return microbatches * step.add_seconds(elements, made, own, device) + cast
         added = more * step.add_seconds(elements, made, own, device)
         if self.is_in_place:
             return added + (step.copy_seconds(elements, own, own, device) if self.is_summed and begins else 0.0)
@@ -81,11 +83,12 @@ class Summed(NamedTuple):
         again: bool = False,
         terms: Terms | None = None,
         idle: bool = False,
+        joined: bool = False,
     ) -> float:
         """The same, as gradients are sent; ``part`` is the rank's of them, with padding (None: there is none).
         ``packed``: with others, or with padding; ``again``: ``part`` is summed over further ranks. ``terms``: of how
         many microbatches each time, where that is after every backward (None: of one). ``idle``: there are none, and
-        zeros are sent."""
+        zeros are sent. ``joined``: each microbatch has made several."""
         if self.is_in_place:
             return 0.0
         part = elements / self.shards if part is None else part
@@ -99,8 +102,9 @@ class Summed(NamedTuple):
         if self.is_scattered:
             added = (microbatches - 1) * step.add_seconds(part, self.travels.itemsize, self.master.itemsize, device)
             known = terms or Terms.each(microbatches)
-            return (known.sent - known.several) * one + known.several * several + arrived + added
-        return (several if microbatches > 1 else one) + arrived
+            of_several = known.sent if joined else known.several
+            return (known.sent - of_several) * one + of_several * several + arrived + added
+        return (several if microbatches > 1 or joined else one) + arrived
 
     def waiting(self, elements: float, terms: Terms, device: Device, *, whole: bool) -> float:
         """The same of those that wait for others of their message, as one is added to them: in passes of a kind."""
@@ -155,19 +159,21 @@ class GradientCosts:
         kept = {name: (self._summed(name, node), node) for name, node in moves.trained(calls, borrowed=True)}
         own = {name: summed for name, (summed, _) in kept.items() if name not in moves.borrowed(calls)}
         unpacked, lent = alone(moves.sums(calls)), moves.lent(calls)
-        made: Counter[tuple[Summed, bool, bool]] = Counter()
+        made: Counter[tuple[Summed, bool, bool, bool]] = Counter()
         turned: Counter[tuple[Summed, bool]] = Counter()
-        sent: Counter[tuple[Summed, bool, bool, bool, bool]] = Counter()
-        stored: Counter[tuple[Summed, bool, bool, bool, bool]] = Counter()
+        sent: Counter[tuple[Summed, bool, bool, bool, bool, bool]] = Counter()
+        stored: Counter[tuple[Summed, bool, bool, bool, bool, bool]] = Counter()
         for name, (summed, node) in kept.items():
             is_idle = node in self.idle
             if not is_idle:
-                made[summed, node in self._put_off, name in lent] += info(node).meta.numel
-            if not is_idle and name not in lent and node in self._turned:
+                leads = name not in own and name not in lent
+                made[summed, node in self._put_off, name in lent, leads] += info(node).meta.numel
+            # What goes on from autograd, as what it makes of another dtype does, is the first there each time.
+            if not is_idle and node in self._turned and (name not in lent or summed.dtype != summed.master):
                 turned[summed, node in self._put_off] += info(node).meta.numel
             if name in own and (summed.is_scattered or not is_idle):
                 again = summed.travels != summed.master and moves.is_summed_again(name, node)
-                key = summed, name not in unpacked, again, node in self._put_off, is_idle
+                key = summed, name not in unpacked, again, node in self._put_off, is_idle, name in lent
                 sent[key] += info(node).meta.numel
                 stored[key] += moves.whole_elements(name, node) // summed.shards
         each = Terms.each(count)
@@ -181,6 +187,7 @@ class GradientCosts:
                 again=key[2],
                 terms=each if key[3] else backwards.terms,
                 idle=key[4],
+                joined=key[5],
             )
             for key, elements in sent.items()
         )
@@ -216,11 +223,16 @@ class GradientCosts:
         return _most_of(found)
 
     def _added(
-        self, made: Mapping[tuple[Summed, bool, bool], int], backwards: Backwards, *, whole: bool, late: bool | None
+        self,
+        made: Mapping[tuple[Summed, bool, bool, bool], int],
+        backwards: Backwards,
+        *,
+        whole: bool,
+        late: bool | None,
     ) -> float:
         """Per backward of a kind, ``whole`` or split; ``late``: by products that are put off, or not (None: all)."""
         count, device, found = backwards.whole if whole else backwards.split, self.moves.machine.device, list[float]()
-        for (summed, is_late, follows), elements in made.items():
+        for (summed, is_late, follows, leads), elements in made.items():
             if count and late in (None, is_late):
                 if summed.is_scattered and not is_late and not follows:
                     found.append(summed.waiting(elements, backwards.terms, device, whole=whole))
@@ -234,10 +246,13 @@ class GradientCosts:
                         put_off=is_late and not whole,
                         follows=follows,
                         begins=order.first == whole,
-                        casts=self.microbatches > 1 and order.second == whole,
+                        casts=order.first == whole if follows else self._has_second(order, whole=whole) and not leads,
                     )
                 )
         return math.fsum(found) / count if count else 0.0
+
+    def _has_second(self, order: Order, *, whole: bool) -> bool:
+        return self.microbatches > 1 and order.second == whole
 
     def _copied(self, turned: Mapping[tuple[Summed, bool], int], backwards: Backwards, *, whole: bool) -> float:
         """The same of gradients that lie otherwise than their weights, by autograd: of each that is the first where it

@@ -29,6 +29,7 @@ def check(case: Case, mesh: dict[str, int], options: dict[str, Any]) -> None:
 
 
 CHUNKED = {"vocabulary": "naive", "head_chunks": 2, "precision": "bf16"}
+STAGES = {"schedule": "interleaved", "chunks": 2, "precision": "bf16"}
 
 
 @pytest.mark.parametrize(
@@ -39,8 +40,10 @@ CHUNKED = {"vocabulary": "naive", "head_chunks": 2, "precision": "bf16"}
         (Recipe(frozen="body"), {"pp": 2}, {"vocabulary": "vocab-1"}),  # nothing before the head is trained
         (Recipe(frozen="embedding", tied=True), {"pp": 2}, {"vocabulary": "naive", "precision": "bf16"}),
         (Recipe(layers=1), {"cp": 2, "tp": 2}, {"attention": "heads"}),  # one head a rank after an exchange
+        (Recipe(twice=1), {"dp": 2}, {**STAGES, "microbatches": 1}),  # layers of several stages of a rank
+        (Recipe(twice=1), {"dp": 2}, {**STAGES, "zero": 2}),
     ],
-    ids=["chunks", "bias", "body", "table", "head"],
+    ids=["chunks", "bias", "body", "table", "head", "layers", "scattered layers"],
 )
 def test_programs_of_models_of_random_parts_cost_what_plans_say(
     recipe: Recipe, mesh: dict[str, int], options: dict[str, Any]
