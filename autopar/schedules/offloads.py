@@ -4,8 +4,8 @@ Copies run beside the compute, in streams of their own, one for each direction. 
 host and lets go of the device's memory, which stays until then: so what a rank keeps is said by its list alone, however
 fast copies are. A FREE stands where its memory is needed: ahead of the first action that has no room otherwise, at the
 latest ahead of the FETCH. That stands one compute action ahead of the backward that needs it, or as far ahead as the
-copy takes, but two passes behind the forward at least; and sooner where there is room, as far ahead as it takes to copy
-all that the next backwards need.
+copies take of all that the rank needs of a microbatch from there on, one after the other; but two passes behind the
+forward at least.
 
 Where fewer than two compute actions lie between a forward and its backward, there would be no time in which the device
 has the memory: such microbatches stay (the last stage of 1F1B has no others). Of a stage's others, a share goes, evenly
@@ -112,14 +112,6 @@ class Copies(NamedTuple):
 
     peak_bytes: int
     copies: list[tuple[int, int, str, int]]
-
-
-class _Need(NamedTuple):
-    """A FETCH of a forward's activations: after which pass it stands at the latest, and where there is room already."""
-
-    due: int
-    early: int
-    forward: int
 
 
 @dataclass(frozen=True)

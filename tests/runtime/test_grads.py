@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -347,3 +349,14 @@ def test_weights_of_a_job_that_is_no_more_are_freed() -> None:
     del executor, job
     gc.collect()
     assert [master() for master in masters] == [None] * len(masters)
+
+
+@pytest.mark.parametrize("sums_twice", [False, True])
+def test_others_wait_for_terms_alone(*, sums_twice: bool) -> None:
+    """What was sent in the last backward is let go of by what other stages send, but for a sum that follows it."""
+    bucket = SimpleNamespace(armed=True, started=True, per_pass=True, sums_twice=sums_twice, reduce=lambda: None)
+    reducer, flying = Reducer.__new__(Reducer), deque([bucket])
+    vars(reducer).update(_buckets=[bucket], _shared=[], _flying=flying)
+    reducer.launch()
+    assert list(flying) == ([] if sums_twice else [bucket])
+    assert not bucket.armed
