@@ -6,7 +6,7 @@ of the first layer) and of the next one, which is on its way: packed, where it i
 where that was cast or packed (:mod:`autopar.runtime.streaming`, :mod:`autopar.runtime.store`). Where gradients are
 scattered in every backward, each waits until those are made that are sent before it or with it, and is sent as a
 message that lives until two more of the rank have been (:mod:`autopar.schedules.gradient_messages`); the last two of a
-backward live until the next one's.
+backward live until the next one's. If that is another stage's, their sums stay until their own stage adds them up.
 
 All bytes are beside what the stage keeps of the calls up to this one. What later calls keep isn't there yet in a
 forward, and gone in a backward.
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import nlargest
 from itertools import accumulate
-from typing import Final
+from typing import Final, NamedTuple
 
 from autopar.graph import Model
 from autopar.passes.hoist import parameter_sums
@@ -56,8 +56,8 @@ class PassMemory:
     workings: Sequence[Working]
     several: bool
     alike: Alike
-    _known: dict[tuple[Hashable, tuple[int, ...]], StagePasses] = field(default_factory=dict)
-    _left: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)
+    _known: dict[tuple[Hashable, tuple[Sent, ...]], StagePasses] = field(default_factory=dict)
+    _left: dict[Hashable, tuple[Sent, ...]] = field(default_factory=dict)
 
     def of(self, calls: Sequence[int]) -> StagePasses:
         """Of the stage of these calls, in order, if its rank has no other."""
@@ -69,28 +69,33 @@ class PassMemory:
         if len(stages) == 1:
             each = self.of(stages[0])
             return [[held + each.spanning for held in each.beside] if each.spanning else each.beside]
-        left = ((bytes_, number) for number, calls in enumerate(stages) for bytes_ in self._leaves(calls))
+        left = [(*sent, number) for number, calls in enumerate(stages) for sent in self._leaves(calls)]
         largest = nlargest(2 * IN_FLIGHT, left)  # one stage leaves half of these at most
+        summed = sum(part for _, part, _ in left) if self.several else 0  # in its first backward there is no sum yet
         found = []
         for number, calls in enumerate(stages):
-            before = [bytes_ for bytes_, other in largest if self.several or other != number][:IN_FLIGHT]
+            before = [
+                Sent(bytes_ - part, 0) if self.several else Sent(bytes_, part)
+                for bytes_, part, other in largest
+                if self.several or other != number
+            ][:IN_FLIGHT]
             found.append(self._after(calls, tuple(reversed(before))))  # the largest are there for the longest
         most, second = nlargest(2, (each.spanning + each.first for each in found))
         rows: list[Sequence[int]] = []
         for each in found:
             coming = second if each.spanning + each.first == most else most  # for the pass of another stage
-            always = each.spanning + coming
+            always = each.spanning + coming + summed
             rows.append([held + always for held in each.beside] if always else each.beside)
         return rows
 
-    def _after(self, calls: Sequence[int], before: tuple[int, ...]) -> StagePasses:
-        """Of passes that begin with messages of so many bytes on their way."""
+    def _after(self, calls: Sequence[int], before: tuple[Sent, ...]) -> StagePasses:
+        """Of passes that begin with these messages on their way."""
         key = self.alike.key(calls), before
         if key not in self._known:
             self._known[key] = self._found(calls, before)
         return self._known[key]
 
-    def _found(self, calls: Sequence[int], before: tuple[int, ...]) -> StagePasses:
+    def _found(self, calls: Sequence[int], before: tuple[Sent, ...]) -> StagePasses:
         workings = [self.workings[self.model.calls[i].block] for i in calls]
         streams = self.storage.streams
         if self._is_plain(calls):
@@ -100,7 +105,7 @@ class PassMemory:
         nothing = [0] * len(calls), [0] * len(calls), 0
         forward, backward, first = _gathered(weights, layers) if streams else nothing
         most = self._flight(calls, weights).run(workings, before)
-        there, passes = sum(before), zip(workings, forward, backward, most, strict=True)
+        there, passes = sum(sent.bytes_ for sent in before), zip(workings, forward, backward, most, strict=True)
         return StagePasses(
             beside=tuple(
                 max(working.forward + gathered + there, working.forward + again, flying + again, 0)
@@ -116,8 +121,8 @@ class PassMemory:
         moves = self.storage.options.zero >= 2 or self.storage.streams
         return not moves and len(set(names)) == len(names)
 
-    def _leaves(self, calls: Sequence[int]) -> tuple[int, ...]:
-        """Bytes of the messages that a backward leaves on their way."""
+    def _leaves(self, calls: Sequence[int]) -> tuple[Sent, ...]:
+        """The messages that a backward leaves on their way."""
         if self.storage.options.zero < 2:
             return ()
         key = self.alike.key(calls)
@@ -205,6 +210,13 @@ class _Readers:
         return [[names[place] for place in places] for places in together(list(found.values()))]
 
 
+class Sent(NamedTuple):
+    """A message on its way, with this rank's ``part`` of the sum."""
+
+    bytes_: int
+    part: int
+
+
 class _Flight:
     """Gradients on their way through the backwards of a stage with these ``weights``: those that ``messages`` name,
     which are sent in every one, and those of weights that several calls read, whose terms autograd adds up first."""
@@ -213,7 +225,7 @@ class _Flight:
         self._names, self._messages = weights.names, messages
         self._sends = {name for message in messages for name in message}
         waits = self._sends | weights.shared.keys()
-        self._sent: deque[int] = deque(maxlen=IN_FLIGHT)
+        self._sent: deque[Sent] = deque(maxlen=IN_FLIGHT)
         self._weights: dict[str, Weight] = {}
         self._first: dict[str, int] = {}
         """Of what waits, the first call that reads it, whose backward is the last to add to its gradient."""
@@ -223,16 +235,16 @@ class _Flight:
                     self._weights[name], self._first[name] = weight, number
 
     @property
-    def messages(self) -> tuple[int, ...]:
-        """Bytes of those that are under way."""
+    def messages(self) -> tuple[Sent, ...]:
+        """Those that are under way."""
         return tuple(self._sent)
 
     @property
     def bytes_(self) -> int:
         """Of these messages."""
-        return sum(self._sent)
+        return sum(sent.bytes_ for sent in self._sent)
 
-    def run(self, workings: Sequence[Working], before: Sequence[int] = ()) -> list[int]:
+    def run(self, workings: Sequence[Working], before: Sequence[Sent] = ()) -> list[int]:
         """The most bytes of the backward of each of the first calls, all that have ``workings``, if there are messages
         from ``before``."""
         self._sent.extend(before)
@@ -262,7 +274,7 @@ class _Flight:
         is_copied = len(weights) > 1 or weights[0].is_cast
         held = self._held(begun) + self.bytes_ + parts + (terms if is_copied else 0)
         begun.difference_update(message)
-        self._sent.append(terms + parts)
+        self._sent.append(Sent(terms + parts, parts))
         return held
 
 

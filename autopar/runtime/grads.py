@@ -239,6 +239,8 @@ class Reducer:
     def _start(self, bucket: Bucket) -> None:
         bucket.start()
         if bucket.per_pass:
+            if bucket in self._flying:
+                self._flying.remove(bucket)  # what it sent before is over: it has begun again
             self._flying.append(bucket)
             if len(self._flying) > IN_FLIGHT:
                 over = self._flying.popleft()

@@ -1,12 +1,12 @@
 """Which actions of ranks' lists take and leave the same bytes: they have the same :class:`Key`.
 
 An action of one kind in one stage takes as much for every microbatch but a few: gradients are new in the first, may
-become wider when the second is added, and begin to be summed over ranks with the last backward. (A stage that sends
-a single message of gradients in each backward, as of a tiny model, has that much more on the way in its third.) Where
-weights are gathered for each pass (:mod:`autopar.runtime.streaming`), a pass begins with what is gathered already, and
-ends with what the next pass of its stage begins with: both are in the key, as is whether activations go to the host
-meanwhile. A send takes nothing, but lets go of the message before it, whichever that was
-(:meth:`autopar.runtime.pipe.Pipe.send`).
+become wider when the second is added, and begin to be summed over ranks with the last backward. Where weights are
+gathered for each pass (:mod:`autopar.runtime.streaming`), a pass begins with what is gathered already, and ends with
+what the next pass of its stage begins with: both are in the key, as is whether activations go to the host meanwhile.
+Where a rank has several stages whose gradients are scattered in every backward, a backward waits for the messages of
+those before it, of whichever stage they were (:class:`autopar.runtime.grads.Reducer`). A send takes nothing, but lets
+go of the message before it, whichever that was (:meth:`autopar.runtime.pipe.Pipe.send`).
 
 Stages have the same name (a number) where their code is the same, on one rank or on several
 (:mod:`autopar.simulate.likeness`).
@@ -14,14 +14,15 @@ Stages have the same name (a number) where their code is the same, on one rank o
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from autopar.schedules import Action
 from autopar.schedules.actions import ABSENT
 from autopar.schedules.flow import BACKWARDS, is_send
-from autopar.schedules.weight_moves import PASSES, followers
+from autopar.schedules.gradient_messages import IN_FLIGHT
+from autopar.schedules.weight_moves import PASSES, followers, scatters
 
 _GATHERS: Final = {"GATHER_F": "F", "GATHER_B": "B"}
 STREAMED: Final = frozenset({*PASSES, *_GATHERS})
@@ -42,6 +43,9 @@ Rest = frozenset[Gathered]
 Names = Mapping[int, int]
 """Of the stages of a rank."""
 
+Place = tuple[int, int]
+"""A stage and a microbatch."""
+
 _OWN: Final = -1  # the stage of an action itself, beside names of others
 
 
@@ -50,7 +54,8 @@ class Key(NamedTuple):
     it is like; ``closes``: no backward of its stage follows; ``before``: what is gathered when it begins, of stages
     with these names, and how often; ``follower``: the kind of the next pass, if that is of its stage; ``goes``: what
     its microbatch keeps in its stage goes to the host; ``drops``: of a send, kind and stage's name of the pass that
-    made the message before it."""
+    made the message before it; ``after``: names of the stages whose gradients may be under way when it begins, and
+    whether these were reduced since."""
 
     kind: str
     name: int
@@ -60,6 +65,7 @@ class Key(NamedTuple):
     follower: str = ""
     goes: bool = False
     drops: tuple[str, int] | None = None
+    after: tuple[tuple[int, bool], ...] = ()
 
     @property
     def is_of_rank(self) -> bool:
@@ -68,13 +74,17 @@ class Key(NamedTuple):
         return self.name < 0
 
 
-def keys(actions: Sequence[Action], names: Names, microbatches: int) -> dict[Action, Key]:
-    """Of all ``actions`` of one rank, in order, whose stages have these ``names``."""
+def keys(
+    actions: Sequence[Action], names: Names, microbatches: int, sending: Collection[int] = ()
+) -> dict[Action, Key]:
+    """Of all ``actions`` of one rank, in order, whose stages have these ``names``; of several stages, those that are
+    ``sending`` gradients in every backward."""
     following = followers(actions)
     streams = any(action.kind in _GATHERS for action in actions)
     rests = {action: rest for action, rest in resting(actions) if streams and action.kind in STREAMED}
     last = {action.stage: action for action in actions if action.kind in BACKWARDS}
     away = {(action.stage, action.microbatch) for action in actions if action.kind == "OFFLOAD"}
+    sent = after(actions, names, sending)
     sends, place = dropped(actions, names), {stage: ABSENT - 1 - number for number, stage in enumerate(names)}
 
     def named(stage: int, action: Action) -> int:
@@ -94,6 +104,7 @@ def keys(actions: Sequence[Action], names: Names, microbatches: int) -> dict[Act
             frozenset(before.items()),
             follower.kind if follower else "",
             (action.stage, action.microbatch) in away,
+            after=sent.get(action, ()),
         )
 
     return {action: key(action) for action in actions}
@@ -110,6 +121,36 @@ def dropped(actions: Iterable[Action], names: Names) -> dict[Action, tuple[str, 
     return found
 
 
+def after(
+    actions: Iterable[Action], names: Names, sending: Collection[int]
+) -> dict[Action, tuple[tuple[int, bool], ...]]:
+    """:attr:`Key.after` of each of ``actions`` that may find messages of gradients under way."""
+    return {
+        action: tuple((_OWN if stage == action.stage else names[stage], reduced) for (stage, _), reduced in before)
+        for action, before in _under_way(actions, sending)
+    }
+
+
+def senders(actions: Iterable[Action], wanted: Collection[Action], sending: Collection[int]) -> set[Place]:
+    """Those whose gradients are under way when one of the ``wanted`` among ``actions`` begins."""
+    return {place for action, before in _under_way(actions, sending) if action in wanted for place, _ in before}
+
+
+def _under_way(
+    actions: Iterable[Action], sending: Collection[int]
+) -> Iterator[tuple[Action, tuple[tuple[Place, bool], ...]]]:
+    """Each that may find messages of gradients under way, with those that sent the last ones, of which each sends at
+    least one, and whether their stage was reduced since."""
+    last: deque[tuple[Place, bool]] = deque(maxlen=IN_FLIGHT)
+    for action in actions if sending else ():
+        if scatters(action) or action.kind == "SCATTER" or action.microbatch == ABSENT:
+            yield action, tuple(last)
+        if action.kind == "REDUCE":
+            last.extend([(place, reduced or place[0] == action.stage) for place, reduced in last])
+        elif scatters(action) and action.stage in sending:
+            last.append(((action.stage, action.microbatch), False))
+
+
 def stand_ins(found: Mapping[Action, Key]) -> dict[Key, Action]:
     """For each key the action that says what others with it take: the first microbatch's, of the first stage."""
     first: dict[Key, Action] = {}
@@ -118,19 +159,22 @@ def stand_ins(found: Mapping[Action, Key]) -> dict[Key, Action]:
     return first
 
 
-def enough(actions: Sequence[Action], wanted: Iterable[Action]) -> tuple[list[Action], set[int]]:
+def enough(
+    actions: Sequence[Action], wanted: Iterable[Action], senders: Collection[Place] = ()
+) -> tuple[list[Action], set[int]]:
     """Those of one rank's ``actions`` that say what the ``wanted`` take, and the stages of which they do.
 
     A stage that is wanted runs its first two microbatches and its last one, too: they make its gradients what they
     are in the others. Another stage runs its first and last one: then it has gradients in the end. Stages that hand
-    over to each other on the rank run the same ones.
+    over to each other on the rank run the same ones. ``senders`` run, too.
     """
     least, most = min(_microbatches(actions), default=0), max(_microbatches(actions), default=0)
     groups, asked = _together(actions), list(wanted)
     run, told = set[tuple[int, int]](), set[int]()
     for group in groups:
         its = {action.microbatch for action in asked if action.stage in group}
-        chosen = {least, most, *(its | {least + 1} if its else ())}
+        chosen = {least, most} | its | ({least + 1} if its else set())
+        chosen |= {number for stage, number in senders if stage in group}
         run |= {(stage, microbatch) for stage in group for microbatch in chosen}
         told |= group if its else set()
     return [a for a in actions if a.microbatch == ABSENT or (a.stage, a.microbatch) in run], told

@@ -27,9 +27,9 @@ from autopar.runtime.executor import Executor
 from autopar.runtime.job import Job
 from autopar.runtime.modules import dtype_of
 from autopar.schedules import Action
-from autopar.schedules.weight_moves import followers
+from autopar.schedules.weight_moves import followers, moves_of
 from autopar.shapes import Shapes
-from autopar.simulate.alike import STREAMED, Key, Rest, dropped, enough, keys, left, resting, stand_ins
+from autopar.simulate.alike import STREAMED, Key, Rest, after, dropped, enough, keys, left, resting, senders, stand_ins
 from autopar.simulate.likeness import likeness
 from autopar.simulate.measure import (
     BEGIN,
@@ -110,18 +110,19 @@ def predicted_memory(
         texts = likeness(job, rank)
         alike = before.name(common, tuple(texts.values()))
         names = {stage: before.name(common, text) for stage, text in texts.items()}
-        wanted = keys(actions, names, job.schedule.microbatches)
+        sending = _sending(job, rank)
+        wanted = keys(actions, names, job.schedule.microbatches, sending)
         new = [action for key, action in stand_ins(wanted).items() if before.took(alike, key) is None]
         if new:
             # What is done once, or with the first microbatch, always runs.
             asked = [action for action in new if wanted[action].microbatch > 0 or not wanted[action].is_of_rank]
-            ran, told = enough(actions, asked)
+            ran, told = enough(actions, asked, senders(actions, set(new), sending))
             memory = tried(rank, ran)
             before.ranks.setdefault(alike, memory)
             by_label = {phase.label: phase for phase in memory.phases}
-            drops = dropped(ran, names)  # others than among all actions
+            drops, sent = dropped(ran, names), after(ran, names, sending)  # others than among all actions
             for action in ran:
-                key = wanted[action]._replace(drops=drops.get(action))
+                key = wanted[action]._replace(drops=drops.get(action), after=sent.get(action, ()))
                 if key.is_of_rank:
                     before.own[alike].setdefault(key, by_label[str(action)])
                 elif action.stage in told:
@@ -129,6 +130,15 @@ def predicted_memory(
         return before.composed(alike, wanted)
 
     return of_each_index(job, predicted)
+
+
+def _sending(job: Job, rank: int) -> set[int]:
+    """The stages of ``rank`` that send gradients in every backward, if it has several."""
+    stages = job.stages(rank)
+    if len(stages) == 1 or not moves_of(job.schedule).scatters:
+        return set()
+    of_stages = {stage: job.programs[stage].program.parameters for stage in stages}
+    return {stage for stage, its in of_stages.items() if any(p.trainable and p.zero > 1 for p in its)}
 
 
 def _common(job: Job, batch: Mapping[str, Tensor]) -> Hashable:

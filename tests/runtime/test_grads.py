@@ -6,7 +6,9 @@ import gc
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -360,3 +362,19 @@ def test_others_wait_for_terms_alone(*, sums_twice: bool) -> None:
     reducer.launch()
     assert list(flying) == ([] if sums_twice else [bucket])
     assert not bucket.armed
+
+
+def test_a_message_that_is_sent_again_isn_t_waited_for_as_an_older_one() -> None:
+    """Of a stage that sends a single one in each backward; it settles what it sent before when it starts."""
+    settled: list[str] = []
+    buckets = [
+        SimpleNamespace(per_pass=True, start=lambda: None, settle=partial(settled.append, name)) for name in "abc"
+    ]
+    flying: deque[Any] = deque()
+    for times, bucket in zip((4, 2, 1), buckets, strict=True):
+        reducer = Reducer.__new__(Reducer)
+        vars(reducer).update(_buckets=buckets, _flying=flying)
+        for _ in range(times):
+            reducer._start(bucket)
+    assert settled == ["a"]
+    assert list(flying) == buckets[1:]

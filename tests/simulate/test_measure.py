@@ -19,7 +19,7 @@ from autopar.runtime.job import Job
 from autopar.schedules import Action, Costs, generate, lower, simulate_timeline
 from autopar.schedules.actions import parse_action
 from autopar.schedules.offloads import ALL, Away, offload_activations
-from autopar.simulate.alike import enough, keys, stand_ins
+from autopar.simulate.alike import after, enough, keys, stand_ins
 from autopar.simulate.alone import run_alone
 from autopar.simulate.likeness import likeness
 from autopar.simulate.measure import RankMemory, fake_memory, measure, measured_memory, on_shapes
@@ -151,6 +151,22 @@ def test_what_is_composed_is_what_the_whole_list_takes(mesh: dict[str, int]) -> 
     batch = {"x": torch.randn(16, 8)}
     given: dict[str, Any] = {"sample": batch, "mesh": mesh, "microbatches": 8, "zero": 3, "cluster": FAST}
     composed_as_whole(compile_pinned(Chain(8), math.prod(mesh.values()), **given).job, batch)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ({"dp": 2}, {"zero": 3, "schedule": "interleaved", "chunks": 4}),
+        ({"pp": 2, "dp": 2}, {"zero": 2, "schedule": "zb-v"}),
+        ({"pp": 2, "dp": 4}, {"zero": 3, "schedule": "interleaved", "chunks": 3, "precision": "bf16"}),
+    ],
+    ids=str,
+)
+def test_what_is_composed_where_stages_share_what_is_under_way(mesh: dict[str, int], options: dict[str, Any]) -> None:
+    """A backward waits for the messages of other stages; some of these send one in a backward."""
+    batch = {"x": torch.randn(32, 8)}
+    given: dict[str, Any] = {"sample": batch, "mesh": mesh, "microbatches": 8, "cluster": FAST, **options}
+    composed_as_whole(compile_pinned(Chain(12, 64), math.prod(mesh.values()), **given).job, batch)
 
 
 @pytest.mark.slow
@@ -296,6 +312,20 @@ def test_what_is_composed_where_stages_have_weights_in_common(options: dict[str,
     ties = [any(p.shared_stages for p in module.program.parameters) for module in job.programs]
     assert 1 < sum(ties) < len(ties)
     composed_as_whole(job, batch)
+
+
+def test_passes_after_which_backwards_are_told_apart() -> None:
+    """By name; a stage that was reduced in between has let go of sums that others follow."""
+    texts = "B0@0 B0@3 B1@3 REDUCE@3 B1@0 B2@0"
+    found = after([parse_action(text) for text in texts.split()], {0: 10, 3: 13}, {0, 3})
+    assert [found[parse_action(text)] for text in texts.split()] == [
+        (),
+        ((10, False),),
+        ((10, False), (-1, False)),
+        ((-1, False), (-1, False)),
+        ((13, True), (13, True)),
+        ((13, True), (-1, False)),
+    ]
 
 
 def test_stages_that_nobody_asks_about_run_two_microbatches() -> None:
