@@ -190,18 +190,7 @@ def _order_of(value: Value) -> tuple[int, int]:
 
 def _reached(model: Model) -> set[Value]:
     """The values that the gradient of the loss reaches."""
-    found = {model.loss}
-    outputs: dict[int, set[int]] = defaultdict(set, {model.loss.call: {model.loss.output}})
-    known: dict[tuple[int, frozenset[int]], list[int]] = {}
-    for index in reversed(range(len(model.calls))):
-        call = model.calls[index]
-        key = call.block, frozenset(outputs[index])
-        if key not in known:
-            known[key] = _inputs_reached(model.block_of(call), key[1])
-        for value in (call.operands[position] for position in known[key]):
-            found.add(value)
-            outputs[value.call].add(value.output)
-    return found
+    return {Value(call, output) for call, outputs in results_reached(model).items() for output in outputs}
 
 
 def _inputs_reached(block: Block, outputs: Iterable[int]) -> list[int]:
@@ -213,10 +202,14 @@ def _inputs_reached(block: Block, outputs: Iterable[int]) -> list[int]:
 def results_reached(model: Model) -> dict[int, set[int]]:
     """Call -> positions of its results to which the gradient of the loss comes."""
     found: dict[int, set[int]] = defaultdict(set, {model.loss.call: {model.loss.output}})
+    known: dict[tuple[int, frozenset[int]], list[int]] = {}  # by block and outputs: most calls are of few blocks
     for index in reversed(range(len(model.calls))):
         call = model.calls[index]
-        for position in _inputs_reached(model.block_of(call), found[index]):
-            found[call.operands[position].call].add(call.operands[position].output)
+        key = call.block, frozenset(found[index])
+        if key not in known:
+            known[key] = _inputs_reached(model.block_of(call), key[1])
+        for value in (call.operands[position] for position in known[key]):
+            found[value.call].add(value.output)
     return found
 
 

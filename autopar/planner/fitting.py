@@ -29,6 +29,7 @@ from autopar.planner.stages import (
     too_large,
 )
 from autopar.schedules.offloads import Away
+from autopar.schedules.turns import Turns
 
 _ROUNDS = 4  # of cutting and choosing; more have never changed anything
 
@@ -69,8 +70,9 @@ class Pins:
 class Demand:
     """What is to be fitted: ``units`` are those of ``calls``; ``inflight`` and ``placement`` are per stage; a rank has
     ``budget_bytes``, of which ``reserved_bytes`` are taken; ``passes`` say what it holds beside what it keeps.
-    ``microbatches`` are those of a step. ``even``: equally many layers per stage, whatever they cost. ``mode`` is
-    ``options.recompute``."""
+    ``microbatches`` are those of a step; ``turns`` of each rank's stages, if these are known. ``even``: equally many
+    layers per stage, whatever they cost. ``mode`` is ``options.recompute``.
+    """
 
     model: Model
     calls: Sequence[int]
@@ -84,6 +86,7 @@ class Demand:
     reserved_bytes: int
     even: bool
     mode: str
+    turns: Sequence[Sequence[Turns]] | None = None
 
     @property
     def free_bytes(self) -> int:
@@ -264,7 +267,8 @@ def _ranks(
         numbers = [number for number, home in enumerate(demand.placement) if home == rank]
         mine = [_calls(demand, cut, number) for number in numbers]
         stages = []
-        for number, calls, beside in zip(numbers, mine, demand.passes.of_rank(mine), strict=True):
+        turns = demand.turns[rank] if demand.turns is not None else None
+        for number, calls, beside in zip(numbers, mine, demand.passes.of_rank(mine, turns), strict=True):
             inflight = demand.inflight[number]
             fixed = sum(state[i] for i in calls) + inflight * demand.activations.shared_bytes
             stages.append(StageCalls(tuple(_rows(demand, calls, options, beside)), inflight, fixed))

@@ -15,7 +15,7 @@ forward, and gone in a backward.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import nlargest
@@ -31,6 +31,7 @@ from autopar.planner.packing import units_of
 from autopar.planner.rank_memory import StageWeights, Storage, Weight
 from autopar.planner.working import Working
 from autopar.schedules.gradient_messages import IN_FLIGHT, Gradient, together
+from autopar.schedules.turns import Turns
 
 
 @dataclass(frozen=True)
@@ -63,30 +64,42 @@ class PassMemory:
         """Of the stage of these calls, in order, if its rank has no other."""
         return self._after(calls, self._leaves(calls) if self.several else ())
 
-    def of_rank(self, stages: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    def of_rank(self, stages: Sequence[Sequence[int]], turns: Sequence[Turns] | None = None) -> list[Sequence[int]]:
         """:attr:`StagePasses.beside` of each stage of a rank, with what there is for its whole pass and for others:
-        weights that are on their way for the next one's pass, and messages of the backward before, of any of them."""
+        weights that are on their way for the next one's pass, and messages of the backward before, of any of them where
+        it isn't known by ``turns`` which that is."""
         if len(stages) == 1:
-            each = self.of(stages[0])
-            return [[held + each.spanning for held in each.beside] if each.spanning else each.beside]
-        left = [(*sent, number) for number, calls in enumerate(stages) for sent in self._leaves(calls)]
-        largest = nlargest(2 * IN_FLIGHT, left)  # one stage leaves half of these at most
-        summed = sum(part for _, part, _ in left) if self.several else 0  # in its first backward there is no sum yet
+            alone = self.of(stages[0])
+            return [[held + alone.spanning for held in alone.beside] if alone.spanning else alone.beside]
+        left = [self._leaves(calls) for calls in stages]
+        # Until a stage adds them up in its next backward; in its first one there is no sum yet.
+        summed = sum(sent.part for sents in left for sent in sents) if self.several else 0
+        there = self._largest(left) if turns is None else _left_before(left, turns)
         found = []
-        for number, calls in enumerate(stages):
-            before = [
-                Sent(bytes_ - part, 0) if self.several else Sent(bytes_, part)
-                for bytes_, part, other in largest
-                if self.several or other != number
-            ][:IN_FLIGHT]
-            found.append(self._after(calls, tuple(reversed(before))))  # the largest are there for the longest
-        most, second = nlargest(2, (each.spanning + each.first for each in found))
+        for calls, befores in zip(stages, there, strict=True):
+            ways = [self._after(calls, tuple(map(self._flying, before))) for before in befores]
+            most = tuple(map(max, zip(*(way.beside for way in ways), strict=True)))
+            found.append(replace(ways[0], beside=most))
+        gathered = [each.spanning + each.first for each in found]
         rows: list[Sequence[int]] = []
-        for each in found:
-            coming = second if each.spanning + each.first == most else most  # for the pass of another stage
-            always = each.spanning + coming + summed
-            rows.append([held + always for held in each.beside] if always else each.beside)
+        for number, stage in enumerate(found):
+            others = range(len(stages)) if turns is None else turns[number].after
+            coming = max((gathered[other] for other in others if other != number), default=0)
+            always = stage.spanning + coming + summed
+            rows.append([held + always for held in stage.beside] if always else stage.beside)
         return rows
+
+    def _largest(self, left: Sequence[Sequence[Sent]]) -> Iterator[list[tuple[Sent, ...]]]:
+        """By stage of those that have ``left`` these messages, the largest that may be under way in its passes."""
+        each = ((sent, number) for number, sents in enumerate(left) for sent in sents)
+        largest = nlargest(2 * IN_FLIGHT, each)  # one stage leaves half of these at most
+        for number in range(len(left)):
+            before = [sent for sent, other in largest if self.several or other != number][:IN_FLIGHT]
+            yield [tuple(reversed(before))]  # the largest are there for the longest
+
+    def _flying(self, sent: Sent) -> Sent:
+        """Without what counts as summed."""
+        return Sent(sent.bytes_ - sent.part, 0) if self.several else sent
 
     def _after(self, calls: Sequence[int], before: tuple[Sent, ...]) -> StagePasses:
         """Of passes that begin with these messages on their way."""
@@ -276,6 +289,13 @@ class _Flight:
         begun.difference_update(message)
         self._sent.append(Sent(terms + parts, parts))
         return held
+
+
+def _left_before(left: Sequence[Sequence[Sent]], turns: Sequence[Turns]) -> Iterator[list[tuple[Sent, ...]]]:
+    """By stage, what may be under way when one of its passes begins, of what stages have ``left``."""
+    for each in turns:
+        sents = (tuple(sent for number in before for sent in left[number]) for before in each.before)
+        yield list(dict.fromkeys(some[-IN_FLIGHT:] for some in sents))
 
 
 def passing_bytes(model: Model, call: int, storage: Storage) -> tuple[int, int]:

@@ -44,6 +44,7 @@ from autopar.schedules.kept import kept_stages
 from autopar.schedules.offloads import Away, offload_activations
 from autopar.schedules.pass_times import PassTimes
 from autopar.schedules.registry import SCHEDULES
+from autopar.schedules.turns import Turns, turns_of
 
 _ScheduleFor = Callable[[Costs, list[int]], Schedule]
 """From the costs of a cut and the bytes that each rank has left for activations to compute actions."""
@@ -139,6 +140,7 @@ class _Parts:
     vocabulary: VocabularyCost | None
     activations: Activations
     shared: _Shared
+    turns: list[list[Turns]] | None = None
 
     @property
     def budget_bytes(self) -> int:
@@ -195,6 +197,8 @@ def lay_out(
     check_count(units, machine.sizes["pp"] * (wanted.chunks or 1), machine.sizes["pp"])  # before lists are as long
     if wanted.schedule != SYNTHESIZED:
         draft = _draft(parts, name := _schedule_name(wanted, machine.sizes["pp"]))
+        if _is_fixed(name, draft):
+            parts = replace(parts, turns=list(map(turns_of, draft.lists)))
         schedule_for = partial(_named, parts, name, draft)
         if known is not None:
             made = _made(parts, draft, known.fit, schedule_for, offloads=known.away is not None and known.away.moves)
@@ -423,8 +427,13 @@ def _draft(parts: _Parts, name: str) -> Schedule:
     return _generate(replace(parts, microbatches=few), name, parts.wanted.chunks, None)
 
 
+def _is_fixed(name: str, draft: Schedule) -> bool:
+    """Whether passes are in the same order, whatever they take."""
+    return not (draft.head or SCHEDULES[name].cost_aware or draft.split)
+
+
 def _named(parts: _Parts, name: str, draft: Schedule, costs: Costs, free_bytes: list[int]) -> Schedule:
-    found = draft  # the same, whatever passes take
+    found = draft
     if draft.head or SCHEDULES[name].cost_aware:
         found = _generate(parts, name, parts.wanted.chunks, PassTimes.of(costs))
     return with_early_weights(found, costs, free_bytes)
@@ -464,22 +473,19 @@ def _synthesized(draft: Schedule, costs: Costs, free_bytes: list[int]) -> Schedu
     return _passes(found.schedule)
 
 
-def _transient_bytes(parts: _Parts, stages: Sequence[Sequence[int]], chosen: Mapping[int, Alternative]) -> int:
-    """What passes of a rank with these ``stages`` hold at most beside what the rank keeps."""
-    most, passes = parts.vocabulary.transient_bytes if parts.vocabulary else 0, parts.shared.passes
-    for stage, beside in zip(stages, passes.of_rank(stages), strict=True):
-        held = [each + chosen[i].transient_bytes for i, each in zip(stage, beside, strict=True)]
-        most = max(most, largest(held, [parts.activations.call_bytes(i, chosen[i]) for i in stage]))
-    return most
-
-
 def _transients(
     parts: _Parts, stages: Sequence[Sequence[int]], draft: Schedule, chosen: Mapping[int, Alternative]
 ) -> tuple[int, ...]:
-    """:func:`_transient_bytes` of each pipeline rank."""
-    homes = list(zip(draft.placement, stages, strict=True))
-    mine = ([stage for home, stage in homes if home == rank] for rank in range(draft.ranks))
-    return tuple(_transient_bytes(parts, own, chosen) for own in mine)
+    """What passes of each pipeline rank hold at most beside what the rank keeps."""
+    found = [parts.vocabulary.transient_bytes if parts.vocabulary else 0] * draft.ranks
+    for rank in range(draft.ranks):
+        mine = [stage for home, stage in zip(draft.placement, stages, strict=True) if home == rank]
+        beside_of = parts.shared.passes.of_rank(mine, parts.turns[rank] if parts.turns else None)
+        for stage, beside in zip(mine, beside_of, strict=True):
+            held = [each + chosen[i].transient_bytes for i, each in zip(stage, beside, strict=True)]
+            kept = [parts.activations.call_bytes(i, chosen[i]) for i in stage]
+            found[rank] = max(found[rank], largest(held, kept))
+    return tuple(found)
 
 
 def _free_bytes(
@@ -570,6 +576,7 @@ def _fit(parts: _Parts, draft: Schedule, pins: Pins | None, inflight: tuple[int,
         microbatches=parts.microbatches,
         budget_bytes=parts.budget_bytes,
         reserved_bytes=parts.reserved_bytes,
+        turns=parts.turns,
         even=not mode_of(parts.wanted.vocabulary).balanced,
         mode="none" if asynchronous else parts.options.recompute,
     )
