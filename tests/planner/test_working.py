@@ -148,6 +148,22 @@ def test_a_rank_holds_no_more_than_is_reckoned(
         assert expected.peak_bytes <= found <= 1.15 * expected.peak_bytes, rank
 
 
+@pytest.mark.parametrize("chunks", [10, 20])
+def test_a_rank_holds_what_the_stages_next_to_each_other_have_under_way(built: list[Built], chunks: int) -> None:
+    """Not what any two have: in the backward of the head, no gradient of the table is being sent, nor its weights
+    gathered. Sums of gradients are reckoned before the first is made."""
+    ids = torch.zeros(64, dtype=torch.int64)
+    batch = {"ids": ids, "target": ids}
+    given: dict[str, Any] = {"microbatches": 1, "zero": 3, "schedule": "interleaved", "chunks": chunks}
+    model = Classifier(20, 512)
+    job = compile_pinned(model, 2, sample=batch, mesh={"dp": 2}, cluster=FAST, **given).job
+    (rank, *_), (expected, *_) = built[-1].plan.rank_plans, predicted_memory(job, batch)
+    assert expected.peak.label == f"B0@{chunks - 1}"
+    assert expected.peak_bytes <= rank.peak_bytes - rank.kinds["gradients"] <= 1.08 * expected.peak_bytes
+    again = compile_pinned(model, 2, sample=batch, mesh={"dp": 2}, cluster=FAST, budget_bytes=rank.peak_bytes, **given)
+    assert not any(number > 0 for stage in again.plan.stage_plans for number in stage.recompute)
+
+
 @pytest.mark.parametrize("zero", [2, 3])
 def test_the_gradient_of_a_table_of_both_ends_waits_for_both(built: list[Built], zero: int) -> None:
     """It is 15 % of what a rank holds, from the head's backward until the embedding's is over."""
