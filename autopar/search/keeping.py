@@ -34,7 +34,8 @@ _BARRIERS: Final = {"naive": 3, "vocab-1": 2, "vocab-2": 1}
 _SHORT: Final = 1e-3  # of a forward: a message
 _TINY: Final = 1e-30
 _LONGEST: Final = 5.0  # backward, times a forward
-_STEPS: Final = 10  # of a ratio
+_TIMES: Final = 5  # steps of 1 that ratios are told apart in
+_SHARES: Final = 10
 _FEW: Final = 4  # ranks of a schedule that is generated to say what more ranks are likely to do
 
 
@@ -59,7 +60,7 @@ class Ratios(NamedTuple):
     def of(cls, forward: float, backward: float, weights: float) -> Ratios:
         """Rounded, so that few lists have to be read."""
         times, share = backward / max(forward, _TINY), weights / max(backward, _TINY)
-        return cls(round(min(times, _LONGEST) * _STEPS) / _STEPS, round(share * _STEPS) / _STEPS)
+        return cls(round(min(times, _LONGEST) * _TIMES) / _TIMES, round(share * _SHARES) / _SHARES)
 
 
 EQUAL: Final = Ratios(2.0, 0.5)
