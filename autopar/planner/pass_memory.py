@@ -74,7 +74,8 @@ class PassMemory:
         left = [self._leaves(calls) for calls in stages]
         # Until a stage adds them up in its next backward; in its first one there is no sum yet.
         summed = sum(sent.part for sents in left for sent in sents) if self.several else 0
-        there = self._largest(left) if turns is None else _left_before(left, turns)
+        stays = any(left) and not all(left)  # where a stage sends none, what others sent is there for longer
+        there = self._largest(left) if turns is None or stays else _left_before(left, turns)
         found = []
         for calls, befores in zip(stages, there, strict=True):
             ways = [self._after(calls, tuple(map(self._flying, before))) for before in befores]
