@@ -25,6 +25,8 @@ from autopar.planner.pass_memory import PassMemory
 from autopar.planner.rank_memory import Storage, rank_state
 from autopar.planner.working import Stretch, Working
 from autopar.planner.zero import MoveCosts
+from autopar.schedules import generate
+from autopar.schedules.turns import Turns, turns_of
 from tests.fast_cluster import FAST
 from tests.pinned import compile_pinned
 
@@ -210,6 +212,23 @@ def test_weights_of_another_dtype_or_shape_are_of_another_block() -> None:
     alike = Alike(job.lowered)
     layer = {call.path: index for index, call in enumerate(job.lowered.calls)}
     assert alike.key((layer["2"],)) == alike.key((layer["3"],)) != alike.key((layer["1"],))
+
+
+def test_turns_say_what_is_under_way_unless_a_stage_sends_nothing() -> None:
+    """There, what others sent stays for longer: the largest is counted. Of layers that are wide, the narrow ones next
+    to them hold more than those next to narrow ones."""
+    model, stages = layers(WIDTH, WIDTH, WIDTH, WIDTH, 4 * WIDTH, WIDTH), stages_of(range(1, DEPTH))
+    turns = turns_of(generate("interleaved", 1, 2, chunks=DEPTH).lists[0])
+
+    def held(model: Model, turns: list[Turns] | None) -> list[list[int]]:
+        options = Options.of(zero=2)
+        passes = Pricing(model, options, stages, (0,) * DEPTH).passes(Storage(options, Mesh(dp=RANKS)))
+        return [list(row) for row in passes.of_rank(stages, turns)]
+
+    known, most = held(model, turns), held(model, None)
+    assert known[2] < known[3] <= most[3] == most[2]
+    frozen = changed(model, [Change(3, place, "frozen") for place in range(3)])
+    assert held(frozen, turns) == held(frozen, None)
 
 
 @pytest.mark.parametrize("several", [False, True])
