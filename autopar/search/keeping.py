@@ -34,8 +34,8 @@ _BARRIERS: Final = {"naive": 3, "vocab-1": 2, "vocab-2": 1}
 _SHORT: Final = 1e-3  # of a forward: a message
 _TINY: Final = 1e-30
 _LONGEST: Final = 5.0  # backward, times a forward
-_TIMES: Final = 5  # steps of 1 that ratios are told apart in
-_SHARES: Final = 10
+_TIMES: Final = 5  # that ratios of passes are told apart by: fifths,
+_SHARES: Final = 10  # and shares of them: tenths
 _FEW: Final = 4  # ranks of a schedule that is generated to say what more ranks are likely to do
 
 

@@ -14,14 +14,14 @@ Stages have the same name (a number) where their code is the same, on one rank o
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from autopar.schedules import Action
 from autopar.schedules.actions import ABSENT
 from autopar.schedules.flow import BACKWARDS, is_send
-from autopar.schedules.gradient_messages import IN_FLIGHT
+from autopar.schedules.turns import backwards_before
 from autopar.schedules.weight_moves import PASSES, followers, scatters
 
 _GATHERS: Final = {"GATHER_F": "F", "GATHER_B": "B"}
@@ -125,30 +125,27 @@ def after(
     actions: Iterable[Action], names: Names, sending: Collection[int]
 ) -> dict[Action, tuple[tuple[int, bool], ...]]:
     """:attr:`Key.after` of each of ``actions`` that may find messages of gradients under way."""
-    return {
-        action: tuple((_OWN if stage == action.stage else names[stage], reduced) for (stage, _), reduced in before)
-        for action, before in _under_way(actions, sending)
-    }
+    reduced: set[int] = set()
+    found = {}
+    for action, backwards in _under_way(actions, sending):
+        stages = [backward.stage for backward in backwards]
+        found[action] = tuple((_OWN if s == action.stage else names[s], s in reduced) for s in stages)
+        if action.kind == "REDUCE":  # none of its backwards follows
+            reduced.add(action.stage)
+    return found
 
 
 def senders(actions: Iterable[Action], wanted: Collection[Action], sending: Collection[int]) -> set[Place]:
     """Those whose gradients are under way when one of the ``wanted`` among ``actions`` begins."""
-    return {place for action, before in _under_way(actions, sending) if action in wanted for place, _ in before}
+    before = (backwards for action, backwards in _under_way(actions, sending) if action in wanted)
+    return {(backward.stage, backward.microbatch) for backwards in before for backward in backwards}
 
 
-def _under_way(
-    actions: Iterable[Action], sending: Collection[int]
-) -> Iterator[tuple[Action, tuple[tuple[Place, bool], ...]]]:
-    """Each that may find messages of gradients under way, with those that sent the last ones, of which each sends at
-    least one, and whether their stage was reduced since."""
-    last: deque[tuple[Place, bool]] = deque(maxlen=IN_FLIGHT)
-    for action in actions if sending else ():
+def _under_way(actions: Iterable[Action], sending: Collection[int]) -> Iterator[tuple[Action, tuple[Action, ...]]]:
+    """Each that may find messages of gradients under way, with those that sent the last ones, at least one each."""
+    for action, backwards in backwards_before(actions if sending else (), sending):
         if scatters(action) or action.kind == "SCATTER" or action.microbatch == ABSENT:
-            yield action, tuple(last)
-        if action.kind == "REDUCE":
-            last.extend([(place, reduced or place[0] == action.stage) for place, reduced in last])
-        elif scatters(action) and action.stage in sending:
-            last.append(((action.stage, action.microbatch), False))
+            yield action, backwards
 
 
 def stand_ins(found: Mapping[Action, Key]) -> dict[Key, Action]:
@@ -160,21 +157,21 @@ def stand_ins(found: Mapping[Action, Key]) -> dict[Key, Action]:
 
 
 def enough(
-    actions: Sequence[Action], wanted: Iterable[Action], senders: Collection[Place] = ()
+    actions: Sequence[Action], wanted: Iterable[Action], also: Collection[Place] = ()
 ) -> tuple[list[Action], set[int]]:
     """Those of one rank's ``actions`` that say what the ``wanted`` take, and the stages of which they do.
 
     A stage that is wanted runs its first two microbatches and its last one, too: they make its gradients what they
     are in the others. Another stage runs its first and last one: then it has gradients in the end. Stages that hand
-    over to each other on the rank run the same ones. ``senders`` run, too.
+    over to each other on the rank run the same ones. Those ``also`` run.
     """
     least, most = min(_microbatches(actions), default=0), max(_microbatches(actions), default=0)
     groups, asked = _together(actions), list(wanted)
-    run, told = set[tuple[int, int]](), set[int]()
+    run, told = set[Place](), set[int]()
     for group in groups:
         its = {action.microbatch for action in asked if action.stage in group}
         chosen = {least, most} | its | ({least + 1} if its else set())
-        chosen |= {number for stage, number in senders if stage in group}
+        chosen |= {number for stage, number in also if stage in group}
         run |= {(stage, microbatch) for stage in group for microbatch in chosen}
         told |= group if its else set()
     return [a for a in actions if a.microbatch == ABSENT or (a.stage, a.microbatch) in run], told

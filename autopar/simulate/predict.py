@@ -2,11 +2,11 @@
 
 An action of one kind in one stage takes and leaves the same bytes for every microbatch but a few
 (:mod:`autopar.simulate.alike`). So a rank's step with four microbatches (more where a stage's backward is split for
-some of them only, or weights are gathered for passes) says what each of its actions takes, and the step with all of
-them is their sum, in the order of its list: what the schedule keeps in flight is not run, but added up. Pipeline ranks
-whose code is the same but for names (:mod:`autopar.simulate.likeness`) are run once; of others, stages whose code was
-run before, on this rank or another, have two microbatches, for the gradients that they leave. Where weights change
-within a step, the whole list is run.
+some of them only, weights are gathered for passes, or stages wait for each other's gradients) says what each of its
+actions takes, and the step with all of them is their sum, in the order of its list: what the schedule keeps in flight
+is not run, but added up. Pipeline ranks whose code is the same but for names (:mod:`autopar.simulate.likeness`) are
+run once; of others, stages whose code was run before, on this rank or another, have two microbatches, for the
+gradients that they leave. Where weights change within a step, the whole list is run.
 
 Peers answer at once: a rank that waits for one to take a message holds that message longer than is predicted
 (:func:`waiting_bytes`).
