@@ -315,12 +315,13 @@ def test_what_is_composed_where_stages_have_weights_in_common(options: dict[str,
 
 
 def test_passes_after_which_backwards_are_told_apart() -> None:
-    """By name; a stage that was reduced in between has let go of sums that others follow."""
-    texts = "B0@0 B0@3 B1@3 REDUCE@3 B1@0 B2@0"
-    found = after([parse_action(text) for text in texts.split()], {0: 10, 3: 13}, {0, 3})
+    """By name; stage 5 sends nothing, and one that was reduced in between has let go of sums that others follow."""
+    texts = "B0@0 B0@3 B0@5 B1@3 REDUCE@3 B1@0 B2@0"
+    found = after([parse_action(text) for text in texts.split()], {0: 10, 3: 13, 5: 15}, {0, 3})
     assert [found[parse_action(text)] for text in texts.split()] == [
         (),
         ((10, False),),
+        ((10, False), (13, False)),
         ((10, False), (-1, False)),
         ((-1, False), (-1, False)),
         ((13, True), (13, True)),
