@@ -26,7 +26,7 @@ from autopar.options import Given, Options, Precision
 from autopar.passes.mixed_precision import LOWER
 from autopar.plan import Plan
 from autopar.planner.build import Built, Request, build, cut_head
-from autopar.planner.pipeline import Wanted
+from autopar.planner.wanted import Wanted
 from autopar.preparation import Captured, Prepared, prepare, settled
 from autopar.programs import Emitted, Programs, Training
 from autopar.report import MemoryReport, memory_report

@@ -34,7 +34,7 @@ from autopar.options import Dispatch, Options, Recompute
 from autopar.passes.expert_roads import nodes_of
 from autopar.plan import Plan
 from autopar.planner.build import Request, build
-from autopar.planner.pipeline import Wanted
+from autopar.planner.wanted import Wanted
 from autopar.rules.experts import COMBINE
 
 Row = Mapping[str, str]

@@ -22,7 +22,7 @@ from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.planner.block_costs import Machine, block_cost
 from autopar.planner.build import Request, build
-from autopar.planner.pipeline import Wanted
+from autopar.planner.wanted import Wanted
 
 CLUSTER = "a100"
 LARGE = GptSizes(4, 6144, 64, 51200, 2048, fused=False, dropout=0.1)

@@ -34,10 +34,11 @@ from autopar.plan import Plan
 from autopar.planner.block_costs import Machine, block_cost
 from autopar.planner.build import Built, Request, build
 from autopar.planner.op_costs import pass_seconds
-from autopar.planner.pipeline import Pipeline, Wanted, lay_out
+from autopar.planner.pipeline import Pipeline, lay_out
 from autopar.planner.plan_recompute import pins_of
 from autopar.planner.prices import FORBIDDEN_SECONDS, RankPrices
 from autopar.planner.transitions import is_parameter
+from autopar.planner.wanted import Wanted
 from autopar.planner.zero import MoveCosts
 from autopar.rules import lookup
 from autopar.rules.base import Op

@@ -31,10 +31,10 @@ class Tried(NamedTuple):
 
 def parts(tried: Mapping[float, Tried]) -> Iterator[float]:
     """The parts to try: all of it, then what is likely better by what was ``tried`` so far, where the caller says how
-    long each took before it asks for the next one; and a step with nothing on the host (0), if that fits."""
-    yield 1.0
-    for _ in range(_TRIES - 1):
-        part = _next(tried)
+    long each took before it asks for the next one; and a step with nothing on the host (0), if that fits. What it
+    doesn't say that of is asked for again."""
+    for _ in range(_TRIES):
+        part = _next(tried) if 1.0 in tried else 1.0
         if part is None:
             return
         yield part

@@ -39,9 +39,9 @@ from autopar.planner.expert_costs import Load, Reckoning, experts_plans, reckon
 from autopar.planner.fitting import Layout
 from autopar.planner.modes import mode_of
 from autopar.planner.node_plans import node_plans
-from autopar.planner.offload import host_peak_bytes, require_host
+from autopar.planner.offload import require_host
 from autopar.planner.pinned_placements import check_placements
-from autopar.planner.pipeline import SYNTHESIZED, Pipeline, Wanted, compute_only, lay_out
+from autopar.planner.pipeline import Pipeline, compute_only, lay_out
 from autopar.planner.placement import Solution
 from autopar.planner.plan_recompute import pins_of, points_of_call, recompute_plan, used_alternatives
 from autopar.planner.prices import MicrobatchPrices, RankPrices
@@ -50,6 +50,7 @@ from autopar.planner.rulings import Rulings
 from autopar.planner.sequence import orders, ways_of_attention, whole_sequences
 from autopar.planner.sharding import AxisProblem, Chosen, apply_choices, choose
 from autopar.planner.spreading import Spread
+from autopar.planner.wanted import SYNTHESIZED, Wanted
 from autopar.rules import has_rule
 from autopar.rules.attention import heads
 from autopar.rules.base import Op
@@ -460,7 +461,7 @@ def rank_plan(model: Model, rank: int, pipeline: Pipeline, request: Request) -> 
         action="",
         saved_bytes=saved,
         peak_bytes=sum(kinds.values()),
-        host_bytes=state.host.total() + host_peak_bytes(pipeline.timeline, rank),
+        host_bytes=state.host.total() + pipeline.host_bytes(rank),
     )
 
 

@@ -7,7 +7,7 @@ schedule is generated twice, first with equal passes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from operator import sub
@@ -27,7 +27,7 @@ from autopar.planner.gradients import Accumulation
 from autopar.planner.host import Waited
 from autopar.planner.makespan_bounds import makespan_bound
 from autopar.planner.modes import mode_of
-from autopar.planner.offload import offloaded
+from autopar.planner.offload import host_peak_bytes, offloaded
 from autopar.planner.pass_costs import Casts, Priced, Work, priced
 from autopar.planner.pass_memory import PassMemory, largest
 from autopar.planner.rank_memory import State, Storage, rank_state, vocabulary_state
@@ -35,6 +35,7 @@ from autopar.planner.stages import Partition, Unit, check_count
 from autopar.planner.synthesis import synthesize
 from autopar.planner.units import units_of
 from autopar.planner.vocabulary_costs import VocabularyCost, vocabulary_cost
+from autopar.planner.wanted import SYNTHESIZED, Wanted, schedule_name
 from autopar.planner.zero import weight_moves
 from autopar.schedules import Costs, Schedule, Timeline, Timelines, generate, simulate_timeline
 from autopar.schedules.early_weights import with_early_weights
@@ -48,21 +49,6 @@ from autopar.schedules.turns import Turns, turns_of
 
 _ScheduleFor = Callable[[Costs, list[int]], Schedule]
 """From the costs of a cut and the bytes that each rank has left for activations to compute actions."""
-
-SYNTHESIZED = "synthesized"
-"""The name of a schedule that is made for the costs at hand instead of taken from the literature."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What is pinned of a pipeline: schedule by name, stages per rank, how the vocabulary is computed, in how many
-    chunks of tokens its logits; ``spared_bytes`` of a rank's budget are left for what no stage is charged with."""
-
-    schedule: str
-    vocabulary: str
-    chunks: int | None = None
-    head_chunks: int = 1
-    spared_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -105,6 +91,10 @@ class Pipeline:
         """What the stage keeps of a microbatch from its forward to its backward."""
         return self.activations.stage_bytes(self.stages[stage], self.chosen)
 
+    def host_bytes(self, rank: int) -> int:
+        """The most bytes of activations that a pipeline rank has on the host."""
+        return host_peak_bytes(self.timeline, rank)
+
     def recompute_seconds(self, stage: int) -> float:
         """What recomputation adds to the stage's backward of a microbatch."""
         return math.fsum(self.chosen[i].rerun_seconds(split=bool(self.schedule.split)) for i in self.stages[stage])
@@ -122,7 +112,7 @@ class _Shared:
     alike: Alike
     timelines: Timelines
     passes: PassMemory
-    states: dict[Hashable, int] = field(default_factory=dict)  # device bytes of a stage's parameters
+    states: dict[Hashable, State] = field(default_factory=dict)  # of a stage's parameters
 
 
 @dataclass(frozen=True)
@@ -196,7 +186,7 @@ def lay_out(
         return _pipeline(parts, written, pins, lambda costs, free_bytes: written)
     check_count(units, machine.sizes["pp"] * (wanted.chunks or 1), machine.sizes["pp"])  # before lists are as long
     if wanted.schedule != SYNTHESIZED:
-        draft = _draft(parts, name := _schedule_name(wanted, machine.sizes["pp"]))
+        draft = _draft(parts, name := schedule_name(wanted, machine.sizes["pp"]))
         if _is_fixed(name, draft):
             parts = replace(parts, turns=list(map(turns_of, draft.lists)))
         schedule_for = partial(_named, parts, name, draft)
@@ -264,26 +254,29 @@ def _offloading(
     """With activations on the host: the fastest of some tries.
 
     The cut is for ranks with as much more memory as copies make room for, which shows when they run beside the passes:
-    :mod:`autopar.planner.away_parts` of what there is no room for if nothing is recomputed are tried. ``without`` is
-    the best that keeps all on the device (it may keep more than there is room for), or why there is none. Raises the
+    :mod:`autopar.planner.away_parts` of what there is no room for if nothing is recomputed are tried, or of what the
+    host has room for. ``without`` is the best that keeps all on the device (it may keep more than there is room for),
+    or why there is none. What needs more of the host than there is, is given if there is nothing else. Raises the
     BudgetError that asks least.
     """
     inflight = kept_stages(draft)
     plain = _fit(parts.sparing(-_BOUNDLESS), draft, None, inflight)
     lacks = _lacks(parts, draft, plain, inflight)
-    best, refusals, tried = None, [], dict[float, Tried]()
+    if not isinstance(without, BudgetError):
+        lacks = max(lacks, _lacking(without))
+    best, overfull, refusals, tried = None, None, [], dict[float, Tried]()
+    goes = min(lacks, *_host_room(parts, _stages(parts.calls, plain.cut), draft))
     if isinstance(without, BudgetError):
         refusals.append(without)
-    elif (over := _lacking(without)) > 0:
-        lacks = max(lacks, over)
-    elif lacks:
+    elif goes <= 0:
+        return without
+    elif _lacking(without) <= 0:
         best = without
         tried[0.0] = Tried(best.timeline.makespan_seconds, best.timeline.makespan_seconds)
-    else:
-        return without
     for part in away_parts.parts(tried):
         tried[part] = Tried(math.inf, math.inf)
-        cut = plain if part == 1.0 else _roomier(parts, draft, inflight, round(part * lacks))
+        is_all = part == 1.0 and goes == lacks
+        cut = plain if is_all else _roomier(parts, draft, inflight, round(part * goes))
         if cut is None:
             continue
         made = _made(parts, draft, cut, schedule_for, offloads=True)
@@ -298,14 +291,32 @@ def _offloading(
         except BudgetError as error:
             refusals.append(error)
             continue
+        if (excess := _excess(parts, draft, found)) > 0:
+            overfull, goes = overfull or found, max(goes - excess, goes // 2)
+            del tried[part]  # as much as that is another part by now
+            continue
         tried[part] = Tried(seconds, found.timeline.makespan_seconds)
         if best is None or tried[part].seconds < best.timeline.makespan_seconds:
             best = found
-    if best is not None:
-        return best
-    if not isinstance(without, BudgetError):
-        return without
-    raise min(refusals, key=lambda error: error.needed_bytes)
+    if best is None:
+        best = overfull if isinstance(without, BudgetError) else without
+    if best is None:
+        raise _least(refusals, "" if goes == lacks else f"{parts.machine.device.host_memory_bytes / 2**30:.3g} GiB")
+    return best
+
+
+def _least(refusals: Iterable[BudgetError], host: str) -> BudgetError:
+    """That which asks for the least memory, of the device; it may be that the ``host`` has too little."""
+    error = min(refusals, key=lambda error: error.needed_bytes)
+    if not host:
+        return error
+    return BudgetError(f"{error}; or, for more activations, host memory above each rank's {host}", error.needed_bytes)
+
+
+def _excess(parts: _Parts, draft: Schedule, found: Pipeline) -> int:
+    """Bytes by which a rank has more on its host than there is room for, at most; 0 or less where all have room."""
+    room = _host_room(parts, found.stages, draft)
+    return max(found.host_bytes(rank) - room[rank] for rank in range(draft.ranks))
 
 
 def _roomier(parts: _Parts, draft: Schedule, inflight: tuple[int, ...], more: int) -> Fit | None:
@@ -442,7 +453,7 @@ def _named(parts: _Parts, name: str, draft: Schedule, costs: Costs, free_bytes: 
 def _best_synthesized(parts: _Parts, pins: Pins | None) -> Pipeline:
     """The fastest over the placements that the pinned number of chunks allows."""
     ranks, chunks = parts.machine.sizes["pp"], parts.wanted.chunks
-    name = _schedule_name(parts.wanted, ranks)
+    name = schedule_name(parts.wanted, ranks)
     bases: dict[int, list[tuple[str, int | None]]] = {1: [(name, None)], 2: [("interleaved", 2), ("v-half", None)]}
     if chunks is not None:
         wanted = bases.get(chunks, [("interleaved", chunks)])
@@ -495,14 +506,22 @@ def _free_bytes(
     hold beside."""
     held = [parts.vocabulary_state.device_bytes + bytes_ for bytes_ in transients]
     for home, stage in zip(draft.placement, stages, strict=True):
-        held[home] += _state_bytes(parts, stage)
+        held[home] += _state(parts, stage).device_bytes
     return tuple(max(0, parts.budget_bytes - parts.wanted.spared_bytes - bytes_) for bytes_ in held)
 
 
-def _state_bytes(parts: _Parts, stage: Sequence[int]) -> int:
+def _host_room(parts: _Parts, stages: Sequence[Sequence[int]], draft: Schedule) -> list[int]:
+    """Per pipeline rank, what it has left for activations on the host: beside what of its state is there."""
+    room = [parts.machine.device.host_memory_bytes - parts.vocabulary_state.host.total()] * draft.ranks
+    for home, stage in zip(draft.placement, stages, strict=True):
+        room[home] -= _state(parts, stage).host.total()
+    return room
+
+
+def _state(parts: _Parts, stage: Sequence[int]) -> State:
     key, states = parts.shared.alike.key(stage), parts.shared.states
     if key not in states:
-        states[key] = rank_state(parts.model, stage, parts.storage).device_bytes
+        states[key] = rank_state(parts.model, stage, parts.storage)
     return states[key]
 
 
@@ -526,27 +545,6 @@ def _refuse_ties(parts: _Parts, stages: tuple[tuple[int, ...], ...]) -> None:
                     f"schedule {parts.wanted.schedule!r} is asynchronous: each stage updates its weights by itself, "
                     f"but {name!r} is in stages {owner[name]} and {number}. Use a synchronous schedule, or untie it"
                 )
-
-
-def _schedule_name(wanted: Wanted, ranks: int) -> str:
-    """The named schedule that the request starts from. Raises ArgumentError where it doesn't fit the vocabulary."""
-    mode = mode_of(wanted.vocabulary)
-    if mode.head and ranks == 1:
-        raise ArgumentError(
-            f"vocabulary={wanted.vocabulary!r} splits the vocabulary over the pipeline, but pp=1; use pp of 2 or more"
-        )
-    name = "1f1b" if wanted.schedule == SYNTHESIZED else wanted.schedule
-    if mode.schedule and wanted.schedule not in ("1f1b", mode.schedule):
-        raise ArgumentError(
-            f"vocabulary={wanted.vocabulary!r} has a schedule of its own; leave schedule={wanted.schedule!r} out, or "
-            "use vocabulary='vocab-1' with it"
-        )
-    if not mode.head and name in SCHEDULES and "" not in SCHEDULES[name].heads:
-        raise ArgumentError(
-            f"schedule={name!r} splits the vocabulary over the pipeline; say vocabulary={name!r} with it, not "
-            f"{wanted.vocabulary!r}"
-        )
-    return mode.schedule or name
 
 
 def _generate(parts: _Parts, name: str, chunks: int | None, times: PassTimes | None) -> Schedule:

@@ -14,7 +14,7 @@ from autopar.passes.vocabulary import staged_calls
 from autopar.plan import SearchPlan, bytes_text
 from autopar.planner.block_costs import Machine
 from autopar.planner.build import Built, Request, build, finish
-from autopar.planner.pipeline import Wanted
+from autopar.planner.wanted import Wanted
 from autopar.search.costing import Costing, Found, Outcome, parts_of
 from autopar.search.fronts import compared, gpus_front, memory_front, runners_up
 from autopar.search.infeasible import no_degrees, refusal

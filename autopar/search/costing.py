@@ -20,8 +20,9 @@ from autopar.planner.build import moved_seconds, rank_plan
 from autopar.planner.fitting import Layout
 from autopar.planner.modes import MODES
 from autopar.planner.offload import require_host
-from autopar.planner.pipeline import Pipeline, Wanted, lay_out
+from autopar.planner.pipeline import Pipeline, lay_out
 from autopar.planner.rank_memory import MOMENTS, Storage
+from autopar.planner.wanted import Wanted
 from autopar.schedules import Timelines
 from autopar.schedules.registry import SCHEDULES, swaps_both_ways
 from autopar.search.bounds import Held, by_paths, folded, recomputed, shared_out, straight

@@ -63,8 +63,9 @@ def dive(search: Search, regions: list[Region]) -> Learned:
     from the best in a few choices, and pipelines with activations on the host where the best is short of memory. What
     that says of others."""
     node, learned = search.costing.cluster.devices_per_node, Learned()
-    near = [r for r in regions if r.mesh.tp * r.mesh.cp <= node and not r.mesh.borrowed]
-    plain, split = ([r for r in near if (r.mesh.cp > 1) == is_split] for is_split in (False, True))
+    near = [r for r in regions if r.mesh.tp * r.mesh.cp <= node]
+    plain = [r for r in near if r.mesh.cp == 1 and not r.mesh.borrowed]
+    split = [r for r in near if r.mesh.cp > 1 or r.mesh.borrowed]
     for some, state in ((plain, ()), (regions, ()), (plain, _AWAY)):
         if not search.outcomes:
             _Dive(search, state, learned, _SEARCHES).run(some)
@@ -76,7 +77,7 @@ def dive(search: Search, regions: list[Region]) -> Learned:
         _polish(search, learned)
         _put_away(search, learned)
         best = search.ranked()[0]
-        if best.is_tight and not best.point.offload:
+        if best.is_tight and best.point.offload in ((), _ACTIVATIONS):
             some = [region for region in near if _may_put_away(search, region)]
             _Dive(search, _ACTIVATIONS, learned, _ELSEWHERE).run(some)
         if offload := _worth_away(search, search.ranked()[0]):

@@ -363,7 +363,11 @@ class Outlook:
             np.array([[getattr(spill, name) for spill in row] for row in rows]).T
             for name in ("kept", "times", "forwards", "backwards")
         )
-        return Host(rate, kept, times, (forwards, backwards), np.array([rank.most for rank in away]))
+        return Host(rate, self._host_room, kept, times, (forwards, backwards), np.array([rank.most for rank in away]))
+
+    @property
+    def _host_room(self) -> float:
+        return self.costing.cluster.device.host_memory_bytes
 
     def _host(
         self, ranks: Ranks, region: Region, schedules: Iterable[str], *, away: bool, fills: bool = False
@@ -378,7 +382,7 @@ class Outlook:
         half = none + count / 2  # where a rank may keep the most at any time
         ahead = (half, half) if ranks.goes_on and not fills else (ranks.kept, none)
         times = steady / np.maximum(1.0, ranks.kept)
-        return Host(rate, ranks.kept[None], times[None], (ahead[0][None], ahead[1][None]), none)
+        return Host(rate, self._host_room, ranks.kept[None], times[None], (ahead[0][None], ahead[1][None]), none)
 
     def _best_ways(self, mesh: Mesh, ways: Sequence[Way], microbatches: int) -> tuple[list[Stored], list[Stored]]:
         """Of regions with this mesh: those that no other one is as good as in everything, however many microbatches

@@ -11,7 +11,7 @@ from autopar.errors import ArgumentError
 from autopar.mesh import AXES, EXPERTS, Mesh
 from autopar.options import Options
 from autopar.planner.modes import mode_of
-from autopar.planner.pipeline import SYNTHESIZED
+from autopar.planner.wanted import SYNTHESIZED
 from autopar.schedules.registry import SCHEDULES
 
 SEARCHED_OPTIONS: Final = ("zero", "zero_ranks", "offload", "head_chunks")

@@ -31,8 +31,8 @@ from autopar.planner.between import least_message
 from autopar.planner.block_costs import BlockCost, Computed, Machine, block_cost, reached_results
 from autopar.planner.build import Local, Placed, Request, activations_of, begin, place_inner, split_rows
 from autopar.planner.dispatch_forms import FLAT
-from autopar.planner.pipeline import Wanted
 from autopar.planner.rulings import Rulings
+from autopar.planner.wanted import Wanted
 from autopar.search.gradients import Kind, kinds_by_call
 from autopar.search.hulls import Array, hull
 from autopar.spmd import Type

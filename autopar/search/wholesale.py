@@ -123,12 +123,13 @@ class Ranks:
 
 
 class Host(NamedTuple):
-    """Where activations may go, at ``rate`` bytes per second. For some numbers of microbatches that a rank would keep
-    (``kept``, ``[level, rank]``): how often in a step what it has no room for of these is copied (``times``), beside
-    how many forwards and backwards (``ahead``) that is for the first time. Of some microbatches nothing goes: ``stays``
-    of each rank."""
+    """Where activations may go, at ``rate`` bytes per second: as many as it has ``room`` for, of each rank. For some
+    numbers of microbatches that a rank would keep (``kept``, ``[level, rank]``): how often in a step what it has no
+    room for of these is copied (``times``), beside how many forwards and backwards (``ahead``) that is for the first
+    time. Of some microbatches nothing goes: ``stays`` of each rank."""
 
     rate: float
+    room: float
     kept: Array
     times: Array
     ahead: tuple[Array, Array]
@@ -424,6 +425,7 @@ def _copied(
         if left is not None:  # each time that so many wait, a backward ends beside the others
             np.maximum(copy, ((kept[:, None] - 1 / ranks.stages) * count) * saved - left, out=copy)
         np.maximum(copy, 0.0, out=copy)
+        copy[copy > host.room] = np.inf
         copy /= host.rate
         ahead = ((forwards - backwards)[:, None] * forward + backwards[:, None] * passes) / microbatches
         # Passes ahead of the copy out and behind it, each of which may take less than a copy.

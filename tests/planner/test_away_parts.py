@@ -76,6 +76,15 @@ def test_where_copies_keep_up_all_goes() -> None:
     assert list(tries(copying(2.0, 0.0, 1.0), Tried(10, 10))) == [0.0, 1.0]
 
 
+def test_what_is_not_said_is_asked_for_again() -> None:
+    tried = {0.0: Tried(10, 10)}
+    asked = parts(tried)
+    assert [next(asked), next(asked)] == [1.0, 1.0]
+    tried[1.0] = Tried(8, 12)
+    assert 0 < (first := next(asked)) < 1
+    assert next(asked) == first
+
+
 def test_where_copies_never_keep_up_little_is_tried() -> None:
     tried = tries(lambda part: Tried(10 - 0.02 * part, 30.0), Tried(10, 10))
     assert best(tried) == 10

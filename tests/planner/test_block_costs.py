@@ -16,7 +16,7 @@ from autopar.options import Options
 from autopar.planner.block_costs import BlockCost, Machine, block_cost
 from autopar.planner.build import Built, Request, build
 from autopar.planner.op_costs import moves_nothing, work_of
-from autopar.planner.pipeline import Wanted
+from autopar.planner.wanted import Wanted
 from autopar.rules import lookup
 from autopar.rules.base import Op
 from autopar.spmd import I, R

@@ -21,7 +21,7 @@ from autopar.planner.block_costs import Machine, block_cost
 from autopar.planner.breakdown import _Moves, _Spent, _walk, model_work, step_parts
 from autopar.planner.build import Built, Request, build
 from autopar.planner.node_plans import messages
-from autopar.planner.pipeline import Wanted
+from autopar.planner.wanted import Wanted
 from autopar.schedules import Costs, Timeline, generate, lower, simulate_timeline
 from autopar.schedules.flow import is_receive
 from autopar.schedules.offloads import ALL, Away, offload_activations

@@ -20,8 +20,8 @@ from autopar.planner.block_costs import BlockCost, Machine, block_cost
 from autopar.planner.build import Built, Request, build
 from autopar.planner.expert_costs import Reckoning, reckon
 from autopar.planner.expert_places import place
-from autopar.planner.pipeline import Wanted
 from autopar.planner.saved import BlockSaved, saved_tensors
+from autopar.planner.wanted import Wanted
 from tests.fast_cluster import FAST
 from tests.pinned import PINNED
 from tests.random_models import Gated, Recipe, case_of

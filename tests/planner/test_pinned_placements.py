@@ -13,7 +13,7 @@ from autopar.graph import Model, info
 from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.planner.build import Request, place
-from autopar.planner.pipeline import Wanted
+from autopar.planner.wanted import Wanted
 from tests.fast_cluster import FAST
 from tests.models import make
 from tests.ranks.test_parity import verification

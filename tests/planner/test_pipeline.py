@@ -11,16 +11,17 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.errors import PlanError
+from autopar.errors import ArgumentError, BudgetError, PlanError
 from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.plan.parts import EIGHTHS
 from autopar.planner import pipeline
 from autopar.planner.block_costs import Machine, block_cost
 from autopar.planner.budget import within_budget
-from autopar.planner.build import Request, activations_of, finish, place
+from autopar.planner.build import Built, Request, activations_of, build, finish, place
 from autopar.planner.modes import MODES
-from autopar.planner.pipeline import Wanted, kept_stages
+from autopar.planner.pipeline import kept_stages
+from autopar.planner.wanted import Wanted
 from autopar.preparation import prepare
 from autopar.schedules import generate, lower
 from tests.fast_cluster import FAST
@@ -88,6 +89,41 @@ def test_a_plan_whose_cut_makes_no_stages_is_refused() -> None:
     bad = good.model_copy(update={"stage_plans": empty, "digest": ""}).sealed()
     with pytest.raises(PlanError, match="which makes no stages"):
         autopar.plan(case.model, 4, sample=case.batch, plan=bad)
+
+
+def laid_out_beside(
+    host_bytes: int, budget_kib: int, offload: tuple[str, ...] = ("activations",), schedule: str = "interleaved"
+) -> Built:
+    """Layers on two ranks with four stages each, and so much host memory."""
+    cluster = replace(FAST, device=replace(FAST.device, host_memory_bytes=host_bytes))
+    model = prepare(Layers(24, 128), {"x": torch.randn(1024, 128)})[0]
+    options = Options.of(offload=offload, budget_bytes=budget_kib << 10)
+    return build(model, Request(Mesh(pp=2), 8, cluster, Wanted(schedule, "redistributed", 4), options))
+
+
+@pytest.mark.parametrize(
+    ("budget_kib", "host_bytes", "offload"),
+    [(4600, 10**6, ("activations",)), (3600, 4_500_000, ("optimizer", "activations"))],
+)
+def test_no_more_goes_to_the_host_than_it_has_room_for(
+    budget_kib: int, host_bytes: int, offload: tuple[str, ...]
+) -> None:
+    """Beside what of the state is there; the rest is recomputed."""
+    roomy, tight = (laid_out_beside(bytes_, budget_kib, offload) for bytes_ in (10**12, host_bytes))
+    assert max(rank.host_bytes for rank in roomy.plan.rank_plans) > host_bytes
+    assert max(rank.host_bytes for rank in tight.plan.rank_plans) <= host_bytes
+    assert max(tight.plan.peak_bytes) <= budget_kib << 10
+    assert all(map(tight.pipeline.host_bytes, range(2)))
+    again = [sum(stage.saved_bytes for stage in built.plan.stage_plans) for built in (roomy, tight)]
+    assert again[1] < again[0], "recomputed instead"
+    assert roomy.plan.step_seconds < tight.plan.step_seconds
+
+
+def test_what_fits_with_no_host_memory_that_there_is_says_so() -> None:
+    with pytest.raises(BudgetError, match=r"4.71 MiB with everything .*; or, .* above each rank's 0.000559 GiB"):
+        laid_out_beside(600_000, 4600)
+    with pytest.raises(ArgumentError, match=r"needs 0.00301 GiB of host memory for each rank, but .* has 0.00279 GiB"):
+        laid_out_beside(3_000_000, 4600, ("optimizer", "activations"))
 
 
 @pytest.mark.parametrize(("budget_kib", "offloads", "recomputes"), [(9216, [0], False), (7680, [0, 1, 2], True)])

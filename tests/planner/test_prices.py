@@ -22,10 +22,10 @@ from autopar.planner.block_costs import Computed, Machine, block_cost
 from autopar.planner.build import Placed, Request, begin, place_inner, split_rows
 from autopar.planner.earlier_axes import EarlierAxes
 from autopar.planner.local_ops import before_split, local_op
-from autopar.planner.pipeline import Wanted
 from autopar.planner.prices import RankPrices
 from autopar.planner.sharding import AxisProblem, solve_axis
 from autopar.planner.spreading import Spread
+from autopar.planner.wanted import Wanted
 from autopar.rules import lookup
 from autopar.rules.base import Op
 from autopar.spmd import I, S

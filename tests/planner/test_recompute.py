@@ -19,8 +19,8 @@ from autopar.options import Options
 from autopar.plan import BlockPlan, Plan
 from autopar.planner.build import Request, build
 from autopar.planner.knapsack import Option, StageCalls, _sums_from, choose, least_bytes, used_bytes
-from autopar.planner.pipeline import Wanted
 from autopar.planner.recompute import Point, Problem, Regions, _Chain, _regions, evaluate, frontier
+from autopar.planner.wanted import Wanted
 from benchmarks.models import MegatronGPT
 from tests.fast_cluster import FAST
 from tests.models import Case, tokens

@@ -18,12 +18,12 @@ from autopar.mesh import Mesh
 from autopar.planner import sharding
 from autopar.planner.build import Built, Request, build
 from autopar.planner.onehot import solve_milp
-from autopar.planner.pipeline import Wanted
 from autopar.planner.placement import Problem, Solution
 from autopar.planner.prices import MicrobatchPrices, RankPrices
 from autopar.planner.sharding import AxisProblem, choose, solve_axis
 from autopar.planner.solve_placement import solve
 from autopar.planner.spreading import Spread
+from autopar.planner.wanted import Wanted
 from autopar.rules.base import Op, Rule
 from autopar.spmd import I, P, R, S
 from tests.fast_cluster import NODES

@@ -11,8 +11,8 @@ from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.planner.build import Built, Request, build
 from autopar.planner.op_costs import pass_seconds, work_of
-from autopar.planner.pipeline import Wanted
 from autopar.planner.vocabulary_costs import VocabularyCost
+from autopar.planner.wanted import Wanted
 from autopar.rules import RULES
 from autopar.rules.base import Op
 from autopar.rules.chunked import CHUNKED

@@ -13,7 +13,7 @@ from autopar.mesh import Mesh
 from autopar.passes.hoist import unhoisted
 from autopar.planner.block_costs import Computed, Machine, block_cost
 from autopar.planner.build import Request, moved_seconds
-from autopar.planner.pipeline import Wanted
+from autopar.planner.wanted import Wanted
 from autopar.search import outlook, profiles, space
 from autopar.search.costing import laid_on, splits_further
 from autopar.search.profiles import Key, Profile

@@ -106,7 +106,7 @@ def test_several_kinds_of_layers_at_once_take_what_each_takes(kinds: list[tuple[
     """With copies to the host, of passes and of what layers may keep, and with other numbers of ways."""
     ways = [FREE, Stored(1.0, 1.5, 0.5, 0.1, 0.2, 0.3, 0.2), Stored(0.5, 0.0, 0.0)]
     kept = straight_kept(2, 4)
-    host = Host(2.0, kept[None], np.ones((1, 2)), (kept[None], np.zeros((1, 2))), np.zeros(2))
+    host = Host(2.0, math.inf, kept[None], np.ones((1, 2)), (kept[None], np.zeros((1, 2))), np.zeros(2))
     rows = []
     for number, (seconds, share) in enumerate(kinds, start=1):
         layers = replace(
@@ -379,7 +379,7 @@ def test_a_split_head_may_be_computed_where_ranks_wait() -> None:
 def host_of(ranks: Ranks, microbatches: int, rate: float) -> Host:
     none = np.zeros(ranks.count)
     times, ahead = (microbatches / ranks.kept)[None], (ranks.kept[None], none[None])
-    return Host(rate, ranks.kept[None], times, ahead, none)
+    return Host(rate, math.inf, ranks.kept[None], times, ahead, none)
 
 
 def test_copies_to_the_host_are_as_fast_as_they_are() -> None:
@@ -537,13 +537,29 @@ def test_what_weights_gradients_need_makes_more_be_copied() -> None:
     """Where three microbatches wait for a backward, two still do when one has left something."""
     layers = replace(layers_of(8), later=8.0)
     ranks = straight(layers, 2, 8, np.array([3.0, 3.0]), ends=False)
-    host = Host(0.5, ranks.kept[None], np.full((1, 2), 4.0), (ranks.kept[None], np.zeros((1, 2))), np.zeros(2))
+    host = Host(
+        0.5, math.inf, ranks.kept[None], np.full((1, 2), 4.0), (ranks.kept[None], np.zeros((1, 2))), np.zeros(2)
+    )
     (without,) = least_seconds(layers, [FREE], ranks, 8, 40.0, host)
     (found,) = least_seconds(layers, [FREE], replace(ranks, beside=np.zeros(2)), 8, 40.0, host)
     assert found > without
     assert least_seconds(layers, [FREE], replace(ranks, beside=np.zeros(2)), 8, 1e9, host) == pytest.approx(
         least_seconds(layers, [FREE], ranks, 8, 1e9, host)
     )
+
+
+def test_what_the_host_has_no_room_for_is_recomputed() -> None:
+    """One rank of eight layers, which keeps four microbatches of 1 to 4 bytes of each, and has room for the least."""
+    layers, microbatches = replace(layers_of(8), extra=10 * np.array(EXTRA)), 8
+    ranks = straight(layers, 1, microbatches, np.array([4.0]), ends=False)
+    roomy = host_of(ranks, microbatches, 1e9)
+
+    def found(room: float) -> float:
+        return float(least_seconds(layers, [FREE], ranks, microbatches, 32.0, roomy._replace(room=room))[0])
+
+    none, most = least_seconds(layers, [FREE], ranks, microbatches, 32.0)[0], 8 * 4 * layers.saved[0]
+    assert found(math.inf) == found(most - 32.0) < found(0.6 * (most - 32.0)) < found(0.0) <= none
+    assert np.isinf(least_seconds(layers, [FREE], ranks, microbatches, 31.0, roomy._replace(room=0.5))).all()
 
 
 def test_copies_keep_up_whenever_a_rank_keeps_much() -> None:
