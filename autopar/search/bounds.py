@@ -115,13 +115,15 @@ def _least(works: Callable[[float], bool], low: float, high: float) -> float:
 
 class Spill(NamedTuple):
     """Of a rank whose activations may go to the host: it would keep ``kept`` microbatches if they didn't. A byte of
-    those that it has no room for is copied out before, beside ``forwards`` and ``backwards`` of microbatches, and back
-    beside the rest of the passes; over a step it is copied ``times`` over. A byte takes ``seconds`` of a microbatch's
-    time, of which a step has ``microbatches``."""
+    those that it has no room for is copied out before, beside as many microbatches' ``forwards`` and ``backwards`` at
+    least, and ``most`` of each, and back beside the rest of the passes; over a step it is copied ``times`` over. A byte
+    takes ``seconds`` of a microbatch's time, of which a step has ``microbatches``."""
 
     kept: float
     forwards: float
+    most_forwards: float
     backwards: float
+    most_backwards: float
     times: float
     seconds: float
     microbatches: int
@@ -213,8 +215,14 @@ class Held:
         best = passes
         for spill in spills:
             copy = spill.seconds * np.maximum(0.0, spill.kept * layers[..., None] * saved[:-1] - room[..., None])
-            ahead = (spill.forwards * forward + spill.backwards * (passes - forward)) / spill.microbatches
-            parts = np.maximum(ahead, copy) + np.maximum(passes - ahead, copy)
+            ahead, most = (
+                (forwards * forward + backwards * (passes - forward)) / spill.microbatches
+                for forwards, backwards in (
+                    (spill.forwards, spill.backwards),
+                    (spill.most_forwards, spill.most_backwards),
+                )
+            )
+            parts = np.maximum(ahead, copy) + np.maximum(passes - most, copy)
             best = np.maximum(best, np.maximum(parts, spill.times * copy))
         least: Array = best.min(axis=-1)
         return least
@@ -290,8 +298,8 @@ def shared_out(
 ) -> float:
     """The same where ranks hold several stages each, which may be any of the layers; rank ``last`` the last unit.
 
-    Rank r waits for r stages as :func:`folded` says, and keeps ``inflight[r]`` of its layers: memory that
-    its stages share evenly, since what a layer may keep for how many seconds is convex. What a rank takes grows with
+    Rank r waits for r stages as :func:`folded` says, and keeps ``inflight[r]`` of each of its layers at least: memory
+    that these share evenly, since what a layer may keep for how many seconds is convex. What a rank takes grows with
     every layer by more, so ranks share layers best by taking the cheapest one next; and some rank takes as many as the
     step allows.
     """

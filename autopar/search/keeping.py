@@ -1,12 +1,14 @@
 """What pipeline ranks keep and wait under a schedule: read off its lists for equal passes, once for all placements.
 
-Lists that depend on what passes take may keep other amounts: of those, bounds by memory are estimates.
+Stages of one rank needn't have as many layers: those that keep the fewest microbatches may have the most. So what is
+proven of memory counts as many as every stage keeps at the same time; what is likely, the average of stages. Lists that
+depend on what passes take may keep other amounts: of those, bounds by memory are estimates.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Final, NamedTuple
@@ -29,6 +31,7 @@ _LATER: Final = {"I": 1, "W": -1}
 _PASSES: Final = 2048  # of a schedule that is generated; of fewer, no more are kept
 _STEADY: Final = 2  # times the ranks: with more microbatches, no more are in flight
 _NEVER: Final = 1e-9  # times that a microbatch is away
+_ROUNDED: Final = 1e-9
 _BARRIERS: Final = {"naive": 3, "vocab-1": 2, "vocab-2": 1}
 """Of a split head (arXiv 2411.05288, section 5); for each, one microbatch more is kept."""
 _SHORT: Final = 1e-3  # of a forward: a message
@@ -68,26 +71,35 @@ EQUAL: Final = Ratios(2.0, 0.5)
 
 
 class _Level(NamedTuple):
-    """So many microbatches wait for a backward (``kept``): after ``forwards`` and ``backwards`` for the first time, and
-    ``often`` for each microbatch of the step, over how often the same one is away then."""
+    """So many microbatches wait for a backward (``kept``): for the first time after ``forwards`` and ``backwards``, of
+    the stage with the fewest and of that with the most, and ``often`` for each microbatch of the step, over how often
+    the same one is away then."""
 
     kept: float
-    forwards: float
-    backwards: float
+    forwards: tuple[float, float]
+    backwards: tuple[float, float]
     often: float
+
+
+class _Waiting(NamedTuple):
+    """How many microbatches wait for a backward: at most, with all on the device (``here``) or all ``away`` on the host
+    that can be; at some ``levels``; and ``beside``, both ways, what one of each stage has left for its weights'
+    gradients, at some time."""
+
+    here: float
+    away: float
+    beside: tuple[float, float]
+    levels: tuple[_Level, ...]
 
 
 @dataclass(frozen=True)
 class _Rank:
-    """How many microbatches of its stages, on average, a rank keeps at most: from forward to backward, with all on the
-    device (``here``) or all ``away`` on the host that can be; and from there to their weights' gradients. ``beside``:
-    how many still wait for a backward, both ways, when one has left something for them: of each stage at some time."""
+    """What a rank keeps: of all its stages on ``average``, as if these were as long; and of each of them at ``least``,
+    at the same time, however long they are. And how many wait for weights' gradients on average at most (``later``)."""
 
-    here: float
-    away: float
+    average: _Waiting
+    least: _Waiting
     later: float
-    beside: tuple[float, float]
-    levels: tuple[_Level, ...]
 
 
 @dataclass
@@ -102,26 +114,44 @@ class Keeping:
     def here(
         self, name: str, ranks: int, microbatches: int, chunks: int | None = None, head: str = ""
     ) -> tuple[Kept, ...]:
-        """By rank, with all on the device."""
-        return tuple(Kept(rank.here) for rank in self._ranks(name, ranks, microbatches, chunks, head))
+        """By rank, with all on the device: of every stage at least."""
+        return tuple(Kept(rank.least.here) for rank in self._ranks(name, ranks, microbatches, chunks, head))
 
     def away(
-        self, name: str, ranks: int, microbatches: int, chunks: int | None, head: str, host_rate: float
+        self,
+        name: str,
+        ranks: int,
+        microbatches: int,
+        chunks: int | None,
+        head: str,
+        host_rate: float,
+        *,
+        even: bool = False,
     ) -> tuple[Kept, ...]:
-        """By rank, where activations may go to the host and back at ``host_rate`` bytes/s."""
+        """By rank, where activations may go to the host and back at ``host_rate`` bytes/s: of every stage at least, or
+        as if these were ``even``."""
         seconds = 1 / host_rate / microbatches
+        each = self._ranks(name, ranks, microbatches, chunks, head)
         return tuple(
-            Kept(rank.away, tuple(_spill(level, microbatches, seconds) for level in rank.levels))
-            for rank in self._ranks(name, ranks, microbatches, chunks, head)
+            Kept(waiting.away, tuple(_spill(level, microbatches, seconds) for level in waiting.levels))
+            for waiting in (rank.average if even else rank.least for rank in each)
         )
 
-    def most(self, name: str, ranks: int, microbatches: int, chunks: int | None, head: str) -> Array:
-        """By rank, the most that waits for a backward, with all on the device."""
+    def least(self, name: str, ranks: int, microbatches: int, chunks: int | None, head: str) -> Array:
+        """By rank, the most that waits for a backward of every stage at the same time, with all on the device."""
+        if not head and name == "1f1b":
+            return straight_kept(ranks, microbatches)
+        if not head and name == "interleaved":
+            return looped_least(ranks, microbatches)
+        return np.array([rank.least.here for rank in self._ranks(name, ranks, microbatches, chunks, head)])
+
+    def average(self, name: str, ranks: int, microbatches: int, chunks: int | None, head: str) -> Array:
+        """By rank, the most that waits for a backward, with all on the device, if its stages are as long."""
         if not head and name == "1f1b":
             return straight_kept(ranks, microbatches)
         if not head and name == "interleaved" and _is_whole(ranks, microbatches):
             return looped_kept(ranks, microbatches, chunks or 2)
-        return np.array([rank.here for rank in self._ranks(name, ranks, microbatches, chunks, head)])
+        return np.array([rank.average.here for rank in self._ranks(name, ranks, microbatches, chunks, head)])
 
     def later(self, name: str, ranks: int, microbatches: int, chunks: int | None, head: str) -> float:
         """The most microbatches that wait for weights' gradients on any rank."""
@@ -132,12 +162,12 @@ class Keeping:
     def beside(
         self, name: str, ranks: int, microbatches: int, chunks: int | None, head: str, *, away: bool
     ) -> Array | None:
-        """By rank, how many microbatches wait for a backward while what another one left for weights' gradients is
-        there, for each stage at some time at least; with all ``away`` that can be. None where backwards leave
-        nothing."""
+        """By rank, how many microbatches of every stage wait for a backward while what another one left for weights'
+        gradients is there, for each stage at some time at least; with all ``away`` that can be. None where backwards
+        leave nothing."""
         if not SCHEDULES[name].splits_backward or ranks == 1:
             return None
-        return np.array([rank.beside[away] for rank in self._ranks(name, ranks, microbatches, chunks, head)])
+        return np.array([rank.least.beside[away] for rank in self._ranks(name, ranks, microbatches, chunks, head)])
 
     def likely(
         self, name: str, ranks: int, microbatches: int, chunks: int | None, head: str, ratios: Ratios = EQUAL
@@ -151,7 +181,7 @@ class Keeping:
         times = ranks / few
         asked = (name, few, max(few * row.least_per_rank, 1, round(microbatches / times)), chunks)
         whole = "" if "" in row.heads else head
-        kept = times * self.most(*asked, whole)
+        kept = times * self.average(*asked, whole)
         if few < ranks:
             kept = np.interp(np.linspace(0, 1, ranks), np.linspace(0, 1, few), kept)
         if head and not whole:
@@ -190,7 +220,7 @@ class Keeping:
 
     def _ranks(self, name: str, ranks: int, microbatches: int, chunks: int | None, head: str) -> tuple[_Rank, ...]:
         if ranks == 1 and (SCHEDULES[name].chunks or chunks or 2) == 1:
-            return (_Rank(1.0, 1.0, 0.0, (0.0, 0.0), ()),)
+            return (_Rank(alone := _Waiting(1.0, 1.0, (0.0, 0.0), ()), alone, 0.0),)
         key = _key(name, ranks, microbatches, chunks, head)
         if key not in self._known:
             schedule = generate(*key[:3], chunks=chunks, head=head)
@@ -216,6 +246,13 @@ def looped_kept(ranks: int, microbatches: int, chunks: int) -> Array:
     return np.minimum(float(microbatches), ahead / chunks)
 
 
+def looped_least(ranks: int, microbatches: int) -> Array:
+    """Of each of its stages at the same time: of the last one, when its first backward begins. All others keep as many
+    of that round at least."""
+    ahead = 2 * (ranks - 1 - np.arange(ranks)) + 1
+    return np.minimum(float(min(microbatches, ranks)), ahead)
+
+
 def straight_messages(ranks: int, microbatches: int) -> float:
     """Of 1F1B: it keeps as few microbatches as fill the ranks, so each way back and forth of one is waited for."""
     return 2 * (ranks - 1) / ranks * max(ranks, microbatches) + 2 * (ranks - 2)
@@ -230,6 +267,12 @@ def folded_kept(ranks: int, microbatches: int) -> Array:
     """Of V-Min, a third of 1F1B's first rank (arXiv 2405.15362, section 4.2), with fewer microbatches half of these at
     least: no schedule with this placement keeps less."""
     return np.full(ranks, min((microbatches + 1) / 2, float((ranks + 4) // 3)))
+
+
+def folded_least(ranks: int, microbatches: int) -> Array:
+    """Of both stages at the same time: of V-Min's second one, whose microbatches have a third of the way to go that
+    its schedule has a stage's passes for; no other schedule with this placement keeps less."""
+    return np.minimum(float(microbatches), (np.arange(ranks) + 1) // 3 + 1)
 
 
 def _key(
@@ -267,47 +310,81 @@ def _waited(
 
 def _spill(level: _Level, microbatches: int, seconds: float) -> Spill:
     times = level.often * microbatches
-    return Spill(level.kept, level.forwards, level.backwards, times, seconds, microbatches)
+    return Spill(level.kept, *level.forwards, *level.backwards, times, seconds, microbatches)
 
 
 def _rank(actions: Sequence[Action], chunks: int) -> _Rank:
     away = list(with_offloads(actions, dict.fromkeys((action.stage for action in actions), ALL)))
-    here, rest, later = (_most(*each) / chunks for each in ((actions, _KEEPS), (away, _KEEPS), (actions, _LATER)))
-    beside = _beside(actions) / chunks, _beside(away) / chunks
-    return _Rank(here, rest, later, beside, tuple(_levels(actions, chunks)))
+    later = max(accumulate((_LATER.get(action.kind, 0) for action in actions), initial=0)) / chunks
+    average, least = (_waiting(actions, away, chunks, even=even) for even in (True, False))
+    return _Rank(average, least, later)
 
 
-def _most(actions: Iterable[Action], changes: Mapping[str, int]) -> int:
-    """Of what actions change by so much, the most at any time."""
-    return max(accumulate((changes.get(action.kind, 0) for action in actions), initial=0))
+def _waiting(actions: Sequence[Action], away: Sequence[Action], chunks: int, *, even: bool) -> _Waiting:
+    here, there = (_Counts.of(each, chunks) for each in (actions, away))
+    most, rest = (float(each.kept(even).max(initial=0.0)) for each in (here, there))
+    return _Waiting(most, rest, (here.beside(even), there.beside(even)), tuple(_levels(actions, here, even=even)))
 
 
-def _beside(actions: Iterable[Action]) -> int:
-    """How many wait for a backward after one of theirs, for each stage at some time at least."""
-    waiting, most = 0, dict[int, int]()
-    for action in actions:
-        waiting += _KEEPS.get(action.kind, 0)
-        if action.kind in ("F", "I"):
-            most[action.stage] = max(waiting * (action.kind == "I"), most.get(action.stage, 0))
-    return min(most.values(), default=0)
+@dataclass(frozen=True)
+class _Counts:
+    """Of a rank's actions, after each: ``[action, stage]`` of the microbatches whose forwards and backwards are over,
+    and of those that wait for a backward on the device."""
+
+    actions: Sequence[Action]
+    forwards: Array
+    backwards: Array
+    waiting: Array
+
+    @classmethod
+    def of(cls, actions: Sequence[Action], chunks: int) -> _Counts:
+        stages = sorted({action.stage for action in actions if action.kind == "F"})
+        place = {stage: number for number, stage in enumerate(stages)}
+        found = np.zeros((3, len(actions), chunks))
+        for number, (kind, _, stage, *_) in enumerate(actions):
+            if kind in _KEEPS and stage in place:
+                found[0, number, place[stage]] = kind == "F"
+                found[1, number, place[stage]] = kind in ("B", "I")
+                found[2, number, place[stage]] = _KEEPS[kind]
+        return cls(actions, *found.cumsum(axis=1))
+
+    def kept(self, even: bool) -> Array:
+        """After each action, of all stages on average (``even``) or of each at least."""
+        found: Array = self.waiting.mean(axis=1) if even else self.waiting.min(axis=1)
+        return found
+
+    def beside(self, even: bool) -> float:
+        """After one of their backwards that leaves something, for each stage at some time at least."""
+        most, kept = dict[int, float](), self.kept(even)
+        for number, action in enumerate(self.actions):
+            if action.kind in ("F", "I"):
+                waiting = float(kept[number]) if action.kind == "I" else 0.0
+                most[action.stage] = max(waiting, most.get(action.stage, 0.0))
+        return min(most.values(), default=0.0)
 
 
-def _levels(actions: Sequence[Action], chunks: int) -> Iterator[_Level]:
+def _levels(actions: Sequence[Action], counts: _Counts, *, even: bool) -> Iterator[_Level]:
     """For some numbers of microbatches that wait for a backward, up to the most."""
     begun: dict[tuple[int, int], int] = {}
-    counts: list[tuple[int, int]] = []  # after a forward: the number of actions before, and of those that wait
     spans: list[tuple[int, int]] = []
+    after: list[int] = []  # forwards
     for number, action in enumerate(actions):
         place = action.microbatch, action.stage
         if action.kind == "F":
             begun[place] = number
-            counts.append((number, len(begun)))
+            after.append(number)
         elif action.kind in ("B", "I"):
             spans.append((begun.pop(place), number))
-    most = max(count for _, count in counts)
-    for level in sorted({-(-most * quarters // 4) for quarters in range(1, 5)}):
-        times = [number for number, count in counts if count >= level]
+    kept, chunks = counts.kept(even), counts.waiting.shape[1]
+    parts = chunks if even else 1
+    most = round(float(kept[after].max()) * parts)
+    for level in sorted({-(-most * quarters // 4) / parts for quarters in range(1, 5)} - {0.0}):
+        times = [number for number in after if kept[number] >= level - _ROUNDED]
         away = max(bisect_right(times, end - LEAST_BETWEEN) - bisect_right(times, start) for start, end in spans)
-        ends = sum(end <= times[0] for _, end in spans)
-        often = len(times) / max(_NEVER, away) * chunks / len(counts)
-        yield _Level(level / chunks, (level + ends) / chunks, ends / chunks, often)
+        passes = (each[times[0]] for each in (counts.forwards, counts.backwards))
+        forwards, backwards = (
+            (float(each.mean()), float(each.mean())) if even else (float(each.min()), float(each.max()))
+            for each in passes
+        )
+        often = len(times) / max(_NEVER, away) * chunks / len(after)
+        yield _Level(level, forwards, backwards, often)

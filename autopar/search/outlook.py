@@ -259,7 +259,7 @@ class Outlook:
         if not MODES[family.vocabulary].head and points[0].head_chunks == 1:
             last = np.array(self.scaler.last_bytes(region.key))
             ranks = with_last(ranks, last, SCHEDULES[family.schedule].placement)
-        host = self._copies(points[0])
+        host = self._copies(points[0], even=True)
         later = likely.later * profile.costs[self.scaler.block].later_bytes
         room = self.costing.budget_bytes - later * math.ceil(layers.count / region.mesh.pp)
         found = least_seconds(layers, stored, ranks, count, room, host)
@@ -298,7 +298,7 @@ class Outlook:
         """With what ranks have to recompute, or to copy to the host."""
         family, region, keeping = points[0].family, points[0].region, self.costing.keeping
         asked = (family.schedule, region.mesh.pp, region.microbatches, family.chunks, MODES[family.vocabulary].head)
-        kept, host = keeping.most(*asked), self._copies(points[0])
+        kept, host = keeping.least(*asked), self._copies(points[0])
         beside = keeping.beside(*asked, away=host is not None)
         chunked = [point.head_chunks > 1 or splits_head(family) for point in points]
 
@@ -350,20 +350,22 @@ class Outlook:
             found.append(replace(ranks, last=last_rank(family)))
         return found
 
-    def _copies(self, point: Point) -> Host | None:
-        """What copies to the host and back have to keep up with; None where there are none."""
+    def _copies(self, point: Point, *, even: bool = False) -> Host | None:
+        """What copies to the host and back have to keep up with, however long a rank's stages are or if they are
+        ``even``; None where there are none."""
         rate, region = self.costing.swap_rate([point.schedule], point.region.microbatches), point.region
         if not rate or not activations_on_host(point.offload) or stages_of(point) == 1:
             return None
         asked = (point.schedule, region.mesh.pp, region.microbatches, point.chunks, MODES[point.vocabulary].head)
-        away = self.costing.keeping.away(*asked, rate)
+        away = self.costing.keeping.away(*asked, rate, even=even)
         most = max(len(rank.spills) for rank in away)
         rows = [rank.spills + rank.spills[-1:] * (most - len(rank.spills)) for rank in away]
-        kept, times, forwards, backwards = (
+        kept, times, *ahead = (
             np.array([[getattr(spill, name) for spill in row] for row in rows]).T
-            for name in ("kept", "times", "forwards", "backwards")
+            for name in ("kept", "times", "forwards", "backwards", "most_forwards", "most_backwards")
         )
-        return Host(rate, self._host_room, kept, times, (forwards, backwards), np.array([rank.most for rank in away]))
+        stays = np.array([rank.most for rank in away])
+        return Host(rate, self._host_room, kept, times, (ahead[0], ahead[1]), (ahead[2], ahead[3]), stays)
 
     @property
     def _host_room(self) -> float:
@@ -377,12 +379,15 @@ class Outlook:
         rate = self.costing.swap_rate(schedules, region.microbatches)
         if not away or not rate or ranks.count * ranks.stages == 1:
             return None
-        count, none = region.microbatches, np.zeros(ranks.count)
-        steady = max(0, count - _STEADY * region.mesh.pp)
-        half = none + count / 2  # where a rank may keep the most at any time
-        ahead = (half, half) if ranks.goes_on and not fills else (ranks.kept, none)
-        times = steady / np.maximum(1.0, ranks.kept)
-        return Host(rate, self._host_room, ranks.kept[None], times[None], (ahead[0][None], ahead[1][None]), none)
+        pp, count, none = region.mesh.pp, region.microbatches, np.zeros(ranks.count)
+        steady, ahead = max(0, count - _STEADY * pp), (ranks.kept, none)
+        most, spans = ahead, np.maximum(1.0, ranks.kept)
+        if ranks.goes_on:  # each round of microbatches, which others of two rounds may wait beside
+            most, spans = (none + min(count, 2 * pp), none), none + 3 * pp
+        if ranks.goes_on and not fills:  # a rank may keep the most at any time
+            most = ahead = none + count / 2, none + count / 2
+        ahead, most = ((forwards[None], backwards[None]) for forwards, backwards in (ahead, most))
+        return Host(rate, self._host_room, ranks.kept[None], (steady / spans)[None], ahead, most, none)
 
     def _best_ways(self, mesh: Mesh, ways: Sequence[Way], microbatches: int) -> tuple[list[Stored], list[Stored]]:
         """Of regions with this mesh: those that no other one is as good as in everything, however many microbatches

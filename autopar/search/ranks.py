@@ -12,7 +12,7 @@ import numpy as np
 
 from autopar.schedules.registry import SCHEDULES
 from autopar.search.hulls import Array
-from autopar.search.keeping import folded_kept, looped_kept, straight_kept
+from autopar.search.keeping import folded_least, looped_least, straight_kept
 from autopar.search.space import Family, Point, Region, splits_head
 from autopar.search.wholesale import Layers, Ranks, folded, straight
 
@@ -30,13 +30,13 @@ def kinds_of(region: Region, layers: Layers, families: Sequence[Family]) -> list
     found: list[tuple[Ranks, list[int]]] = []
     if "v" in placements:
         hops = _hops("v", pp, 2)
-        found.append((folded(layers, pp, folded_kept(pp, count), ends=False, stages=2, hops=hops), []))
+        found.append((folded(layers, pp, folded_least(pp, count), ends=False, stages=2, hops=hops), []))
     if "straight" in placements:
         naive = any(family.schedule == "naive" for family in families)
         kept = np.ones(pp) if naive else straight_kept(pp, count)
         found.append((straight(layers, pp, count, kept, ends=False), []))
     if chunks:
-        least = np.min([looped_kept(pp, count, each) for each in sorted(chunks)], axis=0)
+        least = looped_least(pp, count)
         hops = _hops("looped", pp, min(chunks))
         found.append((folded(layers, pp, least, ends=not heads, stages=max(chunks), hops=hops), sorted(chunks)))
     return [(replace(ranks, spreads_head=heads), some) for ranks, some in found]

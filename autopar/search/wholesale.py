@@ -125,14 +125,15 @@ class Ranks:
 class Host(NamedTuple):
     """Where activations may go, at ``rate`` bytes per second: as many as it has ``room`` for, of each rank. For some
     numbers of microbatches that a rank would keep (``kept``, ``[level, rank]``): how often in a step what it has no
-    room for of these is copied (``times``), beside how many forwards and backwards (``ahead``) that is for the first
-    time. Of some microbatches nothing goes: ``stays`` of each rank."""
+    room for of these is copied (``times``), beside how many forwards and backwards (``ahead``, at least, and ``most``)
+    that is for the first time. Of some microbatches nothing goes: ``stays`` of each rank."""
 
     rate: float
     room: float
     kept: Array
     times: Array
     ahead: tuple[Array, Array]
+    most: tuple[Array, Array]
     stays: Array
 
 
@@ -420,16 +421,19 @@ def _copied(
     forward, passes = (microbatches * count * each for each in _layer_passes(layers, stored, ranks, count, extra))
     room, left = rooms
     best = np.broadcast_to(passes, np.broadcast_shapes(passes.shape, room.shape)).copy()
-    for kept, times, forwards, backwards in zip(host.kept, host.times, *host.ahead, strict=True):
+    for kept, times, *ahead in zip(host.kept, host.times, *host.ahead, *host.most, strict=True):
         copy = (kept[:, None] * count) * saved - room
         if left is not None:  # each time that so many wait, a backward ends beside the others
-            np.maximum(copy, ((kept[:, None] - 1 / ranks.stages) * count) * saved - left, out=copy)
+            np.maximum(copy, ((kept[:, None] - 1) * count) * saved - left, out=copy)
         np.maximum(copy, 0.0, out=copy)
         copy[copy > host.room] = np.inf
         copy /= host.rate
-        ahead = ((forwards - backwards)[:, None] * forward + backwards[:, None] * passes) / microbatches
+        before, after = (
+            ((forwards - backwards)[:, None] * forward + backwards[:, None] * passes) / microbatches
+            for forwards, backwards in (ahead[:2], ahead[2:])
+        )
         # Passes ahead of the copy out and behind it, each of which may take less than a copy.
-        np.maximum(best, copy + np.maximum(ahead, passes - ahead), out=best)
+        np.maximum(best, copy + np.maximum(before, passes - after), out=best)
         copy *= np.maximum(2.0, times)[:, None]
         np.maximum(best, copy, out=best)
     found: Array = best.min(axis=0)

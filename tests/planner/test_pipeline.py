@@ -103,7 +103,7 @@ def laid_out_beside(
 
 @pytest.mark.parametrize(
     ("budget_kib", "host_bytes", "offload"),
-    [(4600, 10**6, ("activations",)), (3600, 4_500_000, ("optimizer", "activations"))],
+    [(4600, 10**6, ("activations",)), (3600, 5_000_000, ("optimizer", "activations"))],
 )
 def test_no_more_goes_to_the_host_than_it_has_room_for(
     budget_kib: int, host_bytes: int, offload: tuple[str, ...]
@@ -119,9 +119,12 @@ def test_no_more_goes_to_the_host_than_it_has_room_for(
     assert roomy.plan.step_seconds < tight.plan.step_seconds
 
 
-def test_what_fits_with_no_host_memory_that_there_is_says_so() -> None:
-    with pytest.raises(BudgetError, match=r"4.71 MiB with everything .*; or, .* above each rank's 0.000559 GiB"):
+def test_where_the_host_has_too_little_it_is_named() -> None:
+    """Where it would have to be larger, and where more of the device would do, too."""
+    with pytest.raises(ArgumentError, match=r"needs 0.00122 GiB of host memory for each rank, but .* has 0.000559 GiB"):
         laid_out_beside(600_000, 4600)
+    with pytest.raises(BudgetError, match=r"4.71 MiB with everything .*; or, .* memory above each rank's 9.31e-05 GiB"):
+        laid_out_beside(100_000, 4600)
     with pytest.raises(ArgumentError, match=r"needs 0.00301 GiB of host memory for each rank, but .* has 0.00279 GiB"):
         laid_out_beside(3_000_000, 4600, ("optimizer", "activations"))
 

@@ -264,7 +264,7 @@ def test_copies_to_the_host_take_time() -> None:
     held = held_of(seconds, none, np.array([4.0, 1.0]), np.array([0.0, 10.0]))
 
     def bound(seconds_per_byte: float, times: float = 1.0) -> float:
-        spill = Spill(1.0, forwards=1.0, backwards=0.0, times=times, seconds=seconds_per_byte, microbatches=1)
+        spill = Spill(1.0, 1.0, 1.0, 0.0, 0.0, times=times, seconds=seconds_per_byte, microbatches=1)
         return recomputed(held, [Kept(0.0, (spill,))], 1, 10.0, split=True)
 
     assert bound(0.1) == pytest.approx(12), "beside the forwards"

@@ -240,7 +240,7 @@ def test_a_region_that_is_placed_is_bounded_by_its_own_passes() -> None:
 
 
 def test_ranks_that_fill_up_before_their_first_backward_copy_beside_forwards_alone() -> None:
-    """An interleaved schedule, of which a rank can keep no more than four fifths."""
+    """An interleaved schedule, with seven tenths of the memory."""
     device = replace(FAST.device, host_memory_bytes=10**12, host_bytes_per_second=1e8)
     given: dict[str, Any] = {"schedule": "interleaved", "chunks": 2, "recompute": "none", "zero": 0, "head_chunks": 1}
     region = Region(Mesh(pp=2), 1, 8)
@@ -254,7 +254,7 @@ def test_ranks_that_fill_up_before_their_first_backward_copy_beside_forwards_alo
         return search, point
 
     roomy, point = begun(offload=())
-    budget = int(0.8 * roomy.lay_out(point).peak_bytes)
+    budget = int(0.7 * roomy.lay_out(point).peak_bytes)
     tight, point = begun(offload=("activations",), budget_bytes=budget)
     profile = tight.profile(region)
     assert profile is not None

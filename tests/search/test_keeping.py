@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from itertools import accumulate
 
+import numpy as np
 import pytest
 
 from autopar.schedules import Costs, generate, lower, simulate_timeline
 from autopar.schedules.offloads import ALL, with_offloads
-from autopar.search.keeping import Keeping, Ratios
+from autopar.schedules.registry import SCHEDULES
+from autopar.search.keeping import Keeping, Ratios, folded_least, looped_least
 
 
 def test_one_forward_one_backward() -> None:
@@ -28,8 +30,37 @@ def test_passes_of_lists_that_are_read_are_counted_once() -> None:
 
 
 def test_several_stages_of_a_rank_count_by_their_share() -> None:
-    (first, last) = Keeping().here("interleaved", 2, 8, 2)
-    assert (first.most, last.most) == (2.5, 1.5)
+    """If they are as long; the first rank keeps three microbatches of one, and two of the other."""
+    assert Keeping().average("interleaved", 2, 8, 2, "").tolist() == [2.5, 1.5]
+    assert Keeping().average("interleaved", 2, 3, 2, "").tolist() == [3, 2], "of one round, which all have"
+    assert [rank.most for rank in Keeping().here("interleaved", 2, 8, 2)] == [2, 1], "the second may be the longer one"
+
+
+INTERLEAVED = [("interleaved", chunks) for chunks in (2, 3, 5)]
+FOLDED = [(name, None) for name in ("v-min", "v-half", "zb-v", "dualpipe-v")]
+
+
+@pytest.mark.parametrize(("name", "chunks"), INTERLEAVED + FOLDED)
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6])
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 6, 8, 13, 24])
+def test_no_cut_keeps_less_than_every_stage_does(name: str, chunks: int | None, ranks: int, microbatches: int) -> None:
+    """However many layers each stage of a rank has; nor less than is said of all schedules with its placement."""
+    keeping = Keeping()
+    if microbatches < SCHEDULES[name].least_per_rank * ranks:
+        return
+    schedule = generate(name, ranks, microbatches, chunks=chunks)
+    found = keeping.here(name, ranks, microbatches, chunks)
+    least = looped_least(ranks, microbatches) if chunks else folded_least(ranks, microbatches)
+    for rank, row in enumerate(schedule.lists):
+        stages = [stage for stage, home in enumerate(schedule.placement) if home == rank]
+        waiting, most = dict.fromkeys(stages, 0), 0.0
+        shares = [np.eye(len(stages)), np.full((1, len(stages)), 1 / len(stages))]
+        kept = np.zeros(len(stages) + 1)
+        for action in row:
+            waiting[action.stage] += {"F": 1, "B": -1, "I": -1}.get(action.kind, 0)
+            most = max(most, min(waiting.values()))
+            kept = np.maximum(kept, np.concatenate(shares) @ list(waiting.values()))
+        assert least[rank] <= found[rank].most <= most <= kept.min()
 
 
 def test_a_rank_alone_keeps_one_microbatch_or_a_few_of_its_stages() -> None:
@@ -37,8 +68,11 @@ def test_a_rank_alone_keeps_one_microbatch_or_a_few_of_its_stages() -> None:
     assert [rank.most for rank in keeping.here("1f1b", 1, 8)] == [1]
     assert [rank.most for rank in keeping.here("interleaved", 1, 8, 6)] == [1]
     (away,) = keeping.away("interleaved", 1, 8, 6, "", 1e9)
-    assert away.most == 2 / 6, "one that runs, and one that comes back"
+    assert away.most == 0, "not of all stages at once"
     assert away.spills[-1].kept == away.spills[-1].forwards == 1
+    (even,) = keeping.away("interleaved", 1, 8, 6, "", 1e9, even=True)
+    assert even.most == 2 / 6, "one that runs, and one that comes back"
+    assert even.spills[-1].kept == even.spills[-1].forwards == even.spills[-1].most_forwards == 1
     (one,) = keeping.away("1f1b", 1, 8, None, "", 1e9)
     assert (one.most, one.spills) == (1, ())
 
@@ -62,12 +96,13 @@ def test_of_each_stage_a_backward_leaves_something_beside_others(name: str, head
         stages = [stage for stage, home in enumerate(schedule.placement) if home == rank]
         actions = list(with_offloads(row, dict.fromkeys(stages, ALL))) if away else row
         changes = {"F": 1, "FETCH": 1, "B": -1, "I": -1, "OFFLOAD": -1}
-        waiting = list(accumulate(changes.get(action.kind, 0) for action in actions))
+        each = [list(accumulate(changes.get(a.kind, 0) * (a.stage == stage) for a in actions)) for stage in stages]
+        waiting = list(map(min, zip(*each, strict=True)))
         most = [
             max((n for n, a in zip(waiting, actions, strict=True) if a.kind == "I" and a.stage == stage), default=0)
             for stage in stages
         ]
-        assert beside[rank] == min(most) / len(stages)
+        assert beside[rank] == min(most)
 
 
 def test_whole_backwards_leave_nothing() -> None:
@@ -81,16 +116,19 @@ def test_of_one_stage_all_others_wait() -> None:
     assert beside.tolist() == [3, 2, 1, 0]
 
 
+@pytest.mark.parametrize("even", [False, True])
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "v-half"])
-def test_less_is_on_the_device_where_copies_may_go_to_the_host(name: str) -> None:
+def test_less_is_on_the_device_where_copies_may_go_to_the_host(name: str, even: bool) -> None:
     keeping = Keeping()
-    here, away = keeping.here(name, 4, 16), keeping.away(name, 4, 16, None, "", 1e9)
-    assert all(a.most <= h.most for a, h in zip(away, here, strict=True))
-    assert sum(a.most for a in away) < sum(h.most for h in here)
+    here = keeping.average(name, 4, 16, None, "") if even else [rank.most for rank in keeping.here(name, 4, 16)]
+    away = keeping.away(name, 4, 16, None, "", 1e9, even=even)
+    assert all(a.most <= h for a, h in zip(away, here, strict=True))
+    assert sum(a.most for a in away) < sum(here)
     for rank, kept in zip(away, here, strict=True):
         most = rank.spills[-1]
-        assert most.kept == kept.most, "what would be there"
-        assert most.kept == most.forwards - most.backwards
+        assert most.kept == kept, "what would be there"
+        assert most.forwards - most.backwards <= kept <= most.most_forwards - most.backwards
+        assert even <= (most.forwards == most.most_forwards)
         assert most.seconds == 1e-9 / 16
 
 

@@ -106,7 +106,8 @@ def test_several_kinds_of_layers_at_once_take_what_each_takes(kinds: list[tuple[
     """With copies to the host, of passes and of what layers may keep, and with other numbers of ways."""
     ways = [FREE, Stored(1.0, 1.5, 0.5, 0.1, 0.2, 0.3, 0.2), Stored(0.5, 0.0, 0.0)]
     kept = straight_kept(2, 4)
-    host = Host(2.0, math.inf, kept[None], np.ones((1, 2)), (kept[None], np.zeros((1, 2))), np.zeros(2))
+    ahead = kept[None], np.zeros((1, 2))
+    host = Host(2.0, math.inf, kept[None], np.ones((1, 2)), ahead, ahead, np.zeros(2))
     rows = []
     for number, (seconds, share) in enumerate(kinds, start=1):
         layers = replace(
@@ -379,7 +380,7 @@ def test_a_split_head_may_be_computed_where_ranks_wait() -> None:
 def host_of(ranks: Ranks, microbatches: int, rate: float) -> Host:
     none = np.zeros(ranks.count)
     times, ahead = (microbatches / ranks.kept)[None], (ranks.kept[None], none[None])
-    return Host(rate, math.inf, ranks.kept[None], times, ahead, none)
+    return Host(rate, math.inf, ranks.kept[None], times, ahead, ahead, none)
 
 
 def test_copies_to_the_host_are_as_fast_as_they_are() -> None:
@@ -433,14 +434,14 @@ def test_what_is_kept_without_reading_lists(ranks: int, microbatches: int) -> No
     keeping = Keeping()
 
     def listed(name: str, chunks: int | None = None) -> Array:
-        return np.array([rank.most for rank in keeping.here(name, ranks, microbatches, chunks)])
+        return np.array([rank.average.here for rank in keeping._ranks(name, ranks, microbatches, chunks, "")])
 
     assert straight_kept(ranks, microbatches) == pytest.approx(listed("1f1b"))
     assert (folded_kept(ranks, microbatches) <= listed("v-min") + 1e-9).all()
     for chunks in (2, 4):
         assert (looped_kept(ranks, microbatches, chunks) <= listed("interleaved", chunks) + 1e-9).all()
-        most = keeping.most("interleaved", ranks, microbatches, chunks, "")
-        assert most == pytest.approx(listed("interleaved", chunks))
+        average = keeping.average("interleaved", ranks, microbatches, chunks, "")
+        assert average == pytest.approx(listed("interleaved", chunks))
 
 
 def test_waits_of_common_schedules() -> None:
@@ -537,9 +538,7 @@ def test_what_weights_gradients_need_makes_more_be_copied() -> None:
     """Where three microbatches wait for a backward, two still do when one has left something."""
     layers = replace(layers_of(8), later=8.0)
     ranks = straight(layers, 2, 8, np.array([3.0, 3.0]), ends=False)
-    host = Host(
-        0.5, math.inf, ranks.kept[None], np.full((1, 2), 4.0), (ranks.kept[None], np.zeros((1, 2))), np.zeros(2)
-    )
+    host = host_of(ranks, 8, 0.5)._replace(times=np.full((1, 2), 4.0))
     (without,) = least_seconds(layers, [FREE], ranks, 8, 40.0, host)
     (found,) = least_seconds(layers, [FREE], replace(ranks, beside=np.zeros(2)), 8, 40.0, host)
     assert found > without
@@ -571,7 +570,8 @@ def test_copies_keep_up_whenever_a_rank_keeps_much() -> None:
     both = most._replace(
         kept=np.vstack([fewer.kept, most.kept]),
         times=np.vstack([fewer.times, most.times]),
-        ahead=(np.vstack([most.ahead[0]] * 2), np.vstack([most.ahead[1]] * 2)),
+        ahead=(two := (np.vstack([most.ahead[0]] * 2), np.vstack([most.ahead[1]] * 2))),
+        most=two,
     )
     bounds = [float(least_seconds(layers, [FREE], ranks, microbatches, 10.0, host)[0]) for host in (most, fewer, both)]
     assert bounds[1] > bounds[0]
