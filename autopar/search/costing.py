@@ -32,9 +32,11 @@ from autopar.search.held import held_by
 from autopar.search.interleaving import Interleaving
 from autopar.search.keeping import Keeping
 from autopar.search.profiles import Key, Profile, Profiler, Unit, Weights
-from autopar.search.space import BEATEN, Family, Point, Region, Way, moves_each_time, splits_head
+from autopar.search.space import BEATEN, Family, Point, Region, Way, moves_each_time, splits_head, stages_of, works_of
 
-_BESIDE = 0.3  # of what scatters have left to do after a backward, where other stages have passes
+BESIDE = 0.3
+"""Of what scatters have left to do after a backward, where other stages have passes."""
+
 _WHOLE = 0.02  # of the weights: as many at least that tp doesn't split
 
 
@@ -342,7 +344,7 @@ class Costing:
             twice = shards > 1 or weights.copies != weights.masters or away
             total += 0 if away else self.trained_bytes(weights) / shards
             total += weights.masters / (shards if point.zero >= 2 else 1)
-            total += weights.copies if twice and not self._streams(point) else 0
+            total += weights.copies if twice and not self._streams(point.region.mesh, point.way) else 0
         return total / mesh.pp <= self.budget_bytes
 
     def least_gpus(self, *, on_host: bool) -> int:
@@ -364,7 +366,7 @@ class Costing:
         _, scattered, *_ = self._moves(point, profile, likely=True)
         backward = self._loaded(point, profile).backward_seconds / point.region.mesh.pp
         left = max(0.0, scattered - backward) if point.zero >= 2 else 0.0
-        return left * (_BESIDE if _has_several_stages(point) else 1.0)
+        return left * (BESIDE if _has_several_stages(point) else 1.0)
 
     def _update_seconds(self, point: Point, profile: Profile) -> float:
         """Of the optimizer, and of what is summed after the last pass at least, if ranks shared all of it evenly. What
@@ -385,23 +387,25 @@ class Costing:
         loaded, ranks, units = self._loaded(point, profile), point.region.mesh.pp, len(profile.units)
         backward = loaded.backward_seconds / ranks
         forward = loaded.seconds / ranks - backward
-        if self._streams(point) or masters_on_host(point.offload):
+        if self._streams(point.region.mesh, point.way) or masters_on_host(point.offload):
             gathered = 0.0
         moved = (gathered, forward), (scattered, backward), (summed, backward)
-        most = most_parameters(point, profile)
-        return math.fsum(left_seconds(most * each, passing, point, units) for each, passing in moved) + updated
+        most, works = most_parameters(point, profile), works_of(point.region)
+        stages = stages_of(point) // ranks
+        left = (left_seconds(most * each, passing, works, stages, units) for each, passing in moved)
+        return float(sum(left)) + updated
 
     def _streamed_seconds(self, point: Point, profile: Profile) -> float:
         """Of what runs beside the passes, one after the other: of each microbatch two gathers, and of all but the last,
         of which more is known, a scatter, after one microbatch's forward through all layers, and its gathers."""
         gathered, scattered, *_ = self._moves(point, profile)
-        count, gathered = point.region.microbatches, gathered if self._streams(point) else 0.0
+        count, gathered = point.region.microbatches, gathered if self._streams(point.region.mesh, point.way) else 0.0
         scatters = (count - 1) * scattered if point.zero >= 2 else 0.0
         first = math.fsum(unit.forward for unit in profile.units[1:-1])  # the first and last call may be others
         return max(2 * count * gathered + scatters, first + max(0, count - 2) * gathered + scatters)
 
-    def _streams(self, point: Point) -> bool:
-        return weights_streamed(point.zero, point.offload, point.region.mesh.zero_shards(point.zero_ranks))
+    def _streams(self, mesh: Mesh, way: Way) -> bool:
+        return weights_streamed(way.zero, way.offload, mesh.zero_shards(way.zero_ranks))
 
     def _moves(self, point: Point, profile: Profile, *, likely: bool = False) -> tuple[float, float, float, float]:
         """Seconds of one gather, one scatter and the rest of the sums of a rank's parameters, and of their update, if
@@ -419,31 +423,27 @@ class Costing:
                 before = lines.get(line := mesh.data_axes(axes), (none, none, 0))
                 lines[line] = before[0] + weights, before[1] + summed, max(before[2], layers)  # they travel together
             for line, (weights, summed, layers) in lines.items():
-                shards = mesh.zero_shards(point.zero_ranks, line) if point.zero and line else 1
-                totals += self._line_seconds(line, shards, weights, summed, layers, point)
+                totals += self.line_seconds(line, weights, summed, layers, mesh, point.way)
             gathered, scattered, rest, updated = (float(each) / mesh.pp for each in totals)
             self._updates[key] = gathered, scattered, rest, updated
         return self._updates[key]
 
-    def _line_seconds(
-        self,
-        axes: tuple[str, ...],
-        shards: int,
-        weights: Weights,
-        summed: Weights,
-        layers: int,
-        point: Point,
+    def line_seconds(
+        self, axes: tuple[str, ...], weights: Weights, summed: Weights, layers: int, mesh: Mesh, way: Way
     ) -> list[float]:
-        machine = self._machine(point)
+        """The same of weights that are whole along ``axes``, of which those of so many ``layers`` are gathered apart if
+        they are for each pass; of ``summed`` all ranks have terms."""
+        shards = mesh.zero_shards(way.zero_ranks, axes) if way.zero and axes else 1
+        machine, streams = self.machine_of(mesh, way.zero_ranks), self._streams(mesh, way)
         line = machine.lines.get(axes)
-        away = masters_on_host(point.offload)
+        away = masters_on_host(way.offload)
         updated = step.optimizer_seconds(weights.elements // shards, machine.device, on_host=away)
         rate = machine.device.host_bytes_per_second
         copied = self.sent_bytes(weights) / shards / rate if away and rate else 0.0  # of summed gradients to the host
         if line is None or line.size == 1:
             return [0.0, 0.0, copied, updated]
         sent = self.sent_bytes(summed)
-        further = layers - 1 if self._streams(point) and shards > 1 else 0  # messages: each layer has its own
+        further = layers - 1 if streams and shards > 1 else 0  # messages: each layer has its own
         gather = "all_gather", weights.copies - further, shards, line.shard
         moved = [gather, ("reduce_scatter", sent, shards, line.shard)]
         gathered, scattered = (seconds_of(*each) if each[2] > 1 else 0.0 for each in moved)
@@ -451,9 +451,9 @@ class Costing:
         rest = seconds_of(
             "all_reduce", sent // shards, line.size // shards, line.replicate if shards > 1 else line.whole
         )
-        if point.zero >= 2:
+        if way.zero >= 2:
             return [gathered, scattered, rest + copied, updated]
-        return [gathered, 0.0, rest + copied + (scattered if point.zero else 0.0), updated]
+        return [gathered, 0.0, rest + copied + (scattered if way.zero else 0.0), updated]
 
     def _machine(self, point: Point) -> Machine:
         return self.machine_of(point.region.mesh, point.zero_ranks)

@@ -6,9 +6,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from autopar.cost_models import step
 from autopar.schedules.registry import SCHEDULES
-from autopar.search.space import Point, splits_head, stages_of
+from autopar.search.hulls import Figure
+from autopar.search.space import Point, splits_head
 
 if TYPE_CHECKING:
     from autopar.search.profiles import Profile
@@ -33,12 +36,13 @@ def most_parameters(point: Point, profile: Profile) -> float:
     return max(1.0, *(held(numbers) / mean for numbers in ends)) if mean and seconds else 1.0
 
 
-def left_seconds(seconds: float, passing: float, point: Point, units: int) -> float:
+def left_seconds(seconds: Figure, passing: Figure, works: tuple[int, int], stages: int, units: int) -> Figure:
     """What moves of a rank's weights that take so long have left to do beside the passes of the first or the last
     microbatches, of which one takes ``passing`` on each rank: those of its last stage beside one pass of it, and the
-    others meanwhile, where all microbatches of a round pass through each of several stages before the next."""
-    pp, count = point.region.mesh.pp, point.region.microbatches
-    stages = stages_of(point) // pp
-    own = step.left_seconds(seconds / stages, math.ceil(units / pp / stages), passing / stages)
+    others meanwhile, where all microbatches of a round pass through each of several ``stages`` before the next.
+    ``works``: pipeline ranks, and microbatches; all ranks have so many ``units``."""
+    pp, count = works
+    each = max(1, math.ceil(units / pp / stages))
+    own = step.LEFT_SECONDS(sum_seconds=seconds / stages, layers=each, pass_seconds=passing / stages)
     beside = passing * (1 + (stages - 1) * min(pp, count)) / stages
-    return max(own, seconds - beside)
+    return np.maximum(own, seconds - beside)

@@ -22,7 +22,8 @@ from autopar.schedules.placements import v_shaped
 from autopar.schedules.registry import SCHEDULES
 from autopar.schedules.weight_moves import MESSAGES
 from autopar.search.bounds import scaled
-from autopar.search.costing import Costing, seconds_of, splits_further
+from autopar.search.costing import BESIDE, Costing, seconds_of, splits_further
+from autopar.search.ends import left_seconds
 from autopar.search.gradients import Adding, Kind, Sums, adding
 from autopar.search.hulls import Array
 from autopar.search.interleaving import Counts
@@ -86,7 +87,7 @@ class Outlook:
     scaler: Scaler
     expert_share: float  # of a layer's parameters
     _ways: dict[tuple[object, ...], Stored] = field(default_factory=dict)
-    _best: dict[tuple[object, ...], tuple[list[Adds], list[Adds]]] = field(default_factory=dict)
+    _best: dict[tuple[object, ...], tuple[list[Adds], ...]] = field(default_factory=dict)
     _added: dict[tuple[object, ...], Adding] = field(default_factory=dict)
     _sums: dict[tuple[object, ...], Adding] = field(default_factory=dict)
     _kinds: dict[Key, Counter[Kind]] = field(default_factory=dict)
@@ -135,8 +136,8 @@ class Outlook:
         mesh, profile = view.region.mesh, view.profile
         if profile is None or not self.scaler.suits(profile):
             layers = self._sending(self.scaler.scaled(view.region.key, view.times), view.region)
-            return _Row(layers, *self._best_ways(mesh, view.ways, microbatches))
-        every = [self._of_way(mesh, profile, way, microbatches, split=True) for way in view.ways]
+            return _Row(layers, *self._best_ways(mesh, view.ways, microbatches)[:2])
+        every = [self._of_way(mesh, profile, way, microbatches, split=True).proven for way in view.ways]
         stored = [every[place] for place in undominated(every)]
         free_of_state = [way._replace(state=0.0) for way in stored]
         roomy = [free_of_state[place] for place in undominated(free_of_state)]
@@ -208,7 +209,7 @@ class Outlook:
     def all_likely(self, regions: Sequence[Region], ways: Sequence[Sequence[Way]], times: Sequence[Times]) -> Array:
         """The same of ``regions`` with as many pipeline ranks and microbatches, like which nothing is known."""
         count = regions[0].microbatches
-        stored = [self._best_ways(region.mesh, some, count)[0] for region, some in zip(regions, ways, strict=True)]
+        stored = [self._best_ways(region.mesh, some, count)[2] for region, some in zip(regions, ways, strict=True)]
         pairs = zip(regions, times, strict=True)
         each = [self._sending(self.scaler.scaled(r.key, its.layers).waiting(*its.host), r) for r, its in pairs]
         rows = list(zip(each, stored, strict=True))
@@ -237,7 +238,8 @@ class Outlook:
         hosts = [self._host(ranks, region, (), away=away) for ranks in kinds]
         budget = self.costing.budget_bytes
         every = [
-            least_seconds(layers, stored, ranks, count, budget, host) for ranks, host in zip(kinds, hosts, strict=True)
+            _with_moves(least_seconds(layers, stored, ranks, count, budget, host), layers, stored, ranks, count)
+            for ranks, host in zip(kinds, hosts, strict=True)
         ]
         best: Array = np.min(every, axis=0)
         return best
@@ -389,17 +391,18 @@ class Outlook:
         ahead, most = ((forwards[None], backwards[None]) for forwards, backwards in (ahead, most))
         return Host(rate, self._host_room, ranks.kept[None], (steady / spans)[None], ahead, most, none)
 
-    def _best_ways(self, mesh: Mesh, ways: Sequence[Way], microbatches: int) -> tuple[list[Stored], list[Stored]]:
+    def _best_ways(self, mesh: Mesh, ways: Sequence[Way], microbatches: int) -> tuple[list[Stored], ...]:
         """Of regions with this mesh: those that no other one is as good as in everything, however many microbatches
-        there are; and if there was room for everything."""
+        there are, by their passes; if there was room for everything; and with what comes before and after."""
         key = (mesh.dp, mesh.ep, mesh.cp, mesh.tp, mesh.borrowed, tuple(ways))
         if key not in self._best:
             pairs = [self._split_in(mesh, way) for way in ways]
+            proven = [(stored.proven, added) for stored, added in pairs]
             none = {"state": 0.0, "gathered_bytes": 0.0, "flying_bytes": 0.0}
-            free = [(stored._replace(**none), added) for stored, added in pairs]
-            self._best[key] = best_of(pairs), best_of(free)
-        both = ([stored._replace(added=added.each(microbatches)) for stored, added in some] for some in self._best[key])
-        return next(both), next(both)
+            free = [(stored._replace(**none), added) for stored, added in proven]
+            self._best[key] = best_of(proven), best_of(free), best_of(pairs)
+        found = self._best[key]
+        return tuple([stored._replace(added=added.each(microbatches)) for stored, added in some] for some in found)
 
     def _of_region(self, mesh: Mesh, way: Way, microbatches: int) -> Stored:
         stored, added = self._split_in(mesh, way)
@@ -555,7 +558,36 @@ class Outlook:
                 seconds += scatters * seconds_of("reduce_scatter", 1, shards, link)
                 scattered += seconds
                 held += seconds * machine.device.held_share(link)
-        return Stored(state, gathered, scattered, held=held / (gathered + scattered) if held else 0.0)
+        share = held / (gathered + scattered) if held else 0.0
+        return Stored(state, gathered, scattered, held=share, **self._at_ends(mesh, lines, way))
+
+    def _at_ends(self, mesh: Mesh, lines: Mapping[tuple[str, ...], Weights], way: Way) -> dict[str, float]:
+        """What comes before all passes and after them, of a layer: all layers travel together."""
+        count, totals = self.scaler.layers.count, np.zeros(4)
+        for axes, weights in lines.items():
+            whole = weights.times(count)
+            totals += self.costing.line_seconds(axes, whole, whole, count, mesh, way)
+        gathered, scattered, rest, updated = (totals / count).tolist()
+        at_first = 0.0 if weights_streamed(way.zero, way.offload, mesh.zero_shards(way.zero_ranks)) else gathered
+        before = 0.0 if masters_on_host(way.offload) else at_first
+        return {"before": before, "after": scattered + rest, "each": scattered, "updated": updated}
+
+
+def _with_moves(passes: Array, layers: Layers, stored: Sequence[Stored], ranks: Ranks, microbatches: int) -> Array:
+    """By way, seconds of a step whose ``passes`` likely take so long: as :meth:`Costing.likely` has it of a point."""
+    share, works = layers.count / ranks.count, (ranks.count, microbatches)
+    before, after, each, updated, gathered = (
+        share * np.array([getattr(way, name) for way in stored])
+        for name in ("before", "after", "each", "updated", "gathered")
+    )
+    forward, backward = (share * np.asarray(pass_) for pass_ in (layers.forward, layers.inputs + layers.weights))
+    left = microbatches * np.maximum(0.0, each - backward) * (BESIDE if ranks.stages > 1 else 1.0)
+    first = ranks.count * forward  # of one microbatch through all layers
+    streamed = first + (microbatches - 1) * each + 2 * max(0, microbatches - 1) * gathered
+    moved = (before, forward), (after, backward)
+    ends = sum(left_seconds(moves, pass_, works, ranks.stages, layers.count) for moves, pass_ in moved)
+    found: Array = np.maximum(passes + left, streamed) + ends + updated
+    return found
 
 
 def _by_split(kinds: Mapping[Kind, int]) -> dict[tuple[str, ...], Weights]:

@@ -71,7 +71,9 @@ class Stored(NamedTuple):
     """A way to store weights: bytes of a layer that stay from step to step, seconds of gathering its weights for each
     pass (0: they are there), of a SCATTER of its gradients for each microbatch, and of adding these up; the share of a
     device's multiprocessors that both hold (:mod:`autopar.planner.contention`); and bytes of a layer's weights that
-    come and go (``gathered_bytes``), and of the last messages of its gradients (``flying_bytes``)."""
+    come and go (``gathered_bytes``), and of the last messages of its gradients (``flying_bytes``). What is likely
+    alone: seconds of gathering them ``before`` all passes, of summing gradients ``after`` them, of that for ``each``
+    microbatch, and of their update."""
 
     state: float
     gathered: float
@@ -80,6 +82,15 @@ class Stored(NamedTuple):
     held: float = 0.0
     gathered_bytes: float = 0.0
     flying_bytes: float = 0.0
+    before: float = 0.0
+    after: float = 0.0
+    each: float = 0.0
+    updated: float = 0.0
+
+    @property
+    def proven(self) -> Stored:
+        """Without what is likely alone."""
+        return self._replace(before=0.0, after=0.0, each=0.0, updated=0.0)
 
 
 @dataclass(frozen=True)
