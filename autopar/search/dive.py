@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 from autopar.search.learned import SEVERAL, Kind, Learned
-from autopar.search.space import Family, Point, Region, promise
+from autopar.search.space import TOGETHER, Family, Point, Region, promise, works_of
 from autopar.search.space import savers as saving
 from autopar.search.work import work_of
 
@@ -50,6 +50,7 @@ _REST = 0.25  # of the work of a whole search, at most, of what its proof has no
 _DOUBTED = 0.2  # of the work of a whole search, in which what was learned of some is doubted for others
 _STORED = 0.3  # of the work of a whole search, for other ways to store what is on the host
 _LONGER = 4  # times that, if what waits may still be better by much
+_PATIENCE = 0.3  # of the work of a whole search, until anything is laid out with all on the device
 _REFUSED = 2  # times that, where nothing of these fitted yet
 _NEAR = 1.4  # times the least estimate that waits: less is good enough
 _LAST = 2  # points of placed regions, where that was all the work
@@ -59,27 +60,33 @@ _COARSE = 2  # times the rows of a microbatch: those between are next to the bes
 
 
 def dive(search: Search, regions: list[Region]) -> Learned:
-    """Lay out the most promising points, plain ones first; then those with sequences split within a node, what differs
-    from the best in a few choices, and pipelines with activations on the host where the best is short of memory. What
-    that says of others."""
+    """Lay out the most promising points, plain ones first; then those with sequences or experts split within a node,
+    and what differs from the best in a few choices. Those with activations on the host come first where that makes the best
+    much faster, or nothing else is found to fit; and last where the best is short of memory. What that says of
+    others."""
     node, learned = search.costing.cluster.devices_per_node, Learned()
     near = [r for r in regions if r.mesh.tp * r.mesh.cp <= node]
     plain = [r for r in near if r.mesh.cp == 1 and not r.mesh.borrowed]
     split = [r for r in near if r.mesh.cp > 1 or r.mesh.borrowed]
-    for some, state in ((plain, ()), (regions, ()), (plain, _AWAY)):
+    away = [region for region in near if _may_put_away(search, region)]
+    patience = _PATIENCE if away else math.inf
+    firsts = [((), plain, patience), (_ACTIVATIONS, away, math.inf), ((), regions, math.inf), (_AWAY, plain, math.inf)]
+    for state, some, limit in firsts:
         if not search.outcomes:
-            _Dive(search, state, learned, _SEARCHES).run(some)
+            _Dive(search, state, learned, _SEARCHES, limit).run(some)
     if search.outcomes:
         _put_away(search, learned)  # what else looks good is often beaten by then
+        here = _here_seconds(search)
+        gains = search.best_seconds < (1 - search.tolerance) * here
+        if gains and not math.isinf(here):
+            _Dive(search, _ACTIVATIONS, learned, _ELSEWHERE).run(away)
         _Dive(search, (), learned, _AGAIN).run(split)
         around = _Around.of(regions)
         _climb(search, around, learned, ())
         _polish(search, learned)
         _put_away(search, learned)
-        best = search.ranked()[0]
-        if best.is_tight and best.point.offload in ((), _ACTIVATIONS):
-            some = [region for region in near if _may_put_away(search, region)]
-            _Dive(search, _ACTIVATIONS, learned, _ELSEWHERE).run(some)
+        if not gains and _is_short(search):
+            _Dive(search, _ACTIVATIONS, learned, _ELSEWHERE).run(away)
         if offload := _worth_away(search, search.ranked()[0]):
             _polish_away(search, learned)
             _climb(search, around, learned, offload)
@@ -109,6 +116,18 @@ def lay_out_likely(search: Search, learned: Learned, spared: float) -> None:
                 learned.lay_out(search, point, estimate)
 
 
+def _here_seconds(search: Search) -> float:
+    """Of the best of what was laid out with all on the device; inf where nothing was."""
+    here = (outcome.step_seconds for outcome in search.outcomes if not outcome.point.offload)
+    return min(here, default=math.inf)
+
+
+def _is_short(search: Search) -> bool:
+    """Whether the best may be faster with more memory, and has nothing but activations on the host."""
+    best = search.ranked()[0]
+    return best.is_tight and best.point.offload in ((), _ACTIVATIONS)
+
+
 @dataclass
 class _Dive:
     """What waits, the best estimate first, with this on the host (``offload``)."""
@@ -117,6 +136,7 @@ class _Dive:
     offload: tuple[str, ...]
     learned: Learned
     share: float  # of the work of a whole search, where what waits isn't much better
+    patience: float = math.inf  # the same, where nothing was laid out
     waiting: list[tuple[float, int, Region | Point]] = field(default_factory=list)
     doubted: list[tuple[float, int, Region]] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=itertools.count)
@@ -126,13 +146,15 @@ class _Dive:
     failed: Counter[object] = field(default_factory=Counter)
     placed: Counter[object] = field(default_factory=Counter)
     estimates: dict[Point, float] = field(default_factory=dict)  # before anything was learned
+    alike: defaultdict[object, list[Region]] = field(default_factory=lambda: defaultdict(list))  # the best first
+    likely: dict[Region, float] = field(default_factory=dict)  # as if nothing like them was placed
 
     def run(self, regions: list[Region]) -> None:
         search, begun = self.search, self.search.work
-        first = {region: _first_estimate(search, region) for region in _coarse(regions)}
-        left = [region for region, estimate in first.items() if estimate < search.best_seconds]
-        for region, likely in zip(left, search.all_likely(left, self.offload), strict=True):
-            self._wait(max(first[region], likely), region)
+        first = [(_first_estimate(search, region), number, region) for number, region in enumerate(_coarse(regions))]
+        for estimate, _, region in sorted(first):
+            self.alike[works_of(region)].append(region)
+            self._wait(estimate, region)
         for _ in range(_LOOKS):
             if not self.waiting or self.waiting[0][0] >= search.best_seconds:
                 if search.work - begun > search.most_work * min(_DOUBTED, self.share) or not self._doubt():
@@ -141,6 +163,8 @@ class _Dive:
             is_near = search.best_seconds < _NEAR * self.waiting[0][0]
             limit = search.most_work * (self.share if is_near else _LONGER * _SEARCHES)
             limit *= _REFUSED if self._only_refused else 1
+            if not search.outcomes and search.work - begun > search.most_work * self.patience:
+                return
             if search.outcomes and search.work - begun > limit:
                 self._try_placed()
                 return
@@ -174,7 +198,7 @@ class _Dive:
         """Estimate it better, by its memory, then by profiles of others; then its points. Where none of these fits,
         neither do as many rows on as few stages."""
         search, mesh = self.search, region.mesh
-        full, first = self.full[_axes(region)], _first_estimate(search, region)
+        full, first = self.full[_axes(region)], max(_first_estimate(search, region), self._unplaced(region))
         if first > estimate:  # by what was learned meanwhile
             self._wait(first, region)
             return
@@ -190,6 +214,16 @@ class _Dive:
             self._wait(estimate, region)
         else:
             self._place(region, likely, kind)
+
+    def _unplaced(self, region: Region) -> float:
+        """What it is likely to take as if nothing like it was placed: found for others with it."""
+        if region not in self.likely:
+            alike = self.alike[works_of(region)]
+            others = [other for other in alike[: TOGETHER - 1] if other != region and other not in self.likely]
+            del alike[: TOGETHER - 1]
+            some = [region, *others]
+            self.likely |= zip(some, self.search.all_likely(some, self.offload), strict=True)
+        return self.likely[region]
 
     def _place(self, region: Region, likely: float, kind: Kind) -> None:
         """Let its points wait, which tell how far what was ``likely`` is off."""

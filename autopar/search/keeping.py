@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from typing import Final, NamedTuple
 
@@ -81,25 +82,62 @@ class _Level(NamedTuple):
     often: float
 
 
-class _Waiting(NamedTuple):
-    """How many microbatches wait for a backward: at most, with all on the device (``here``) or all ``away`` on the host
-    that can be; at some ``levels``; and ``beside``, both ways, what one of each stage has left for its weights'
-    gradients, at some time."""
+@dataclass(frozen=True)
+class _Waiting:
+    """How many microbatches of a rank wait for a backward: of its stages on average, as if these were as long
+    (``even``), or of each of them at least, at the same time, however long they are. At most, with all on the device
+    (``here``) or all ``away`` on the host that can be; at some ``levels``; and ``beside``, both ways, what one of each
+    stage has left for its weights' gradients, at some time."""
 
-    here: float
-    away: float
-    beside: tuple[float, float]
-    levels: tuple[_Level, ...]
+    rank: _Rank
+    even: bool
+
+    @cached_property
+    def here(self) -> float:
+        return self.rank.here.most(self.even)
+
+    @cached_property
+    def away(self) -> float:
+        return self.rank.away.most(self.even)
+
+    @cached_property
+    def levels(self) -> tuple[_Level, ...]:
+        return tuple(_levels(self.rank.here, even=self.even))
+
+    def beside(self, *, away: bool) -> float:
+        return (self.rank.away if away else self.rank.here).beside(self.even)
 
 
 @dataclass(frozen=True)
 class _Rank:
-    """What a rank keeps: of all its stages on ``average``, as if these were as long; and of each of them at ``least``,
-    at the same time, however long they are. And how many wait for weights' gradients on average at most (``later``)."""
+    """What a rank keeps, by its ``actions`` with so many stages: found when it is asked for."""
 
-    average: _Waiting
-    least: _Waiting
-    later: float
+    actions: Sequence[Action]
+    chunks: int
+
+    @cached_property
+    def here(self) -> _Counts:
+        """With all on the device."""
+        return _Counts.of(self.actions, self.chunks)
+
+    @cached_property
+    def away(self) -> _Counts:
+        """With all on the host that can be."""
+        shares = dict.fromkeys((action.stage for action in self.actions), ALL)
+        return _Counts.of(list(with_offloads(self.actions, shares)), self.chunks)
+
+    @cached_property
+    def average(self) -> _Waiting:
+        return _Waiting(self, even=True)
+
+    @cached_property
+    def least(self) -> _Waiting:
+        return _Waiting(self, even=False)
+
+    @cached_property
+    def later(self) -> float:
+        """How many wait for weights' gradients at most, on average of its stages."""
+        return max(accumulate((_LATER.get(action.kind, 0) for action in self.actions), initial=0)) / self.chunks
 
 
 @dataclass
@@ -167,7 +205,7 @@ class Keeping:
         leave nothing."""
         if not SCHEDULES[name].splits_backward or ranks == 1:
             return None
-        return np.array([rank.least.beside[away] for rank in self._ranks(name, ranks, microbatches, chunks, head)])
+        return np.array([rank.least.beside(away=away) for rank in self._ranks(name, ranks, microbatches, chunks, head)])
 
     def likely(
         self, name: str, ranks: int, microbatches: int, chunks: int | None, head: str, ratios: Ratios = EQUAL
@@ -220,12 +258,12 @@ class Keeping:
 
     def _ranks(self, name: str, ranks: int, microbatches: int, chunks: int | None, head: str) -> tuple[_Rank, ...]:
         if ranks == 1 and (SCHEDULES[name].chunks or chunks or 2) == 1:
-            return (_Rank(alone := _Waiting(1.0, 1.0, (0.0, 0.0), ()), alone, 0.0),)
+            microbatches = 1  # others come one after the other
         key = _key(name, ranks, microbatches, chunks, head)
         if key not in self._known:
             schedule = generate(*key[:3], chunks=chunks, head=head)
             self.generated += schedule.stages * schedule.microbatches
-            self._known[key] = tuple(_rank(actions, schedule.chunks) for actions in schedule.lists)
+            self._known[key] = tuple(_Rank(actions, schedule.chunks) for actions in schedule.lists)
         return self._known[key]
 
 
@@ -313,19 +351,6 @@ def _spill(level: _Level, microbatches: int, seconds: float) -> Spill:
     return Spill(level.kept, *level.forwards, *level.backwards, times, seconds, microbatches)
 
 
-def _rank(actions: Sequence[Action], chunks: int) -> _Rank:
-    away = list(with_offloads(actions, dict.fromkeys((action.stage for action in actions), ALL)))
-    later = max(accumulate((_LATER.get(action.kind, 0) for action in actions), initial=0)) / chunks
-    average, least = (_waiting(actions, away, chunks, even=even) for even in (True, False))
-    return _Rank(average, least, later)
-
-
-def _waiting(actions: Sequence[Action], away: Sequence[Action], chunks: int, *, even: bool) -> _Waiting:
-    here, there = (_Counts.of(each, chunks) for each in (actions, away))
-    most, rest = (float(each.kept(even).max(initial=0.0)) for each in (here, there))
-    return _Waiting(most, rest, (here.beside(even), there.beside(even)), tuple(_levels(actions, here, even=even)))
-
-
 @dataclass(frozen=True)
 class _Counts:
     """Of a rank's actions, after each: ``[action, stage]`` of the microbatches whose forwards and backwards are over,
@@ -340,18 +365,22 @@ class _Counts:
     def of(cls, actions: Sequence[Action], chunks: int) -> _Counts:
         stages = sorted({action.stage for action in actions if action.kind == "F"})
         place = {stage: number for number, stage in enumerate(stages)}
+        known = [(n, place[a.stage], a.kind) for n, a in enumerate(actions) if a.kind in _KEEPS]
+        rows, columns, kinds = (list(each) for each in zip(*known, strict=True))
         found = np.zeros((3, len(actions), chunks))
-        for number, (kind, _, stage, *_) in enumerate(actions):
-            if kind in _KEEPS and stage in place:
-                found[0, number, place[stage]] = kind == "F"
-                found[1, number, place[stage]] = kind in ("B", "I")
-                found[2, number, place[stage]] = _KEEPS[kind]
+        found[0, rows, columns] = [kind == "F" for kind in kinds]
+        found[1, rows, columns] = [kind in ("B", "I") for kind in kinds]
+        found[2, rows, columns] = [_KEEPS[kind] for kind in kinds]
         return cls(actions, *found.cumsum(axis=1))
 
     def kept(self, even: bool) -> Array:
         """After each action, of all stages on average (``even``) or of each at least."""
         found: Array = self.waiting.mean(axis=1) if even else self.waiting.min(axis=1)
         return found
+
+    def most(self, even: bool) -> float:
+        """Of all those."""
+        return float(self.kept(even).max(initial=0.0))
 
     def beside(self, even: bool) -> float:
         """After one of their backwards that leaves something, for each stage at some time at least."""
@@ -363,12 +392,12 @@ class _Counts:
         return min(most.values(), default=0.0)
 
 
-def _levels(actions: Sequence[Action], counts: _Counts, *, even: bool) -> Iterator[_Level]:
+def _levels(counts: _Counts, *, even: bool) -> Iterator[_Level]:
     """For some numbers of microbatches that wait for a backward, up to the most."""
     begun: dict[tuple[int, int], int] = {}
     spans: list[tuple[int, int]] = []
     after: list[int] = []  # forwards
-    for number, action in enumerate(actions):
+    for number, action in enumerate(counts.actions):
         place = action.microbatch, action.stage
         if action.kind == "F":
             begun[place] = number

@@ -232,7 +232,7 @@ class Outlook:
             looped, folded = ((waited(pp, count, each), looped_messages(pp, each)) for each in (chunks, 2))
             kinds.append(even(layers, looped_kept(pp, count, chunks), looped, chunks))
             kinds.append(even(layers, 1.5 * folded_kept(pp, count), folded, 2))
-        if chunks > 1 == pp and away:
+        if chunks > 1 == pp:
             kinds.append(replace(even(layers, looped_kept(pp, count, chunks), (0.0, 0.0), chunks), stages=chunks))
         kinds = [with_last(ranks, last, "straight") for ranks in kinds]
         hosts = [self._host(ranks, region, (), away=away) for ranks in kinds]

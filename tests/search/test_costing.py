@@ -79,7 +79,7 @@ def test_scatters_go_one_after_the_other_after_the_first_forward(monkeypatch: py
     assert costs.likely(9.0, point, profile) == pytest.approx(9.0 + 2 * left + after, rel=1e-3)
     several = point._replace(schedule="interleaved", chunks=2)
     after = costs._ends_seconds(several, profile)
-    assert costs.likely(9.0, several, profile) == pytest.approx(9.0 + 2 * costing._BESIDE * left + after, rel=1e-3)
+    assert costs.likely(9.0, several, profile) == pytest.approx(9.0 + 2 * costing.BESIDE * left + after, rel=1e-3)
     assert costs.likely(0.1, several, profile) == pytest.approx(first + 1.0 + after), "the stream takes longer"
     once = point._replace(zero=1)
     assert costs.likely(0.5, once, profile) == 0.5 + costs._ends_seconds(once, profile)

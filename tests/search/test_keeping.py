@@ -74,7 +74,7 @@ def test_a_rank_alone_keeps_one_microbatch_or_a_few_of_its_stages() -> None:
     assert even.most == 2 / 6, "one that runs, and one that comes back"
     assert even.spills[-1].kept == even.spills[-1].forwards == even.spills[-1].most_forwards == 1
     (one,) = keeping.away("1f1b", 1, 8, None, "", 1e9)
-    assert (one.most, one.spills) == (1, ())
+    assert one.most == 1, "no other pass runs meanwhile"
 
 
 def test_what_waits_for_weights_gradients_alone_counts_apart() -> None:
