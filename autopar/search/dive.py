@@ -61,9 +61,9 @@ _COARSE = 2  # times the rows of a microbatch: those between are next to the bes
 
 def dive(search: Search, regions: list[Region]) -> Learned:
     """Lay out the most promising points, plain ones first; then those with sequences or experts split within a node,
-    and what differs from the best in a few choices. Those with activations on the host come first where that makes the best
-    much faster, or nothing else is found to fit; and last where the best is short of memory. What that says of
-    others."""
+    and what differs from the best in a few choices. Those with activations on the host come before these where that
+    makes the best much faster, or where nothing else is found to fit; and last where the best is short of memory.
+    What that says of others."""
     node, learned = search.costing.cluster.devices_per_node, Learned()
     near = [r for r in regions if r.mesh.tp * r.mesh.cp <= node]
     plain = [r for r in near if r.mesh.cp == 1 and not r.mesh.borrowed]

@@ -285,8 +285,8 @@ def looped_kept(ranks: int, microbatches: int, chunks: int) -> Array:
 
 
 def looped_least(ranks: int, microbatches: int) -> Array:
-    """Of each of its stages at the same time: of the last one, when its first backward begins. All others keep as many
-    of that round at least."""
+    """Of every stage at the same time, of any number of them: when its first backward begins, the last stage has run so
+    many forwards, and all others as many of that round at least."""
     ahead = 2 * (ranks - 1 - np.arange(ranks)) + 1
     return np.minimum(float(min(microbatches, ranks)), ahead)
 
@@ -308,8 +308,8 @@ def folded_kept(ranks: int, microbatches: int) -> Array:
 
 
 def folded_least(ranks: int, microbatches: int) -> Array:
-    """Of both stages at the same time: of V-Min's second one, whose microbatches have a third of the way to go that
-    its schedule has a stage's passes for; no other schedule with this placement keeps less."""
+    """Of both of its stages at the same time, of any schedule on a V: V-Min, which keeps the least of them, keeps one
+    microbatch of its second stage on the first rank, and one more on every third."""
     return np.minimum(float(microbatches), (np.arange(ranks) + 1) // 3 + 1)
 
 
