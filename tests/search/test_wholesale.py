@@ -561,6 +561,16 @@ def test_what_the_host_has_no_room_for_is_recomputed() -> None:
     assert np.isinf(least_seconds(layers, [FREE], ranks, microbatches, 31.0, roomy._replace(room=0.5))).all()
 
 
+def test_what_weights_gradients_need_may_be_of_a_stage_with_all_layers() -> None:
+    """Then one of three microbatches, of four layers each, waits no longer when it leaves something."""
+    layers = replace(layers_of(8), later=4.0)
+    ranks = replace(straight(layers, 2, 8, np.array([3.0, 3.0]), ends=False), stages=2, beside=np.array([1.0, 1.0]))
+    slow = host_of(ranks, 8, 0.01)
+    (bound,) = least_seconds(layers, [FREE], ranks, 8, 48.0, slow)
+    assert bound == pytest.approx(float(least_seconds(layers, [FREE], ranks, 8, 1e9, slow)[0]))
+    assert least_seconds(layers, [FREE], ranks, 8, 38.0, slow)[0] > 1.01 * bound
+
+
 def test_copies_keep_up_whenever_a_rank_keeps_much() -> None:
     """The tightest number of microbatches counts, and not the most alone."""
     layers, microbatches, rate = replace(layers_of(8), extra=10 * np.array(EXTRA)), 8, 0.7
