@@ -139,7 +139,7 @@ def test_what_is_laid_out_on_another_placement_is_bounded_as_if_all_were_split(
     point = next(point for point in search.points_of(region) if (point.zero, point.zero_ranks) == (3, 0))
     search.lay_out(point)
     own = search.profiler.known[search.key_of(point)]
-    way = point.zero, point.zero_ranks, point.offload
+    way = point.way
     bounded = outlook._of_point(point, plain)
     really, whole = (outlook._of_profile(region.mesh, each, way, 2, split=False) for each in (own, plain))
     assert bounded.gathered <= really.gathered <= whole.gathered
