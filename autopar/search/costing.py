@@ -431,8 +431,9 @@ class Costing:
     def line_seconds(
         self, axes: tuple[str, ...], weights: Weights, summed: Weights, layers: int, mesh: Mesh, way: Way
     ) -> list[float]:
-        """The same of weights that are whole along ``axes``, of which those of so many ``layers`` are gathered apart if
-        they are for each pass; of ``summed`` all ranks have terms."""
+        """Seconds of one gather, one scatter and the rest of the sums of weights that are whole along ``axes``, and of
+        their update. Those of so many ``layers`` are gathered apart if that is for each pass; of ``summed`` all ranks
+        have terms."""
         shards = mesh.zero_shards(way.zero_ranks, axes) if way.zero and axes else 1
         machine, streams = self.machine_of(mesh, way.zero_ranks), self._streams(mesh, way)
         line = machine.lines.get(axes)

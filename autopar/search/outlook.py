@@ -384,7 +384,7 @@ class Outlook:
         pp, count, none = region.mesh.pp, region.microbatches, np.zeros(ranks.count)
         steady, ahead = max(0, count - _STEADY * pp), (ranks.kept, none)
         most, spans = ahead, np.maximum(1.0, ranks.kept)
-        if ranks.goes_on:  # each round of microbatches, which others of two rounds may wait beside
+        if ranks.goes_on:  # once in a round; none of those waits any more that did two rounds before
             most, spans = (none + min(count, 2 * pp), none), none + 3 * pp
         if ranks.goes_on and not fills:  # a rank may keep the most at any time
             most = ahead = none + count / 2, none + count / 2
