@@ -62,3 +62,4 @@ def test_regions_that_cannot_be_better_are_not_estimated() -> None:
     own.run(found)
     assert {region for region in first if first[region] < search.best_seconds} <= set(own.likely)
     assert len(own.likely) < len(first)
+    assert all(seconds > 0 for seconds in own.likely.values())
