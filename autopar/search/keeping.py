@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from autopar.schedules import Action, Costs, generate, lower, simulate_timeline
+from autopar.schedules import Action, Costs, Schedule, generate, lower, placement, simulate_timeline
 from autopar.schedules.offloads import ALL, LEAST_BETWEEN, with_offloads
 from autopar.schedules.pass_times import PassTimes
 from autopar.schedules.registry import SCHEDULES
@@ -326,20 +326,20 @@ def _waited(
     name: str, ranks: int, microbatches: int, chunks: int | None, head: str, ratios: Ratios
 ) -> tuple[float, float]:
     """Of stages that are all as long, and of short messages between them."""
-    schedule = generate(name, ranks, microbatches, chunks=chunks, head=head)
-    weights = ratios.backward * ratios.weights
+    homes = placement(name, ranks, chunks)
+    sizes = Schedule(name, len(homes), microbatches, homes, ((),) * ranks)
     costs = [
         Costs.uniform(
-            schedule,
+            sizes,
             forward_seconds=1.0,
             backward_seconds=ratios.backward,
-            weight_seconds=weights,
+            weight_seconds=ratios.backward * ratios.weights,
             send_seconds=sent,
         )
         for sent in (0.0, _SHORT)
     ]
-    if SCHEDULES[name].cost_aware:
-        schedule = generate(name, ranks, microbatches, chunks=chunks, head=head, costs=PassTimes.of(costs[0]))
+    times = PassTimes.of(costs[0]) if SCHEDULES[name].cost_aware else None
+    schedule = generate(name, ranks, microbatches, chunks=chunks, head=head, costs=times)
     lowered = lower(schedule, costs[0].seconds)
     without, with_them = (simulate_timeline(lowered, each, trusted=True).makespan_seconds for each in costs)
     passes = without / (1.0 + ratios.backward) / schedule.chunks

@@ -34,10 +34,10 @@ from autopar.search.ranks import even, kind_of, kinds_of, last_rank, ranks_of, u
 from autopar.search.scaling import Times
 from autopar.search.space import Family, Point, Region, Way, expert_share, splits_head, stages_of
 from autopar.search.ways import (
-    Adds,
+    BestWays,
+    added,
     any_away,
     beside_each_other,
-    best_of,
     bounds_of_each,
     least_of,
     least_of_rows,
@@ -57,6 +57,7 @@ from autopar.search.wholesale import (
 _STAGES: Final = 8  # of a rank at most, where several are likely
 _STEADY: Final = 2  # times the ranks: of fewer microbatches, none are taken to wait as those of a steady state do
 _BOUNDLESS: Final = 1e30
+_VALUES: Final = 8  # of what layers keep, for what is likely where nothing is placed
 _TINY: Final = 1e-30
 
 
@@ -87,7 +88,7 @@ class Outlook:
     scaler: Scaler
     expert_share: float  # of a layer's parameters
     _ways: dict[tuple[object, ...], Stored] = field(default_factory=dict)
-    _best: dict[tuple[object, ...], tuple[list[Adds], ...]] = field(default_factory=dict)
+    _best: dict[tuple[object, ...], BestWays] = field(default_factory=dict)
     _added: dict[tuple[object, ...], Adding] = field(default_factory=dict)
     _sums: dict[tuple[object, ...], Adding] = field(default_factory=dict)
     _kinds: dict[Key, Counter[Kind]] = field(default_factory=dict)
@@ -136,7 +137,8 @@ class Outlook:
         mesh, profile = view.region.mesh, view.profile
         if profile is None or not self.scaler.suits(profile):
             layers = self._sending(self.scaler.scaled(view.region.key, view.times), view.region)
-            return _Row(layers, *self._best_ways(mesh, view.ways, microbatches)[:2])
+            best = self._best_ways(mesh, view.ways)
+            return _Row(layers, added(best.proven, microbatches), added(best.roomy, microbatches))
         every = [self._of_way(mesh, profile, way, microbatches, split=True).proven for way in view.ways]
         stored = [every[place] for place in undominated(every)]
         free_of_state = [way._replace(state=0.0) for way in stored]
@@ -209,7 +211,8 @@ class Outlook:
     def all_likely(self, regions: Sequence[Region], ways: Sequence[Sequence[Way]], times: Sequence[Times]) -> Array:
         """The same of ``regions`` with as many pipeline ranks and microbatches, like which nothing is known."""
         count = regions[0].microbatches
-        stored = [self._best_ways(region.mesh, some, count)[2] for region, some in zip(regions, ways, strict=True)]
+        best = (self._best_ways(region.mesh, some) for region, some in zip(regions, ways, strict=True))
+        stored = [added(each.likely, count) for each in best]
         pairs = zip(regions, times, strict=True)
         each = [self._sending(self.scaler.scaled(r.key, its.layers).waiting(*its.host), r) for r, its in pairs]
         rows = list(zip(each, stored, strict=True))
@@ -236,6 +239,7 @@ class Outlook:
             kinds.append(replace(even(layers, looped_kept(pp, count, chunks), (0.0, 0.0), chunks), stages=chunks))
         kinds = [with_last(ranks, last, "straight") for ranks in kinds]
         hosts = [self._host(ranks, region, (), away=away) for ranks in kinds]
+        hosts = [host and host._replace(values=_VALUES) for host in hosts]
         budget = self.costing.budget_bytes
         every = [
             _with_moves(least_seconds(layers, stored, ranks, count, budget, host), layers, stored, ranks, count)
@@ -391,18 +395,12 @@ class Outlook:
         ahead, most = ((forwards[None], backwards[None]) for forwards, backwards in (ahead, most))
         return Host(rate, self._host_room, ranks.kept[None], (steady / spans)[None], ahead, most, none)
 
-    def _best_ways(self, mesh: Mesh, ways: Sequence[Way], microbatches: int) -> tuple[list[Stored], ...]:
-        """Of regions with this mesh: those that no other one is as good as in everything, however many microbatches
-        there are, by their passes; if there was room for everything; and with what comes before and after."""
+    def _best_ways(self, mesh: Mesh, ways: Sequence[Way]) -> BestWays:
+        """Of regions with this mesh."""
         key = (mesh.dp, mesh.ep, mesh.cp, mesh.tp, mesh.borrowed, tuple(ways))
         if key not in self._best:
-            pairs = [self._split_in(mesh, way) for way in ways]
-            proven = [(stored.proven, added) for stored, added in pairs]
-            none = {"state": 0.0, "gathered_bytes": 0.0, "flying_bytes": 0.0}
-            free = [(stored._replace(**none), added) for stored, added in proven]
-            self._best[key] = best_of(proven), best_of(free), best_of(pairs)
-        found = self._best[key]
-        return tuple([stored._replace(added=added.each(microbatches)) for stored, added in some] for some in found)
+            self._best[key] = BestWays([self._split_in(mesh, way) for way in ways])
+        return self._best[key]
 
     def _of_region(self, mesh: Mesh, way: Way, microbatches: int) -> Stored:
         stored, added = self._split_in(mesh, way)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -15,6 +17,38 @@ from autopar.search.wholesale import Host, Layers, Ranks, Stored, least_seconds,
 
 Adds = tuple[Stored, Adding]
 """A way, and what it takes to add up gradients."""
+
+
+@dataclass(frozen=True)
+class BestWays:
+    """Of some ways (``pairs``) those that no other one is as good as in everything, however many microbatches there
+    are: found when they are asked for."""
+
+    pairs: Sequence[Adds]
+
+    @cached_property
+    def proven(self) -> list[Adds]:
+        return _best_of(self._proven)
+
+    @cached_property
+    def roomy(self) -> list[Adds]:
+        """If there was room for everything."""
+        none = {"state": 0.0, "gathered_bytes": 0.0, "flying_bytes": 0.0}
+        return _best_of([(stored._replace(**none), adding) for stored, adding in self._proven])
+
+    @cached_property
+    def likely(self) -> list[Adds]:
+        """With what comes before the passes and after them."""
+        return _best_of(self.pairs)
+
+    @property
+    def _proven(self) -> list[Adds]:
+        return [(stored.proven, adding) for stored, adding in self.pairs]
+
+
+def added(pairs: Sequence[Adds], microbatches: int) -> list[Stored]:
+    """With what it takes to add up gradients, of each of so many ``microbatches``."""
+    return [stored._replace(added=adding.each(microbatches)) for stored, adding in pairs]
 
 
 def beside_each_other(rows: Sequence[tuple[Layers, Sequence[Stored]]]) -> tuple[Layers, list[Stored]]:
@@ -65,9 +99,9 @@ def bounds_of_each(
     return most
 
 
-def best_of(pairs: Sequence[Adds]) -> list[Adds]:
+def _best_of(pairs: Sequence[Adds]) -> list[Adds]:
     """Those that no other one is as good as in everything."""
-    return [pairs[place] for place in undominated([(*stored, *added) for stored, added in pairs])]
+    return [pairs[place] for place in undominated([(*stored, *adding) for stored, adding in pairs])]
 
 
 def any_away(ways: Iterable[Way]) -> bool:

@@ -19,7 +19,7 @@ from autopar.search.hulls import Array, Figure, Flags
 from autopar.search.interleaving import Counts, messages
 
 _NOTHING: Final = np.zeros(1)
-_VALUES: Final = 16  # of what layers keep that are told apart where the rest is copied
+_VALUES: Final = 16  # of what layers keep, for a bound
 _ROUNDED: Final = 1 + 1e-9
 _TINY: Final = 1e-30  # of a share: there may be none
 _WIDE: Final = 3  # times its even share of the layers that a rank is looked at with first
@@ -137,7 +137,8 @@ class Host(NamedTuple):
     """Where activations may go, at ``rate`` bytes per second: as many as it has ``room`` for, of each rank. For some
     numbers of microbatches that a rank would keep (``kept``, ``[level, rank]``): how often in a step what it has no
     room for of these is copied (``times``), beside how many forwards and backwards (``ahead``, at least, and ``most``)
-    that is for the first time. Of some microbatches nothing goes: ``stays`` of each rank."""
+    that is for the first time. Of some microbatches nothing goes: ``stays`` of each rank. So many ``values`` of what
+    layers keep are told apart: with fewer, copies are taken to be somewhat shorter."""
 
     rate: float
     room: float
@@ -146,6 +147,7 @@ class Host(NamedTuple):
     ahead: tuple[Array, Array]
     most: tuple[Array, Array]
     stays: Array
+    values: int = _VALUES
 
 
 def straight(layers: Layers, ranks: int, microbatches: int, kept: Array, *, ends: bool) -> Ranks:
@@ -426,7 +428,7 @@ def _copied(
     """The passes and the copies beside them, for the best of what layers may keep: between two values of that, no less
     is recomputed than with the larger one, and no less copied than with the smaller one. What is copied ahead of the
     first time that a rank keeps the most is copied back after it."""
-    values = np.linspace(layers.saved[-1], layers.saved[0], _VALUES + 1)
+    values = np.linspace(layers.saved[-1], layers.saved[0], host.values + 1)
     each, share = np.interp(-values, -layers.saved, layers.extra), _by_way(layers.share)
     saved, extra = (share * some[:, None, None, None] for some in (values[:-1], each[1:]))  # [value, way, rank, n]
     forward, passes = (microbatches * count * each for each in _layer_passes(layers, stored, ranks, count, extra))
