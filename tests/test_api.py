@@ -151,6 +151,7 @@ def test_a_directory_whose_files_dont_fit_each_other_is_refused(
         read_job(directory)
 
 
+@pytest.mark.slow
 def test_files_are_the_same_whatever_the_locale(job: autopar.ParallelModel, tmp_path: Path) -> None:
     """Comments of programs have other letters than ASCII."""
     wanted = job.write(tmp_path / "plan")

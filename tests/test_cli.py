@@ -66,7 +66,7 @@ def test_plan_show_and_diff(model: str, tmp_path: Path) -> None:
 def test_effort_goes_to_the_search(model: str) -> None:
     sizes = ("--batch", "8", "--sequence", "16", "--cluster", "h100")
     plans = [
-        Plan.from_json(run("plan", model, "--gpus", "8", *sizes, "--effort", e, "--json")[1]) for e in ("0.001", "1")
+        Plan.from_json(run("plan", model, "--gpus", "8", *sizes, "--effort", e, "--json")[1]) for e in ("0.001", "0.1")
     ]
     tried = [plan.search.laid_out for plan in plans if plan.search is not None]
     assert tried[0] < tried[1]

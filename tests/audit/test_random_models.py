@@ -79,11 +79,13 @@ def drawn(kind: str, seed: int) -> tuple[Case, dict[str, Any]]:
         ("plain", 124),  # what tables are given is changed first
         ("experts", 0),  # experts that are frozen, whose products are not put off
         ("plain", 54),  # a tied table that is looked up as it is stored: each backward sums what its other use gives
-        ("experts", 15),  # two dispatches under way at once
+        pytest.param("experts", 15, marks=pytest.mark.slow),  # two dispatches under way at once
         ("experts", 12),  # two of which neither hides anything
         ("experts", 33),  # stacks that are transposed, whose gradients come as they are not stored
         ("experts", 38),  # or that an einsum transposes
-        ("experts", 5027),  # biases of experts stay where other gradients are sent after each backward
+        pytest.param(
+            "experts", 5027, marks=pytest.mark.slow
+        ),  # biases of experts stay where other gradients are sent after each backward
         ("experts", 5058),  # one expert on each rank, over which an einsum sums
         *(pytest.param(kind, seed, marks=pytest.mark.slow) for kind in ("plain", "experts") for seed in range(1, 13)),
     ],

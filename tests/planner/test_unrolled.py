@@ -236,7 +236,7 @@ def test_loops_of_a_model_are_found() -> None:
     assert all(len(some) == 1 for some in sources)
 
 
-@pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}, {"cp": 2}])
+@pytest.mark.parametrize("mesh", [{"dp": 2}, pytest.param({"tp": 2}, marks=pytest.mark.slow), {"cp": 2}])
 def test_iterations_that_are_alike_are_as_good(mesh: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the best of all placements, which takes the MILP; and what is compiled so is the model."""
     asked: list[tuple[float, float]] = []

@@ -133,6 +133,7 @@ def test_several_stages_without_a_pipeline(
     check(lambda: llama(12, layers=4, tied=tied), mesh, **given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [4])
 def test_the_synthesized_schedule_and_its_plan(batch: int) -> None:
     """The list is in the plan: who loads it runs the same."""
@@ -197,7 +198,7 @@ def share_of_microbatch(
     return loss / microbatches
 
 
-@pytest.mark.parametrize("mesh", [{"pp": 2}, {"pp": 4}, {"pp": 3, "dp": 2}])
+@pytest.mark.parametrize("mesh", [{"pp": 2}, {"pp": 4}, pytest.param({"pp": 3, "dp": 2}, marks=pytest.mark.slow)])
 def test_pipedream_equals_its_staleness_on_one_device(mesh: dict[str, int]) -> None:
     case = make("mlp", 12)
     job = compile_pinned(

@@ -301,6 +301,7 @@ def peak_bytes(job: autopar.ParallelModel) -> int:
     return max(simulate.run(program, job.plan.mesh.world).peak_bytes)
 
 
+@pytest.mark.slow
 def test_no_more_is_held_than_has_to_be() -> None:
     """In units of a layer: masters and their gradients are a dp-th each; beside them, a few layers at a time. Layers
     are so large that they travel by themselves."""

@@ -52,7 +52,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore")  # the tracer's own, which it would trip over as errors
-@pytest.mark.parametrize("dropout", [False, True])
+@pytest.mark.parametrize("dropout", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_compiled_equals_eager(dropout: bool) -> None:
     ids, labels = torch.randint(0, 16, (2, 6)), torch.randint(0, 16, (2, 6))
 

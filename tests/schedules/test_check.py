@@ -73,6 +73,7 @@ def test_larger_schedules_are_right(name: str, ranks: int, microbatches: int) ->
     check(lower(generate(name, ranks, microbatches, head=SCHEDULES[name].heads[0])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_the_largest_schedule_is_right(name: str) -> None:
     schedule = lower(generate(name, 64, 512))
@@ -214,6 +215,7 @@ def broken(draw: st.DrawFn) -> Schedule:
     return edited
 
 
+@pytest.mark.slow
 @hypothesis.settings(
     max_examples=1000,
     suppress_health_check=[hypothesis.HealthCheck.filter_too_much, hypothesis.HealthCheck.too_slow],

@@ -42,6 +42,7 @@ def check_all(timelines: Timelines, schedule: Schedule) -> None:
         assert shared.communication_overhead_seconds == alone.communication_overhead_seconds
 
 
+@pytest.mark.slow
 def test_each_schedule_and_each_cost_has_its_own_timeline() -> None:
     """Schedules that are equal in name and sizes among them."""
     timelines = Timelines()

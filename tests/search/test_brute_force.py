@@ -155,6 +155,7 @@ def test_two_searches_find_the_same() -> None:
     assert prepared("mlp", 4) is prepared("mlp", 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("region", [Region(Mesh(pp=2, dp=2), 1, 4), Region(Mesh(dp=4), 1, 2)], ids=str)
 def test_what_just_fits_isnt_said_not_to(region: Region) -> None:
     """In budgets of what a point holds when it may hold anything, and of less, as long as it fits."""

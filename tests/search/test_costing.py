@@ -61,6 +61,7 @@ def test_more_stages_than_layers_have_a_bound_and_are_refused() -> None:
         search.lay_out(point)
 
 
+@pytest.mark.slow
 def test_scatters_go_one_after_the_other_after_the_first_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the last one, which a backward may hide in part; with gathers, where there are such. Passes are likely to
     wait for what each leaves, less where other stages have passes."""

@@ -31,7 +31,10 @@ from tests.models import make
 from tests.search.spaces import every_point, search_of
 
 CLUSTERS = {"fast": FAST, "cpu": Cluster.load("cpu"), "h100": Cluster.load("h100")}
-SPACES = [("mlp", 4, "fast"), ("mlp", 8, "h100"), ("gpt2", 4, "cpu")]
+SPACES = [
+    ("mlp", 4, "fast"),
+    *(pytest.param(*one, marks=pytest.mark.slow) for one in [("mlp", 8, "h100"), ("gpt2", 4, "cpu")]),
+]
 PLAIN = {"offload": (), "head_chunks": 1, "vocabulary": "redistributed"}
 BATCH = 8
 CLOSE = 1.05  # times the best step, that the dive's may take: it proves nothing
@@ -63,6 +66,7 @@ def test_the_first_plan_is_close_to_the_best(name: str, gpus: int, cluster: str)
     assert found[0].step_seconds <= CLOSE * min(least(name, gpus, cluster).values())
 
 
+@pytest.mark.slow
 def test_with_more_effort_a_search_proves_more() -> None:
     case = make("gpt2", 8)
     captured = autopar.capture(case.model, sample=case.batch, loss=case.loss)
@@ -132,17 +136,20 @@ def climbed(placed: Iterable[Region] = ()) -> Outcome:
     return search.ranked()[0]
 
 
+@pytest.mark.slow
 def test_the_climb_changes_several_degrees_at_once() -> None:
     best = climbed()
     assert differ(best.point.region, dead_end()) > 1
     assert best.step_seconds < 0.9 * steps()[dead_end()]
 
 
+@pytest.mark.slow
 def test_degree_by_degree_it_ends_where_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dive, "_CHANGES", 1)
     assert climbed().point.region == dead_end()
 
 
+@pytest.mark.slow
 def test_a_climb_looks_at_regions_that_are_placed_however_many_others_look_better(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

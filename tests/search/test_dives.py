@@ -32,6 +32,7 @@ def runs_of(search: Search, monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple
     return found
 
 
+@pytest.mark.slow
 def test_experts_on_ranks_of_tp_are_looked_at_within_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at first: by then most are no better than the best."""
     first, *others = runs_of(experts_on(replace(FAST, devices_per_node=2), 4, **PLAIN), monkeypatch)
@@ -41,6 +42,7 @@ def test_experts_on_ranks_of_tp_are_looked_at_within_a_node(monkeypatch: pytest.
     assert all(mesh.tp * mesh.cp <= 2 for mesh in borrowed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("patience", [0.0, math.inf])
 def test_where_nothing_fits_for_long_activations_go_to_the_host(
     patience: float, monkeypatch: pytest.MonkeyPatch

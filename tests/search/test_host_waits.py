@@ -53,6 +53,7 @@ def some(search: Search, every: int) -> Iterator[tuple[Point, float]]:
             continue
 
 
+@pytest.mark.slow
 def test_nothing_is_below_what_passes_wait(waiting: Search) -> None:
     tried = tight = orders = 0
     for point, seconds in some(waiting, 7):
@@ -69,6 +70,7 @@ def test_nothing_is_below_what_passes_wait(waiting: Search) -> None:
     assert orders, "ranks wait for each other's hosts, too"
 
 
+@pytest.mark.slow
 def test_estimates_know_what_passes_wait(waiting: Search, monkeypatch: pytest.MonkeyPatch) -> None:
     laid_out = list(some(waiting, 11))
     assert len(laid_out) >= 15

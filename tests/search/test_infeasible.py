@@ -111,6 +111,7 @@ def test_too_few_gpus_for_the_state_are_told_from_others_at_once() -> None:
     assert host.least_gpus == -(-elements * 8 // 30_000)
 
 
+@pytest.mark.slow
 def test_what_has_no_points_of_the_pinned_chunks_is_no_way_to_save_memory() -> None:
     """Regions without a pipeline, which would hold the least otherwise."""
     pins = pins_of(8, schedule="v-half", chunks=2, recompute="none", budget_bytes=10_000)

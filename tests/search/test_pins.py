@@ -69,7 +69,7 @@ def test_pins_that_cant_be(gpus: int, given: dict[str, Any], words: str) -> None
         chosen(gpus, **given)
 
 
-@pytest.mark.parametrize("mesh", [{}, {"pp": 2}])
+@pytest.mark.parametrize("mesh", [pytest.param({}, marks=pytest.mark.slow), {"pp": 2}])
 def test_a_synthesized_schedule_is_searched_for(mesh: dict[str, int]) -> None:
     """Of which no bound knows how its ranks work."""
     plan = choose(prepared("gpt2", 4), pins_of(2, mesh=mesh, schedule="synthesized"), CPU, {}).plan

@@ -264,6 +264,7 @@ def test_interleaved_regions_are_bounded_by_their_best_number_of_stages() -> Non
     assert both == two
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [None, 800_000, 400_000])
 def test_regions_are_bounded_together_as_alone(budget: int | None) -> None:
     """But for how ranks count in the mean: all as those of the first region. Some are placed, and keep what their own

@@ -90,6 +90,7 @@ def test_variants_of_a_placement_count_what_a_step_does_once_alike() -> None:
         assert variant.placed.request.shared_by == region.key.counted == 4
 
 
+@pytest.mark.slow
 def test_no_placement_with_experts_over_other_axes_is_below() -> None:
     """Those that have as many rows or fewer on the same axes are bounded by it; no others are."""
     search = experts_on(NODES, 8)
@@ -226,6 +227,7 @@ def test_another_number_of_experts_ranks_says_what_ep_is_likely_to_send() -> Non
     assert scaling.seconds(many, likely=True) == pytest.approx(before + sent)
 
 
+@pytest.mark.slow
 def test_tokens_by_way_of_more_nodes_may_take_less() -> None:
     """Where links between nodes are as fast as those within: which bounds of ranks that are further apart allow for."""
     link = replace(NODES.intra_node, bytes_per_second=1e8)
@@ -244,6 +246,7 @@ def test_tokens_by_way_of_more_nodes_may_take_less() -> None:
     assert gained
 
 
+@pytest.mark.slow
 def test_between_nodes_bounds_of_experts_stay_as_they_are() -> None:
     search = experts_on(NODES, 8)
     search.glance()

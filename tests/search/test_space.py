@@ -155,7 +155,7 @@ def test_compressed_sums_are_of_whole_gradients_over_dp() -> None:
     [
         pytest.param(lambda: search_of("llama", BATCH, 8, BUSY), 0.01, id="llama"),
         pytest.param(lambda: search_of("gpt2", BATCH, 8, NODES), 0.01, id="gpt2"),
-        pytest.param(lambda: experts_on(NODES, 8), 0.04, id="experts"),
+        pytest.param(lambda: experts_on(NODES, 8), 0.04, id="experts", marks=pytest.mark.slow),
     ],
 )
 def test_parts_of_several_rows_are_beaten_by_whole_ones(search: Callable[[], Search], off: float) -> None:

@@ -95,6 +95,7 @@ def test_played_as_run(name: str, mesh: dict[str, int], options: dict[str, Any],
     assert any(one.startswith("played") for one in recorded) != runs
 
 
+@pytest.mark.slow
 def test_experts_count_as_they_do(recorded: list[str]) -> None:
     case = prepared(lambda: family("deepseek_v3", 8, layers=3), torch.float32)
     check(*job_of(case, {"dp": 2, "ep": 2}, microbatches=2))
