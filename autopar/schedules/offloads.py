@@ -173,13 +173,17 @@ class Passes:
         found: dict[int, list[int]] = defaultdict(list)
         needed = [each for each in self.needed if each[1] in going]
         window = len({self.actions[forward].stage for _, forward, _ in needed})
-        following = deque[tuple[float, float]](maxlen=window)  # when a copy has to be over, and seconds
-        for index, forward, seconds in reversed(needed):
-            following.appendleft((self.begins[index], seconds))
-            until = inf
-            for end, taken in reversed(following):
-                until = min(until, end) - taken
-            start = bisect_right(self.begins, until) - LEAST_BETWEEN if seconds else index
+        before = list(accumulate((seconds for *_, seconds in needed), initial=0.0))
+        least = deque[tuple[float, int]]()  # the tightest: when it has to be over, less all up to it
+        for place in reversed(range(len(needed))):
+            index, forward, seconds = needed[place]
+            end = self.begins[index] - before[place + 1]
+            while least and least[0][0] >= end:
+                least.popleft()
+            least.appendleft((end, place))
+            if least[-1][1] >= place + window:
+                least.pop()
+            start = bisect_right(self.begins, before[place] + least[-1][0]) - LEAST_BETWEEN if seconds else index
             found[min(index - LEAST_BETWEEN, max(forward + LEAST_BETWEEN, start))].append(forward)
         return {start: places[::-1] for start, places in found.items()}
 
