@@ -7,7 +7,7 @@ schedule is generated twice, first with equal passes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from operator import sub
@@ -301,16 +301,15 @@ def _offloading(
     if best is None:
         best = overfull if isinstance(without, BudgetError) else without
     if best is None:
-        raise _least(refusals, "" if goes == lacks else f"{parts.machine.device.host_memory_bytes / 2**30:.3g} GiB")
+        least = min(refusals, key=lambda refusal: refusal.needed_bytes)  # of the device
+        raise least if goes == lacks else _or_host(least, parts.machine.device.host_memory_bytes)
     return best
 
 
-def _least(refusals: Iterable[BudgetError], host: str) -> BudgetError:
-    """That which asks for the least memory, of the device; it may be that the ``host`` has too little."""
-    error = min(refusals, key=lambda error: error.needed_bytes)
-    if not host:
-        return error
-    return BudgetError(f"{error}; or, for more activations, host memory above each rank's {host}", error.needed_bytes)
+def _or_host(refusal: BudgetError, host_bytes: int) -> BudgetError:
+    """Where a rank's host has too little for more activations, too."""
+    text = f"{refusal}; or, for more activations, host memory above each rank's {host_bytes / 2**30:.3g} GiB"
+    return BudgetError(text, refusal.needed_bytes)
 
 
 def _excess(parts: _Parts, draft: Schedule, found: Pipeline) -> int:
