@@ -28,15 +28,17 @@ class StageError(AutoparError):
 
 
 class BudgetError(StageError):
-    """No cut and no choice fits the memory that a rank may use; ``needed_bytes`` would do."""
+    """No cut and no choice fits the memory that a rank may use; ``needed_bytes`` would do, of which solvers don't know
+    ``uncounted_bytes``: what ranks were seen to hold beside what is counted."""
 
-    def __init__(self, message: str, needed_bytes: int) -> None:
+    def __init__(self, message: str, needed_bytes: int, uncounted_bytes: int = 0) -> None:
         super().__init__(message)
         self.needed_bytes = needed_bytes
+        self.uncounted_bytes = uncounted_bytes
 
-    def __reduce__(self) -> tuple[type[BudgetError], tuple[str, int]]:
-        """Both arguments, so that it crosses processes."""
-        return type(self), (str(self), self.needed_bytes)
+    def __reduce__(self) -> tuple[type[BudgetError], tuple[str, int, int]]:
+        """All arguments, so that it crosses processes."""
+        return type(self), (str(self), self.needed_bytes, self.uncounted_bytes)
 
 
 class PlanError(AutoparError):

@@ -83,4 +83,4 @@ class Emitted(Built):
         if isinstance(built, Emitted):
             return built
         programs = Programs.of(built)
-        return cls(built.plan, built.model, built.pipeline, programs, programs.job(built, *training))
+        return cls(**vars(built), programs=programs, job=programs.job(built, *training))

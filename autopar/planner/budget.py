@@ -49,7 +49,7 @@ def within_budget(lay_out: Callable[[int], T], exact: Callable[[T], T], budget_b
         # What is hidden may grow with what is recomputed, by a little mostly; at last, the solver is left nothing.
         more = max(held - counted, spared + held - budget_bytes)
         spared = more + int(_MARGIN * budget_bytes) if left > 1 else budget_bytes
-    raise _refusal(found.plan, budget_bytes)
+    raise _refusal(found.plan, budget_bytes, counted)
 
 
 def _leanest(lay_out: Callable[[int], T], exact: Callable[[T], T], budget_bytes: int, least_bytes: int) -> T:
@@ -57,19 +57,22 @@ def _leanest(lay_out: Callable[[int], T], exact: Callable[[T], T], budget_bytes:
     activations go to the host, what it asks for is a guess."""
     for left in reversed(range(_ROUNDS)):
         try:
-            found = exact(lay_out(budget_bytes - least_bytes))
+            found = lay_out(budget_bytes - least_bytes)
             break
         except BudgetError as error:
             more = error.needed_bytes - budget_bytes
             if not left or more <= 0:
                 raise
             least_bytes += more
+    counted = max(found.plan.peak_bytes)
+    found = exact(found)
     if max(found.plan.peak_bytes) > budget_bytes:
-        raise _refusal(found.plan, budget_bytes)
+        raise _refusal(found.plan, budget_bytes, counted)
     return found
 
 
-def _refusal(leanest: Plan, budget_bytes: int) -> BudgetError:
+def _refusal(leanest: Plan, budget_bytes: int, counted_bytes: int) -> BudgetError:
+    held = max(leanest.peak_bytes)
     how = " with everything recomputed" if leanest.options.recompute == "auto" else ""
     hint = "" if leanest.options.recompute == "auto" else "recompute='auto', "
-    return too_large(len(leanest.stage_plans), budget_bytes, max(leanest.peak_bytes), how, hint)
+    return too_large(len(leanest.stage_plans), budget_bytes, held, how, hint, held - counted_bytes)

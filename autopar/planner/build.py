@@ -83,11 +83,13 @@ class Request:
 
 @dataclass
 class Built:
-    """The plan, and what it was made for: the local model and its pipeline."""
+    """The plan, and what it was made for: the local model and its pipeline, for which solvers spared so many bytes of a
+    rank's memory for what they don't count."""
 
     plan: Plan
     model: Model
     pipeline: Pipeline
+    spared_bytes: int
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ def finish(
         pipeline = lay_out(*given, pins, before, timelines)
         plan = pinned or _plan(placed, pipeline, costs, machine)
         require_host(request.options, machine.device, max(rank.host_bytes for rank in plan.rank_plans))
-        return Built(plan, model, pipeline)
+        return Built(plan, model, pipeline, spared_bytes)
 
     if pinned is not None or measured is None:
         return laid_out(0)

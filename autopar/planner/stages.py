@@ -169,13 +169,16 @@ def _per_rank(terms: Sequence[Any], placement: Sequence[int]) -> list[Any]:
     return [sum(t for t, home in zip(terms, placement, strict=True) if home == rank) for rank in sorted(set(placement))]
 
 
-def too_large(stages: int, budget_bytes: int, least_bytes: int, how: str = "", hint: str = "") -> BudgetError:
+def too_large(
+    stages: int, budget_bytes: int, least_bytes: int, how: str = "", hint: str = "", uncounted_bytes: int = 0
+) -> BudgetError:
     """The refusal that says what would do; ``how`` is the leanest way, ``hint`` one more way out."""
     return BudgetError(
         f"no cut into {stages} stages fits the {bytes_text(budget_bytes)} that a rank has for them: the leanest needs "
         f"{bytes_text(least_bytes)}{how} ({least_bytes} bytes). Use {hint}a schedule that keeps fewer microbatches "
         "(1f1b instead of gpipe, v-half), more stages, tp, ZeRO, or smaller microbatches",
         least_bytes,
+        uncounted_bytes,
     )
 
 

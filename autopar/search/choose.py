@@ -57,8 +57,8 @@ def choose(
 
 
 def _built(search: Search, measured: Callable[[Built], Built] | None) -> tuple[Built, Outcome, Search, Found]:
-    """The best that was built; searched again with as much memory less as its ranks hold beside what was counted, where
-    that made it slower or too large."""
+    """The best that was built; searched again with as much memory less as was spared for what its ranks hold beside
+    what was counted, where that made it slower, or where it was still too large."""
     best: tuple[Built, Outcome, Search, Found] | None = None
     error: AutoparError | None = None
     proven = math.inf
@@ -73,20 +73,28 @@ def _built(search: Search, measured: Callable[[Built], Built] | None) -> tuple[B
             built, outcome, found = _best(search, found, measured)
         except BudgetError as larger:
             error = larger
-            more = max(larger.needed_bytes - search.costing.whole_budget_bytes, search.costing.whole_budget_bytes // 20)
-            search = search.again(search.costing.spared_bytes + more)
+            search = search.again(_to_spare(search, larger))
             continue
         if best is None or built.plan.step_seconds < best[0].plan.step_seconds:
             best = built, outcome, search, found
-        if built.plan.step_seconds <= outcome.step_seconds * (1 + _SLOWER):
+        is_slower = built.plan.step_seconds > outcome.step_seconds * (1 + _SLOWER)
+        if not is_slower or built.spared_bytes <= search.costing.spared_bytes:
             break
-        hidden = max(built.plan.peak_bytes) - outcome.peak_bytes
-        search = search.again(max(hidden, search.costing.spared_bytes + 1))
+        search = search.again(built.spared_bytes)
     if best is None:
         assert error is not None
         raise error
     built, outcome, search, found = best
     return built, outcome, search, replace(found, bound_seconds=min(proven, built.plan.step_seconds))
+
+
+def _to_spare(search: Search, refusal: BudgetError) -> int:
+    """Bytes, so that what was refused isn't found again: what its ranks hold beside what is counted, where that is
+    known."""
+    spared, whole = search.costing.spared_bytes, search.costing.whole_budget_bytes
+    if refusal.uncounted_bytes > spared:
+        return refusal.uncounted_bytes
+    return spared + max(refusal.needed_bytes - whole, whole // 20)
 
 
 def _as_built(search: Search, found: Found, outcome: Outcome, built: Built) -> tuple[Outcome, Found]:

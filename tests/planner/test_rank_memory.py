@@ -184,3 +184,4 @@ def test_a_refusal_says_what_would_do() -> None:
         with pytest.raises(BudgetError, match=r"leanest needs 70 B with everything recomputed \(70 bytes\)") as caught:
             within_budget(lay_out, exact, budget)
         assert caught.value.needed_bytes == 70
+        assert caught.value.uncounted_bytes == 10

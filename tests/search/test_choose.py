@@ -1,0 +1,57 @@
+"""What is built holds more than solvers count: how that is left room for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from autopar.planner.build import Built
+from autopar.search import choose
+from autopar.search.loop import Search
+from tests.fast_cluster import FAST
+from tests.search.spaces import pins_of, prepared
+
+PINS = {"offload": (), "head_chunks": 1, "schedule": "1f1b"}
+
+
+def hiding(bytes_: int) -> Callable[[Built], Built]:
+    """As if each rank held so many bytes that nothing counts."""
+
+    def measured(built: Built) -> Built:
+        ranks = [rank.model_copy(update={"peak_bytes": rank.peak_bytes + bytes_}) for rank in built.plan.rank_plans]
+        return replace(built, plan=built.plan.model_copy(update={"rank_plans": ranks}).sealed())
+
+    return measured
+
+
+def best(name: str, budget_bytes: int, hidden_bytes: int, **given: Any) -> Built:
+    pins = pins_of(4, budget_bytes=budget_bytes, **given)
+    return choose(prepared(name, 8), pins, FAST, {}, hiding(hidden_bytes))
+
+
+def test_what_fits_beside_what_is_not_counted_is_found() -> None:
+    """Though there is little left above it: sparing much more than that leaves nothing."""
+    found = best("mlp", 52_416, 10_483, offload=())
+    assert max(found.plan.peak_bytes) <= 52_416
+    assert found.plan.step_seconds == best("mlp", 52_416 - 10_483, 0, offload=()).plan.step_seconds
+
+
+@pytest.mark.slow
+def test_where_that_makes_the_best_slower_it_is_searched_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, with as much left as that takes."""
+    spared, again = list[int](), Search.again
+
+    def recorded(self: Search, spared_bytes: int) -> Search:
+        spared.append(spared_bytes)
+        return again(self, spared_bytes)
+
+    monkeypatch.setattr(Search, "again", recorded)
+    budget, hidden = 1_840_512, 920_256
+    found = best("gpt2", budget, hidden, **PINS)
+    assert len(spared) == 1
+    assert hidden <= spared[0] < 1.02 * hidden
+    at_once = best("gpt2", budget - hidden, 0, **PINS)
+    assert found.plan.step_seconds <= at_once.plan.step_seconds * 1.02
