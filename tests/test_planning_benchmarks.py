@@ -70,8 +70,8 @@ class Mean(nn.Module):
 
 def test_refusals_cross_processes() -> None:
     """Each model is planned in a process of its own."""
-    refused = pickle.loads(pickle.dumps(BudgetError("nothing fits", 7)))
-    assert (str(refused), refused.needed_bytes) == ("nothing fits", 7)
+    refused = pickle.loads(pickle.dumps(BudgetError("nothing fits", 7, 2)))
+    assert (str(refused), refused.needed_bytes, refused.uncounted_bytes) == ("nothing fits", 7, 2)
 
 
 def fake_plan(step: float, **parts: float) -> Any:

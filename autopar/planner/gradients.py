@@ -131,6 +131,16 @@ class Accumulation(NamedTuple):
     whole: float
 
 
+class _Elements(NamedTuple):
+    """Elements of the gradients of some calls, by what becomes of them: of those that are ``made``, of those that lie
+    otherwise than their weights (``turned``), and of those that are ``sent``, of which ranks keep rows (``stored``)."""
+
+    made: Counter[tuple[Summed, bool, bool, bool]]
+    turned: Counter[tuple[Summed, bool]]
+    sent: Counter[tuple[Summed, bool, bool, bool, bool, bool]]
+    stored: Counter[tuple[Summed, bool, bool, bool, bool, bool]]
+
+
 @dataclass(frozen=True)
 class GradientCosts:
     """Of stages whose weights move as ``moves`` says, for ``microbatches`` that make up one update; ``split``: their
@@ -155,27 +165,8 @@ class GradientCosts:
         return {}
 
     def _accumulation(self, calls: Sequence[int], backwards: Backwards) -> Accumulation:
-        moves, count, device = self.moves, self.microbatches, self.moves.machine.device
-        kept = {name: (self._summed(name, node), node) for name, node in moves.trained(calls, borrowed=True)}
-        own = {name: summed for name, (summed, _) in kept.items() if name not in moves.borrowed(calls)}
-        unpacked, lent = alone(moves.sums(calls)), moves.lent(calls)
-        made: Counter[tuple[Summed, bool, bool, bool]] = Counter()
-        turned: Counter[tuple[Summed, bool]] = Counter()
-        sent: Counter[tuple[Summed, bool, bool, bool, bool, bool]] = Counter()
-        stored: Counter[tuple[Summed, bool, bool, bool, bool, bool]] = Counter()
-        for name, (summed, node) in kept.items():
-            is_idle = node in self.idle
-            if not is_idle:
-                leads = name not in own and name not in lent
-                made[summed, node in self._put_off, name in lent, leads] += info(node).meta.numel
-            # What goes on from autograd, as what it makes of another dtype does, is the first there each time.
-            if not is_idle and node in self._turned and (name not in lent or summed.dtype != summed.master):
-                turned[summed, node in self._put_off] += info(node).meta.numel
-            if name in own and (summed.is_scattered or not is_idle):
-                again = summed.travels != summed.master and moves.is_summed_again(name, node)
-                key = summed, name not in unpacked, again, node in self._put_off, is_idle, name in lent
-                sent[key] += info(node).meta.numel
-                stored[key] += moves.whole_elements(name, node) // summed.shards
+        count, device = self.microbatches, self.moves.machine.device
+        made, turned, sent, stored = self._elements(calls)
         each = Terms.each(count)
         leaves = math.fsum(
             key[0].sent(
@@ -202,6 +193,38 @@ class GradientCosts:
             return Accumulation(whole, leaves / count, whole)
         put_off = later + leaves / count
         return Accumulation(now + put_off, put_off, whole if backwards.whole else now + put_off)
+
+    def _elements(self, calls: Sequence[int]) -> _Elements:
+        """However backwards come."""
+        key = self.moves.key(calls)
+        if key not in self._counted:
+            self._counted[key] = self._count(calls)
+        return self._counted[key]
+
+    @cached_property
+    def _counted(self) -> dict[Hashable, _Elements]:
+        return {}
+
+    def _count(self, calls: Sequence[int]) -> _Elements:
+        moves = self.moves
+        kept = {name: (self._summed(name, node), node) for name, node in moves.trained(calls, borrowed=True)}
+        own = {name: summed for name, (summed, _) in kept.items() if name not in moves.borrowed(calls)}
+        unpacked, lent = alone(moves.sums(calls)), moves.lent(calls)
+        found = _Elements(Counter(), Counter(), Counter(), Counter())
+        for name, (summed, node) in kept.items():
+            is_idle = node in self.idle
+            if not is_idle:
+                leads = name not in own and name not in lent
+                found.made[summed, node in self._put_off, name in lent, leads] += info(node).meta.numel
+            # What goes on from autograd, as what it makes of another dtype does, is the first there each time.
+            if not is_idle and node in self._turned and (name not in lent or summed.dtype != summed.master):
+                found.turned[summed, node in self._put_off] += info(node).meta.numel
+            if name in own and (summed.is_scattered or not is_idle):
+                again = summed.travels != summed.master and moves.is_summed_again(name, node)
+                key = summed, name not in unpacked, again, node in self._put_off, is_idle, name in lent
+                found.sent[key] += info(node).meta.numel
+                found.stored[key] += moves.whole_elements(name, node) // summed.shards
+        return found
 
     def summing_bytes(self, stages: Iterable[Sequence[int]]) -> int:
         """What sums that are sent once a step hold at most, on the rank of ``stages``, beside gradients in the dtypes
