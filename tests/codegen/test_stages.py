@@ -37,7 +37,7 @@ def test_stages_compute_loss_and_gradients_of_the_model(name: str, stages: int) 
     assert_equal(run(case, programs(name, stages)), expected(case), 1e-12)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_a_compiled_stage_computes_the_same(name: str) -> None:
     case, _ = prepared(name)
     compiled = run(case, programs(name), lambda stage: torch.compile(stage, backend="aot_eager", fullgraph=True))

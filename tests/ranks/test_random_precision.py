@@ -122,11 +122,8 @@ def compiled(seed: int, precision: str) -> bool:
 DRAWN = [(precision, tier) for tier in (*FAST_TIERS, *SLOW_TIERS[:2]) for precision in LOWER]
 
 
-@pytest.mark.parametrize(
-    ("precision", "seeds"),
-    [DRAWN[0], *(pytest.param(*drawn_from, marks=pytest.mark.slow) for drawn_from in DRAWN[1:])],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "seeds"), DRAWN, ids=str)
 def test_random_models_in_lower_precision(precision: str, seeds: range) -> None:
     count = sum(compiled(seed, precision) for seed in seeds)
     assert count >= LEAST_COMPILED * len(seeds)

@@ -90,6 +90,7 @@ def test_estimates_know_what_passes_wait(waiting: Search, monkeypatch: pytest.Mo
     assert off() > 1.5 * known
 
 
+@pytest.mark.slow
 def test_only_layers_that_read_what_routers_chose_wait(waiting: Search) -> None:
     profile = waiting.root
     waits = [any(profile.host_passes(unit.block)) for unit in profile.units]

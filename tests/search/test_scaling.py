@@ -208,6 +208,7 @@ def test_a_few_rows_say_what_tp_is_likely_to_send() -> None:
     assert scaling.seconds(more, likely=True) == pytest.approx(before + 2 * sent_seconds(profile, "tp", 1))
 
 
+@pytest.mark.slow
 def test_another_number_of_experts_ranks_says_what_ep_is_likely_to_send() -> None:
     """For each row as much, at the pace of the links that so many ranks have; bounds don't know."""
     search = experts_on(NODES, 8)

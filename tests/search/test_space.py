@@ -154,7 +154,7 @@ def test_compressed_sums_are_of_whole_gradients_over_dp() -> None:
     ("search", "off"),
     [
         pytest.param(lambda: search_of("llama", BATCH, 8, BUSY), 0.01, id="llama"),
-        pytest.param(lambda: search_of("gpt2", BATCH, 8, NODES), 0.01, id="gpt2"),
+        pytest.param(lambda: search_of("gpt2", BATCH, 8, NODES), 0.01, id="gpt2", marks=pytest.mark.slow),
         pytest.param(lambda: experts_on(NODES, 8), 0.04, id="experts", marks=pytest.mark.slow),
     ],
 )
