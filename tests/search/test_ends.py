@@ -65,10 +65,11 @@ def test_unplaced_regions_are_likely_to_wait_for_what_moves() -> None:
 
 
 def test_what_comes_once_is_told_of_a_region_before_it_is_placed() -> None:
-    """On slower links it takes longer; nothing is gathered once where it is for each pass."""
+    """On slower links it takes longer, and so is the region likely to; nothing is gathered once where it is for each
+    pass."""
     region = Region(Mesh(dp=4), 4, 2)
 
-    def ways(slower: float) -> list[Stored]:
+    def told(slower: float) -> tuple[list[Stored], float]:
         intra, inter = (
             replace(link, bytes_per_second=link.bytes_per_second / slower)
             for link in (BUSY.intra_node, BUSY.inter_node)
@@ -76,14 +77,16 @@ def test_what_comes_once_is_told_of_a_region_before_it_is_placed() -> None:
         search = search_of("gpt2", 32, 4, replace(BUSY, intra_node=intra, inter_node=inter), mesh={"dp": 4})
         search._begin()
         assert search._outlook is not None
-        return [search._outlook._of_region(region.mesh, Way(zero, 0, ()), 2) for zero in range(4)]
+        ways = [search._outlook._of_region(region.mesh, Way(zero, 0, ()), 2) for zero in range(4)]
+        return ways, search.likely(region)
 
-    fast, slow = ways(1.0), ways(10.0)
+    (fast, before), (slow, after) = told(1.0), told(10.0)
     assert [bool(way.before) for way in slow] == [False, True, True, False]
     assert [bool(way.each) for way in slow] == [False, False, True, True]
     for a, b in zip(fast, slow, strict=True):
         assert 5 * a.after < b.after
         assert a.updated == b.updated > 0
+    assert after - before > min(b.after - a.after for a, b in zip(fast, slow, strict=True))
 
 
 def profile(*units: tuple[float, int]) -> Any:
