@@ -174,7 +174,8 @@ class Passes:
         needed = [each for each in self.needed if each[1] in going]
         window = len({self.actions[forward].stage for _, forward, _ in needed})
         before = list(accumulate((seconds for *_, seconds in needed), initial=0.0))
-        least = deque[tuple[float, int]]()  # the tightest: when it has to be over, less all up to it
+        # Of those that follow, which may be the tightest, the tightest last: when it has to be over, less all up to it.
+        least = deque[tuple[float, int]]()
         for place in reversed(range(len(needed))):
             index, forward, seconds = needed[place]
             end = self.begins[index] - before[place + 1]

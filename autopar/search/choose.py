@@ -77,8 +77,7 @@ def _built(search: Search, measured: Callable[[Built], Built] | None) -> tuple[B
             continue
         if best is None or built.plan.step_seconds < best[0].plan.step_seconds:
             best = built, outcome, search, found
-        is_slower = built.plan.step_seconds > outcome.step_seconds * (1 + _SLOWER)
-        if not is_slower or built.spared_bytes <= search.costing.spared_bytes:
+        if built.plan.step_seconds <= outcome.step_seconds * (1 + _SLOWER):
             break
         search = search.again(built.spared_bytes)
     if best is None:

@@ -35,13 +35,13 @@ from autopar.search.scaling import Times
 from autopar.search.space import Family, Point, Region, Way, expert_share, splits_head, stages_of
 from autopar.search.ways import (
     BestWays,
-    added,
     any_away,
     beside_each_other,
     bounds_of_each,
     least_of,
     least_of_rows,
     undominated,
+    with_sums,
 )
 from autopar.search.wholesale import (
     Host,
@@ -57,7 +57,7 @@ from autopar.search.wholesale import (
 _STAGES: Final = 8  # of a rank at most, where several are likely
 _STEADY: Final = 2  # times the ranks: of fewer microbatches, none are taken to wait as those of a steady state do
 _BOUNDLESS: Final = 1e30
-_VALUES: Final = 8  # of what layers keep, for what is likely where nothing is placed
+_VALUES: Final = 8  # amounts of what layers keep, for what is likely where nothing is placed
 _TINY: Final = 1e-30
 
 
@@ -138,7 +138,7 @@ class Outlook:
         if profile is None or not self.scaler.suits(profile):
             layers = self._sending(self.scaler.scaled(view.region.key, view.times), view.region)
             best = self._best_ways(mesh, view.ways)
-            return _Row(layers, added(best.proven, microbatches), added(best.roomy, microbatches))
+            return _Row(layers, with_sums(best.proven, microbatches), with_sums(best.roomy, microbatches))
         every = [self._of_way(mesh, profile, way, microbatches, split=True).proven for way in view.ways]
         stored = [every[place] for place in undominated(every)]
         free_of_state = [way._replace(state=0.0) for way in stored]
@@ -212,7 +212,7 @@ class Outlook:
         """The same of ``regions`` with as many pipeline ranks and microbatches, like which nothing is known."""
         count = regions[0].microbatches
         best = (self._best_ways(region.mesh, some) for region, some in zip(regions, ways, strict=True))
-        stored = [added(each.likely, count) for each in best]
+        stored = [with_sums(each.likely, count) for each in best]
         pairs = zip(regions, times, strict=True)
         each = [self._sending(self.scaler.scaled(r.key, its.layers).waiting(*its.host), r) for r, its in pairs]
         rows = list(zip(each, stored, strict=True))
@@ -403,8 +403,8 @@ class Outlook:
         return self._best[key]
 
     def _of_region(self, mesh: Mesh, way: Way, microbatches: int) -> Stored:
-        stored, added = self._split_in(mesh, way)
-        return stored._replace(added=added.each(microbatches))
+        (stored,) = with_sums([self._split_in(mesh, way)], microbatches)
+        return stored
 
     def _split_in(self, mesh: Mesh, way: Way) -> tuple[Stored, Adding]:
         """Weights that are split as far as axes go, and the sums of their gradients."""

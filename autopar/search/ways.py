@@ -46,7 +46,7 @@ class BestWays:
         return [(stored.proven, adding) for stored, adding in self.pairs]
 
 
-def added(pairs: Sequence[Adds], microbatches: int) -> list[Stored]:
+def with_sums(pairs: Sequence[Adds], microbatches: int) -> list[Stored]:
     """With what it takes to add up gradients, of each of so many ``microbatches``."""
     return [stored._replace(added=adding.each(microbatches)) for stored, adding in pairs]
 

@@ -19,7 +19,7 @@ from autopar.search.hulls import Array, Figure, Flags
 from autopar.search.interleaving import Counts, messages
 
 _NOTHING: Final = np.zeros(1)
-_VALUES: Final = 16  # of what layers keep, for a bound
+_VALUES: Final = 16  # amounts of what layers keep that are told apart, for a bound
 _ROUNDED: Final = 1 + 1e-9
 _TINY: Final = 1e-30  # of a share: there may be none
 _WIDE: Final = 3  # times its even share of the layers that a rank is looked at with first

@@ -83,9 +83,8 @@ def drawn(kind: str, seed: int) -> tuple[Case, dict[str, Any]]:
         ("experts", 12),  # two of which neither hides anything
         ("experts", 33),  # stacks that are transposed, whose gradients come as they are not stored
         ("experts", 38),  # or that an einsum transposes
-        pytest.param(
-            "experts", 5027, marks=pytest.mark.slow
-        ),  # biases of experts stay where other gradients are sent after each backward
+        # biases of experts stay where other gradients are sent after each backward
+        pytest.param("experts", 5027, marks=pytest.mark.slow),
         ("experts", 5058),  # one expert on each rank, over which an einsum sums
         *(pytest.param(kind, seed, marks=pytest.mark.slow) for kind in ("plain", "experts") for seed in range(1, 13)),
     ],
