@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING
 from autopar.search.space import TOGETHER, Region, works_of
 
 if TYPE_CHECKING:
-    from autopar.search.loop import Search
+    from autopar.search.proof import Proof
 
 
 @dataclass
 class Ahead:
-    """Of regions that wait in ``search``, by how these work (``alike``); ``known`` are bounds, with what was known when
+    """Of regions that wait in ``proof``, by how these work (``alike``); ``known`` are bounds, with what was known when
     they were found."""
 
-    search: Search
+    proof: Proof
     alike: dict[object, list[Region]] = field(default_factory=dict)
     opened: set[Region] = field(default_factory=set)
     known: dict[Region, tuple[object, float]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, search: Search, regions: Iterable[Region]) -> Ahead:
-        found = cls(search)
+    def of(cls, proof: Proof, regions: Iterable[Region]) -> Ahead:
+        found = cls(proof)
         for region in regions:
             found.alike.setdefault(works_of(region), []).append(region)
         return found
@@ -42,16 +42,16 @@ class Ahead:
         """By all that is known. Where that is new, others' are found with it that wait."""
         if self._is_new(region):
             some = [region, *self._next_like(region)]
-            pairs = zip(map(self._knowledge, some), self.search.region_bounds(some), strict=True)
+            pairs = zip(map(self._knowledge, some), self.proof.region_bounds(some), strict=True)
             self.known |= zip(some, pairs, strict=True)
         return self.known[region][1]
 
     def _next_like(self, region: Region) -> list[Region]:
         """The best by what others say, of those with as many pipeline ranks and microbatches."""
-        search = self.search
+        proof = self.proof
         waiting = [other for other in self.alike[works_of(region)] if other not in self.opened and other != region]
-        bounds = zip(search.all_at_first(waiting).tolist(), range(len(waiting)), strict=True)
-        new = ((bound, n) for bound, n in bounds if not search.is_beaten(bound) and self._is_new(waiting[n]))
+        bounds = zip(proof.all_at_first(waiting).tolist(), range(len(waiting)), strict=True)
+        new = ((bound, n) for bound, n in bounds if not proof.is_beaten(bound) and self._is_new(waiting[n]))
         return [waiting[n] for _, n in heapq.nsmallest(TOGETHER - 1, new)]
 
     def _is_new(self, region: Region) -> bool:
@@ -59,5 +59,5 @@ class Ahead:
 
     def _knowledge(self, region: Region) -> object:
         """What its bound depends on."""
-        profile = self.search.profile(region)
-        return self.search.scaling.layers(region.key).tobytes() if profile is None else profile.key
+        profile = self.proof.profile(region)
+        return self.proof.scaling.layers(region.key).tobytes() if profile is None else profile.key

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 
 from autopar.cluster import Cluster
 from autopar.errors import ArgumentError, AutoparError, BudgetError, StageError
@@ -18,9 +19,11 @@ from autopar.planner.wanted import Wanted
 from autopar.search.costing import Costing, Found, Outcome, parts_of
 from autopar.search.fronts import compared, gpus_front, memory_front, runners_up
 from autopar.search.infeasible import no_degrees, refusal
-from autopar.search.loop import WORK, Search
 from autopar.search.pins import Pins
 from autopar.search.profiles import Models, Profiler
+from autopar.search.proof import Tried
+from autopar.search.search import WORK, Search
+from autopar.search.sharing import processes, running
 from autopar.search.space import SPLIT_HEADS, Point, Region, Sizes, moves_each_time, regions
 from autopar.search.watching import Watcher
 
@@ -63,14 +66,14 @@ def _built(search: Search, measured: Callable[[Built], Built] | None) -> tuple[B
     error: AutoparError | None = None
     proven = math.inf
     for _ in range(_ROUNDS):
-        found = search.run()
+        builder = _Builder(search, measured)
+        found = search.run(meanwhile=builder.begin)
         proven = min(proven, found.bound_seconds)  # with all memory: what is spared is of one plan
         if not found.outcomes:
             error = refusal(search, found) if best is None else None
             break
-        found = compared(search, found)
         try:
-            built, outcome, found = _best(search, found, measured)
+            built, outcome, found = _best(builder, builder.compared(found))
         except BudgetError as larger:
             error = larger
             search = search.again(_to_spare(search, larger))
@@ -105,7 +108,7 @@ def _as_built(search: Search, found: Found, outcome: Outcome, built: Built) -> t
         parts = parts_of(built.pipeline, profile.costs_on(machine), built.model)
     seconds, peak = built.plan.step_seconds, max(built.plan.peak_bytes)
     chosen = replace(outcome, step_seconds=seconds, peak_bytes=peak, parts=parts)
-    return chosen, replace(found, outcomes=[chosen if each is outcome else each for each in found.outcomes])
+    return chosen, replace(found, outcomes=[chosen if each.point == point else each for each in found.outcomes])
 
 
 def searching(
@@ -126,7 +129,7 @@ def searching(
     profiler = Profiler(models, cluster, pins.options, expert_load)
     costing = Costing(cluster, pins.options)
     heads = () if split is None else SPLIT_HEADS
-    return Search(pins, sizes, profiler, costing, heads, watch, most_work=effort * WORK)
+    return Search(pins, sizes, profiler, costing, heads, watch=watch, processes=processes(), most_work=effort * WORK)
 
 
 def _check_budget(pins: Pins, cluster: Cluster) -> None:
@@ -221,19 +224,60 @@ def _build(
     return finish(placed, profile.costs_on(machine), profile.activations, None, measured, known, timelines)
 
 
-def _best(search: Search, found: Found, measured: Callable[[Built], Built] | None) -> tuple[Built, Outcome, Found]:
+@dataclass
+class _Builder:
+    """Builds what a ``search`` found, each once."""
+
+    search: Search
+    measured: Callable[[Built], Built] | None
+    _known: dict[Point, Built | AutoparError] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """With the best that the search itself laid out so far; and see what that is compared with."""
+        search = self.search
+
+        def compare(_: Callable[[], None]) -> Tried:
+            return compared(search)
+
+        with running(compare, elsewhere=search.is_shared) as others:
+            with suppress(AutoparError):
+                self.build(search.ranked()[0])
+            search.tried.append(others.result())
+
+    def compared(self, found: Found) -> Found:
+        """``found`` with what that is compared with."""
+        if not self._known:  # it was nothing that the search itself laid out
+            self.search.own(found.outcomes[0])
+            self.begin()
+        return self.search.found()
+
+    def build(self, outcome: Outcome) -> Built:
+        """Raises AutoparError where it doesn't fit."""
+        point = outcome.point
+        if point not in self._known:
+            self.search.tell("build")
+            try:
+                self._known[point] = _build(self.search, point, self.measured, self.search.own(outcome))
+            except AutoparError as error:
+                self._known[point] = error
+        known = self._known[point]
+        if isinstance(known, AutoparError):
+            raise known
+        return known
+
+
+def _best(builder: _Builder, found: Found) -> tuple[Built, Outcome, Found]:
     """The shortest of those that were built, each of which could have been the shortest by what was known before; and
     what was ``found`` without those that turned out not to fit."""
     best: tuple[Built, Outcome] | None = None
     last: AutoparError | None = None
-    refused = set[tuple[object, ...]]()
+    refused, search = set[tuple[object, ...]](), builder.search
     for outcome in _distinct(found.outcomes):
         seconds = best[0].plan.step_seconds if best else math.inf
         if outcome.step_seconds >= seconds * (1 - search.tolerance) or (best and search.built >= _BUILT):
             break
-        search.tell("build")
         try:
-            built = _build(search, outcome.point, measured, outcome)
+            built = builder.build(outcome)
         except AutoparError as error:  # what its ranks really hold doesn't fit
             last = error
             refused.add(_alike(outcome))

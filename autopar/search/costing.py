@@ -137,6 +137,11 @@ class Costing:
         """Of the same search under other ``options``."""
         return Costing(self.cluster, options, self.spared_bytes)
 
+    def aside(self) -> Costing:
+        """The same, for another who reckons with it: work counts for each, though lists and timelines are in common."""
+        other = Costing(self.cluster, self.options, self.spared_bytes, self.root, keeping=self.keeping.aside())
+        return replace(other, interleaving=self.interleaving, timelines=self.timelines)
+
     def options_of(self, point: Point) -> Options:
         searched = {name: getattr(point, name) for name in ("zero", "zero_ranks", "offload", "head_chunks")}
         return self.options.model_copy(update=searched)

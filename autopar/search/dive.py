@@ -1,8 +1,7 @@
 """A first good plan: the regions that look best, by estimates instead of bounds.
 
-What is proven is the loop's (:mod:`autopar.search.loop`); a good step that is known early lets it discard most regions
-unplaced. An estimate is a bound made likely: with the bubble of a common schedule, the best ZeRO stage, and what
-has to be recomputed beside its state.
+What is proven is another matter (:mod:`autopar.search.proof`). An estimate is a bound made likely: with the bubble of a
+common schedule, the best ZeRO stage, and what has to be recomputed beside its state.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from autopar.search.work import work_of
 
 if TYPE_CHECKING:
     from autopar.search.costing import Outcome
-    from autopar.search.loop import Search
+    from autopar.search.search import Search
 
 Numbers = NDArray[np.int64]
 
@@ -46,7 +45,7 @@ _AWAY_TRIED = 3  # points with activations on the host
 _LOOKED = 4  # regions next to the best that are placed
 _FACTORS, _CHANGES = (8, 3, 3, 3, 3), 3  # by which those differ at most in each of their sizes, and in how many
 _SEARCHES, _AGAIN, _ELSEWHERE = 0.6, 0.1, 0.3  # of the work of a whole search: at first, then, with what is on the host
-_REST = 0.25  # of the work of a whole search, at most, of what its proof has no use for
+_REST = 0.25  # of the work of a whole search, at most, for what looks better at the end
 _DOUBTED = 0.2  # of the work of a whole search, in which what was learned of some is doubted for others
 _STORED = 0.3  # of the work of a whole search, for other ways to store what is on the host
 _LONGER = 4  # times that, if what waits may still be better by much
@@ -59,11 +58,11 @@ _LOOKS = 20_000  # at regions and points
 _COARSE = 2  # times the rows of a microbatch: those between are next to the best, and looked at then
 
 
-def dive(search: Search, regions: list[Region]) -> Learned:
+def dive(search: Search, regions: list[Region]) -> None:
     """Lay out the most promising points, plain ones first; then those with sequences or experts split within a node,
     and what differs from the best in a few choices. Those with activations on the host come before these where that
-    makes the best much faster, or where nothing else is found to fit; and last where the best is short of memory.
-    What that says of others."""
+    makes the best much faster, or where nothing else is found to fit; and last where the best is short of memory. At
+    the end, what else looks better."""
     node, learned = search.costing.cluster.devices_per_node, Learned()
     near = [r for r in regions if r.mesh.tp * r.mesh.cp <= node]
     plain = [r for r in near if r.mesh.cp == 1 and not r.mesh.borrowed]
@@ -91,13 +90,12 @@ def dive(search: Search, regions: list[Region]) -> Learned:
             _polish_away(search, learned)
             _climb(search, around, learned, offload)
             _polish_away(search, learned)
-    return learned
+    _lay_out_likely(search, learned)
 
 
-def lay_out_likely(search: Search, learned: Learned, spared: float) -> None:
-    """Lay out what looks best of the regions that were placed, while it may be better than the best: for as much of the
-    work that was ``spared`` as is worth it."""
-    limit, numbers = search.work + min(spared, _REST * search.most_work), itertools.count()
+def _lay_out_likely(search: Search, learned: Learned) -> None:
+    """Lay out what looks best of the regions that were placed, while it may be better than the best."""
+    limit, numbers = search.work + _REST * search.most_work, itertools.count()
     tried = {outcome.point for outcome in search.outcomes} | set(search.refusals)
     waiting: list[tuple[float, int, float, Point]] = []
     for region, (least, _) in sorted(search.promising.items(), key=lambda item: item[1][0]):

@@ -1,7 +1,7 @@
 """What a search says of the points that weren't chosen: the next best, and what other memory or GPUs would bring.
 
 A proof needs few points laid out. So that there is something to compare with, what looks best of other kinds is laid
-out after it (:func:`compared`); and where a user asks for whole fronts, the points that look best with less memory
+out beside it (:func:`compared`); and where a user asks for whole fronts, the points that look best with less memory
 (:func:`memory_front`) and on other numbers of GPUs (:func:`gpus_front`) are laid out, without a proof.
 """
 
@@ -17,17 +17,20 @@ from fractions import Fraction
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from autopar.errors import ArgumentError, AutoparError
 from autopar.mesh import Mesh
 from autopar.plan import PointPlan, bytes_text, change_text
 from autopar.planner.modes import MODES
 from autopar.search.costing import Found, Outcome
 from autopar.search.pins import Pins
-from autopar.search.space import Family, Point, Region, Savers, promise, stages_of
+from autopar.search.proof import Tried
+from autopar.search.space import Point, Region, promise, stages_of
 from autopar.search.work import work_of
 
 if TYPE_CHECKING:
-    from autopar.search.loop import Search
+    from autopar.search.search import Search
 
 _RUNNERS_UP = 5
 _NEAR = 1.1  # times the best step
@@ -61,9 +64,16 @@ def point_plan(search: Search, outcome: Outcome, why: str = "") -> PointPlan:
     )
 
 
-def compared(search: Search, found: Found) -> Found:
-    """``found`` with outcomes of points that may be among the runners-up, where it takes few to tell."""
-    best, rows, tries = found.outcomes[0], _next(found.outcomes[0], found.outcomes), 0
+def compared(search: Search) -> Tried:
+    """Points that may be among the runners-up of the best of ``search``, laid out where it takes few to tell."""
+    known, other = Tried.of(search), search.aside()
+    _compare(other)
+    return Tried.of(other, known)
+
+
+def _compare(search: Search) -> None:
+    best, *_ = ranked = search.ranked()
+    rows, tries = _next(best, ranked), 0
     _place_next(search)
     limit = search.work + _ALL_WORK
     for seconds, point in itertools.islice(_candidates(search), _LOOKS):
@@ -76,13 +86,11 @@ def compared(search: Search, found: Found) -> Found:
             search.lay_out(point)
             best, *_ = ranked = search.ranked()
             rows = _next(best, ranked)
-    return replace(found, outcomes=search.ranked(), laid_out=search.laid_out)
 
 
 def _place_next(search: Search) -> None:
-    """Place regions that the proof did without, of each mesh the one of the best bound, those first that are likely
-    the fastest, unless enough is known that is nearly as good as the best: what looks best of them may be among the
-    next."""
+    """Place regions, of each mesh the one of the best bound, those first that are likely the fastest, unless enough is
+    known that is nearly as good as the best: what looks best of them may be among the next."""
     limit, first = search.work + _PLACING, dict[Mesh, Region]()
     for region in unplaced(search):
         first.setdefault(region.mesh, region)
@@ -107,41 +115,47 @@ def _candidates(search: Search) -> Iterator[tuple[float, Point]]:
     known = {outcome.point for outcome in search.outcomes} | set(search.refusals)
     promising = (pair for pair in search.promising.values() if pair[1] not in known)
     yield from sorted(promising, key=itemgetter(0))
-    yield from ((math.inf, point) for point in others(search))
+    yield from ((math.inf, point) for point in others(search) if point not in known)
 
 
 def others(search: Search) -> Iterator[Point]:
-    """What wasn't laid out of the regions that were placed (of the first of those), the best bound first."""
-    heap = [item for item in search.left() if search.is_placed(item.what)]  # sorted, so it is one
-    numbers, opened = itertools.count(max((item.number for item in heap), default=0) + 1), 0
+    """Points of the regions that were placed (of the first of those), the best bound first."""
+    heap: list[tuple[float, int, Region | Point]] = [
+        (bound, number, region)
+        for number, (bound, region) in enumerate(_by_bound(search))
+        if search.profile(region) is not None
+    ]  # sorted, so it is one
+    numbers, opened = itertools.count(len(search.regions)), 0
     while heap:
-        item = heapq.heappop(heap)
-        if isinstance(item.what, Point):
-            yield item.what
+        bound, _, what = heapq.heappop(heap)
+        if isinstance(what, Point):
+            yield what
             continue
         if opened > _OTHERS:
             continue
-        rows = [search.saving(item.what)] if isinstance(item.what, Savers) else _rows(search, item.what)
-        profile = search.profile(item.what if isinstance(item.what, Region) else item.what.region)
+        profile = search.profile(what)
         assert profile is not None
-        for row in rows:
+        for family in search.families_of(what):
             opened += 1
-            points = [point for point in row if search.is_placed(point)]
+            points = [point for point in search.stored(family) if _is_placed(search, point)]
             for point, least in zip(points, search.bounds(points, profile), strict=True):
                 if not math.isinf(least):
-                    heapq.heappush(heap, item._replace(bound=max(item.bound, least), number=next(numbers), what=point))
+                    heapq.heappush(heap, (max(bound, least), next(numbers), point))
 
 
-def _rows(search: Search, what: Region | Family) -> list[list[Point]]:
-    """Points of each family."""
-    families = [what] if isinstance(what, Family) else search.families_of(what)
-    return [list(search.stored(family)) for family in families]
+def _is_placed(search: Search, point: Point) -> bool:
+    return search.key_of(point)._replace(streamed=False) in search.profiler.known
+
+
+def _by_bound(search: Search) -> list[tuple[float, Region]]:
+    """All regions with what is known of them all, the least first."""
+    bounds = search.all_at_first(search.regions)
+    return [(float(bounds[place]), search.regions[place]) for place in np.argsort(bounds, kind="stable")]
 
 
 def unplaced(search: Search) -> list[Region]:
     """Regions that aren't placed, the best bound first."""
-    regions = (item.what for item in search.left() if isinstance(item.what, Region))
-    return [region for region in regions if search.profile(region) is None]
+    return [region for _, region in _by_bound(search) if search.profile(region) is None]
 
 
 def _may_fit(search: Search, point: Point) -> bool:
@@ -253,7 +267,7 @@ def _gained(here: int, chosen: Outcome, gpus: int, other: Outcome) -> str:
 def _again(search: Search, pins: Pins, phase: str) -> Outcome | None:
     """What looks best under other ``pins``, which may differ in GPUs and memory; None where nothing does."""
     search.tell(phase)
-    costing = search.costing
+    costing = search.costing.aside()
     if pins.options != search.pins.options:
         costing = costing.under(pins.options)
     again = replace(search, pins=pins, costing=costing, outcomes=[], refusals={}, watch=None)

@@ -25,7 +25,7 @@ from autopar.search.profiles import Profiler
 from autopar.search.space import largest, regions, savers
 
 if TYPE_CHECKING:
-    from autopar.search.loop import Search
+    from autopar.search.search import Search
 
 _OFFERED = 4
 _LEAN_REGIONS = 3
@@ -33,7 +33,7 @@ _MOST_TIMES = 64
 """Times the GPUs that are tried at most."""
 
 _WORK = 1e5
-"""Units of work (:data:`autopar.search.loop.WORK`) of one such search that finds nothing."""
+"""Units of work (:data:`autopar.search.search.WORK`) of one such search that finds nothing."""
 
 _FEWEST_WORK = 3e5
 """The same of all that are tried in order for the fewest GPUs."""

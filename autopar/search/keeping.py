@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -52,6 +52,10 @@ class Likely(NamedTuple):
     later: float
     waits: float
     messages: float
+
+
+ListsKey: TypeAlias = tuple[str, int, int, int | None, str]
+"""Of a schedule's lists: its name, ranks, microbatches, chunks, and the split of the head."""
 
 
 class Ratios(NamedTuple):
@@ -142,12 +146,13 @@ class _Rank:
 
 @dataclass
 class Keeping:
-    """What ranks keep, by schedule, ranks, microbatches, chunks and the split of the head; each found once."""
+    """What ranks keep, by lists; each found once."""
 
-    _known: dict[tuple[str, int, int, int | None, str], tuple[_Rank, ...]] = field(default_factory=dict)
+    _known: dict[ListsKey, tuple[_Rank, ...]] = field(default_factory=dict)
     _waits: dict[tuple[str, int, int, int | None, str, Ratios], tuple[float, float]] = field(default_factory=dict)
-    generated: int = 0
-    """Passes of the lists that were read."""
+    _counted: set[ListsKey] = field(default_factory=set)
+    read: int = 0
+    """Passes of the lists that were asked for."""
 
     def here(
         self, name: str, ranks: int, microbatches: int, chunks: int | None = None, head: str = ""
@@ -262,9 +267,15 @@ class Keeping:
         key = _key(name, ranks, microbatches, chunks, head)
         if key not in self._known:
             schedule = generate(*key[:3], chunks=chunks, head=head)
-            self.generated += schedule.stages * schedule.microbatches
             self._known[key] = tuple(_Rank(actions, schedule.chunks) for actions in schedule.lists)
+        if key not in self._counted:
+            self._counted.add(key)
+            self.read += sum(rank.chunks for rank in self._known[key]) * key[2]
         return self._known[key]
+
+    def aside(self) -> Keeping:
+        """With the same lists, of which none was asked for yet."""
+        return Keeping(self._known, self._waits)
 
 
 def _is_whole(ranks: int, microbatches: int) -> bool:
@@ -313,9 +324,7 @@ def folded_least(ranks: int, microbatches: int) -> Array:
     return np.minimum(float(microbatches), (np.arange(ranks) + 1) // 3 + 1)
 
 
-def _key(
-    name: str, ranks: int, microbatches: int, chunks: int | None, head: str
-) -> tuple[str, int, int, int | None, str]:
+def _key(name: str, ranks: int, microbatches: int, chunks: int | None, head: str) -> ListsKey:
     """Of as few microbatches as keep as much."""
     row = SCHEDULES[name]
     most = _PASSES // (ranks * (chunks or row.chunks or 2))

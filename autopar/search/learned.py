@@ -10,7 +10,7 @@ from autopar.options import activations_on_host
 from autopar.search.space import Point, Region, promise, splits_head, stages_of
 
 if TYPE_CHECKING:
-    from autopar.search.loop import Search
+    from autopar.search.search import Search
 
 SEVERAL: Final = 2
 """Points of a kind that say how far estimates of the others are off."""

@@ -363,13 +363,18 @@ class Profiler:
     _rulings: Rulings = field(default_factory=Rulings)
     _started: dict[tuple[object, ...], Local] = field(default_factory=dict)
     _split: dict[tuple[object, ...], Local] = field(default_factory=dict)
+    _placed: dict[tuple[Key, Mesh, int], Profile] = field(default_factory=dict)
+
+    def aside(self) -> Profiler:
+        """With what is known so far. What either places isn't known to the other, though it needn't be placed twice."""
+        return replace(self, known=dict(self.known), refused=dict(self.refused))
 
     def of(self, key: Key, mesh: Mesh, microbatches: int) -> Profile | None:
         """The profile for ``key``, placed for one of the jobs that it serves; None where that is refused."""
         key = self.key_for(key, mesh)
         if key not in self.known and key not in self.refused:
             try:
-                self.known[key] = self._made(key, mesh, microbatches)
+                self.known[key] = self._once(key, mesh, microbatches)
             except AutoparError as error:
                 self.refused[key] = error
         return self.known.get(key)
@@ -397,6 +402,12 @@ class Profiler:
         if known is None or known.placed.request.mesh.dp == mesh.dp or not known.is_of_its_dp:
             return key
         return key._replace(dp=mesh.dp)
+
+    def _once(self, key: Key, mesh: Mesh, microbatches: int) -> Profile:
+        asked = key, mesh, microbatches
+        if asked not in self._placed:
+            self._placed[asked] = self._made(*asked)
+        return self._placed[asked]
 
     def _made(self, key: Key, mesh: Mesh, microbatches: int) -> Profile:
         options = self.options.model_copy(update={"head_chunks": key.chunks})

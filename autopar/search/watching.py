@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from autopar.report.search_progress import Progress, SearchProgress
 
 if TYPE_CHECKING:
-    from autopar.search.loop import Search
+    from autopar.search.search import Search
 
 Watcher = Callable[[str, "Search"], None]
 """Called with what the search does next, and with the search."""

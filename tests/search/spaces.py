@@ -14,7 +14,7 @@ from autopar.options import Options
 from autopar.preparation import Captured, Prepared
 from autopar.search import Pins, searching
 from autopar.search.costing import Found, Outcome
-from autopar.search.loop import Search
+from autopar.search.search import Search
 from autopar.search.space import Point, regions, savers
 from tests.models import make
 from tests.models import prepared as made

@@ -15,9 +15,11 @@ from autopar.mesh import Mesh
 from autopar.planner.modes import MODES
 from autopar.preparation import Captured
 from autopar.schedules.registry import SCHEDULES
-from autopar.search import loop, searching
+from autopar.search import proof, searching
+from autopar.search import search as module
 from autopar.search.choose import _build
-from autopar.search.loop import TOLERANCE, Search
+from autopar.search.reckoning import TOLERANCE
+from autopar.search.search import Search
 from autopar.search.space import Point, Region
 from tests.fast_cluster import BUSY, FAST, SLOW_NETWORK
 from tests.models import llama
@@ -82,11 +84,19 @@ def test_small_spaces(name: str, batch: int, gpus: int, cluster: str, every: int
     assert check(name, batch, gpus, cluster, every, given) >= 1 - TOLERANCE
 
 
+@pytest.mark.parametrize("aim", [1e-3, 1.0, 1e3])
+def test_what_a_proof_aims_at_until_a_plan_is_known_proves_nothing(aim: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be too low, or nothing; and no plan may be known then, either."""
+    monkeypatch.setattr(proof, "_AIM", aim)
+    monkeypatch.setattr(module, "dive", lambda *_: None)
+    assert check("mlp", 4, 4, "fast", 61, {}) >= 1 - TOLERANCE
+
+
 @pytest.mark.parametrize(("mesh", "budget"), [({"dp": 2}, 5 << 19), ({"pp": 2}, 3 << 19)], ids=str)
 def test_what_saves_memory_is_looked_at_by_the_proof_itself(
     monkeypatch: pytest.MonkeyPatch, mesh: dict[str, int], budget: int
 ) -> None:
-    monkeypatch.setattr(loop, "dive", lambda *_: None)
+    monkeypatch.setattr(module, "dive", lambda *_: None)
     given = {"schedule": "1f1b", "microbatch": 2, "vocabulary": "redistributed", "zero": 0, "budget_bytes": budget}
     search = search_of("gpt2", 8, 2, FAST, mesh=mesh, **given)
     assert checked(search, 1) >= 1 - TOLERANCE

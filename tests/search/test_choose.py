@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
 
 from autopar.planner.build import Built
 from autopar.search import choose
-from autopar.search.loop import Search
+from autopar.search import search as module
+from autopar.search.proof import Tried
+from autopar.search.search import Search
 from tests.fast_cluster import FAST
 from tests.search.spaces import pins_of, prepared
 
@@ -37,6 +40,20 @@ def test_what_fits_beside_what_is_not_counted_is_found() -> None:
     found = best("mlp", 52_416, 10_483, offload=())
     assert max(found.plan.peak_bytes) <= 52_416
     assert found.plan.step_seconds == best("mlp", 52_416 - 10_483, 0, offload=()).plan.step_seconds
+
+
+def test_what_a_proof_alone_found_is_built_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    choosing = import_module("autopar.search.choose")  # the package has a function of that name
+    usual = best("mlp", 1 << 20, 0).plan
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "dive", lambda *_: None)
+        plan = best("mlp", 1 << 20, 0).plan
+        patch.setattr(choosing, "compared", lambda _: Tried([], {}))
+        alone = best("mlp", 1 << 20, 0).plan
+    assert plan.search is not None
+    assert alone.search is not None
+    assert plan.step_seconds == alone.step_seconds == usual.step_seconds
+    assert plan.search.laid_out > alone.search.laid_out
 
 
 @pytest.mark.slow

@@ -22,9 +22,7 @@ from tests.search.spaces import every_point, experts_on, search_of
 def best(name: str, **given: Any) -> Outcome:
     """On a pipeline whose weights' gradients may come early."""
     given = {"mesh": {"pp": 2}, "schedule": "v-half", "microbatch": 1, "vocabulary": "redistributed", **given}
-    search = search_of(name, 8, 2, FAST, zero=0, head_chunks=1, **given)
-    search.run()
-    return search.ranked()[0]
+    return search_of(name, 8, 2, FAST, zero=0, head_chunks=1, **given).run().outcomes[0]
 
 
 def test_what_memory_made_slower_is_tight() -> None:

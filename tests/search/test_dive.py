@@ -24,7 +24,7 @@ from autopar.search import learned as learned_
 from autopar.search.costing import Outcome
 from autopar.search.dive import _alike, _Around, _climb
 from autopar.search.learned import SEVERAL, Kind, Learned, kinds
-from autopar.search.loop import Search
+from autopar.search.search import Search
 from autopar.search.space import Point, Region, regions
 from tests.fast_cluster import FAST
 from tests.models import make
@@ -534,7 +534,7 @@ def test_estimates_are_off_otherwise_where_the_head_is_split() -> None:
     assert learned.likely(split, 2.0) == 2.0
 
 
-def test_work_that_a_proof_has_no_use_for_finds_better_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_looks_better_in_the_end_is_laid_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """What looks best is laid out first, while it may be better than what was."""
     search, region, points = piped()
     profile = search.profile(region)
@@ -542,12 +542,11 @@ def test_work_that_a_proof_has_no_use_for_finds_better_plans(monkeypatch: pytest
     slowest = max(points, key=lambda point: search.estimates([point], profile)[0])
     begun = search.lay_out(slowest).step_seconds
     search.note(slowest, search.estimates([slowest], profile)[0])
-    dive.lay_out_likely(search, Learned(), 0.0)
     with monkeypatch.context() as patch:
         patch.setattr(dive, "_REST", 0.0)
-        dive.lay_out_likely(search, Learned(), search.most_work)
+        dive._lay_out_likely(search, Learned())
     assert search.laid_out == 1, "there was no work"
-    dive.lay_out_likely(search, Learned(), search.most_work)
+    dive._lay_out_likely(search, Learned())
     assert search.best_seconds < begun
     assert 1 < search.laid_out < len(points)
 

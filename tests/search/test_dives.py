@@ -10,7 +10,7 @@ import pytest
 
 from autopar.search import dive
 from autopar.search.learned import Learned
-from autopar.search.loop import Search
+from autopar.search.search import Search
 from autopar.search.space import Region
 from tests.fast_cluster import FAST
 from tests.search.spaces import experts_on, search_of

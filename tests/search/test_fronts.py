@@ -13,8 +13,8 @@ from autopar.errors import StageError
 from autopar.plan import change_text
 from autopar.planner.build import Built
 from autopar.search.costing import Found, Outcome
-from autopar.search.fronts import _place_next, compared, gpus_front, memory_front, runners_up, unplaced, why
-from autopar.search.loop import Search
+from autopar.search.fronts import _compare, _place_next, compared, gpus_front, memory_front, runners_up, unplaced, why
+from autopar.search.search import Search
 from autopar.search.space import Point, Region, regions
 from tests.fast_cluster import FAST
 from tests.models import make
@@ -28,7 +28,9 @@ GPUS = 4
 @pytest.fixture(scope="module")
 def searched() -> tuple[Search, Found]:
     search = search_of("gpt2", 8, GPUS, FAST, schedule="1f1b", vocabulary="redistributed", offload=())
-    return search, compared(search, search.run())
+    search.run()
+    search.tried.append(compared(search))
+    return search, search.found()
 
 
 def test_runners_up_are_of_other_kinds_and_no_faster(searched: tuple[Search, Found]) -> None:
@@ -53,15 +55,14 @@ def test_reasons_add_up_in_view(searched: tuple[Search, Found]) -> None:
 
 
 def test_what_looks_best_of_other_degrees_is_laid_out() -> None:
-    """Not what has the least bound, which may be far below what a point takes; also of regions that the proof did
-    without."""
+    """Not what has the least bound, which may be far below what a point takes; also of regions that weren't placed."""
     search = search_of("gpt2", 8, 8, FAST)
-    found = search.run()
-    known = {outcome.point for outcome in found.outcomes}
+    search.run()
+    known = {outcome.point for outcome in search.outcomes}
     meshes, left = {point.region.mesh for point in known}, unplaced(search)
     assert left
     laid_out = len(search.outcomes)
-    compared(search, found)
+    _compare(search)
     assert search.profile(left[0]) is not None
     looks = sorted(pair for pair in search.promising.values() if pair[1] not in known)
     _, first = next((seconds, point) for seconds, point in looks if point.region.mesh not in meshes)
@@ -72,8 +73,24 @@ def test_what_looks_best_of_other_degrees_is_laid_out() -> None:
 
 def test_what_is_compared_is_counted(searched: tuple[Search, Found]) -> None:
     search, found = searched
-    assert found.laid_out == search.laid_out >= len(found.outcomes) >= 6
+    assert found.laid_out == len(found.outcomes) + len(found.refusals) > search.laid_out
+    assert {outcome.point for outcome in search.outcomes} < {outcome.point for outcome in found.outcomes}
     assert [outcome.step_seconds for outcome in found.outcomes] == sorted(o.step_seconds for o in found.outcomes)
+
+
+def test_nothing_is_learned_of_what_is_compared() -> None:
+    """It may be elsewhere."""
+    search = search_of("gpt2", 8, 8, FAST)
+    search.glance()
+    before = (len(search.outcomes), dict(search.refusals), dict(search.promising), set(search.profiler.known))
+    tried = compared(search)
+    assert tried.outcomes
+    assert not {outcome.point for outcome in tried.outcomes} & {outcome.point for outcome in search.outcomes}
+    assert all(outcome.layout is None for outcome in tried.outcomes)
+    assert (len(search.outcomes), search.refusals, search.promising, set(search.profiler.known)) == before
+    again = search.own(tried.outcomes[0])
+    assert again == tried.outcomes[0]
+    assert again.layout is not None
 
 
 def test_less_memory_takes_more_time(searched: tuple[Search, Found]) -> None:
@@ -121,8 +138,8 @@ def test_nothing_is_placed_for_runners_up_where_enough_is_nearly_as_good(monkeyp
 def test_runners_up_where_chunks_are_pinned() -> None:
     """Regions without a pipeline have no points then."""
     search = search_of("mlp", 4, 16, FAST, chunks=2, schedule="v-half")
-    found = search.run()
-    best, *others = compared(search, found).outcomes
+    search.run()
+    best, others = search.ranked()[0], compared(search).outcomes
     assert others
     assert all((outcome.point.chunks, outcome.point.region.mesh.pp > 1) == (2, True) for outcome in (best, *others))
 

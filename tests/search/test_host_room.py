@@ -14,7 +14,7 @@ from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 from autopar.preparation import Captured, Prepared
 from autopar.search import searching
-from autopar.search.loop import Search
+from autopar.search.search import Search
 from autopar.search.space import Point, Region
 from tests.fast_cluster import FAST
 from tests.search.spaces import pins_of

@@ -20,9 +20,9 @@ from autopar.search.dive import dive
 from autopar.search.keeping import EQUAL, Keeping
 from autopar.search.layers import layer_block
 from autopar.search.learned import Learned
-from autopar.search.loop import Search
 from autopar.search.profiles import Profile
 from autopar.search.ranks import waited
+from autopar.search.search import Search
 from autopar.search.space import Point, Region, promise
 from tests.fast_cluster import FAST
 from tests.search.spaces import every_point, experts_on, search_of

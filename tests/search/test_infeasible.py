@@ -13,8 +13,8 @@ from autopar.mesh import Mesh
 from autopar.passes.vocabulary import head_of, is_head
 from autopar.search import choose
 from autopar.search.infeasible import relaxations
-from autopar.search.loop import Search
 from autopar.search.profiles import Key
+from autopar.search.search import Search
 from autopar.spmd import R, S
 from tests.fast_cluster import SLOW_NETWORK
 from tests.search.spaces import experts_on, pins_of, prepared, search_of

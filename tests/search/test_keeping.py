@@ -24,9 +24,12 @@ def test_passes_of_lists_that_are_read_are_counted_once() -> None:
     keeping = Keeping()
     for microbatches in (16, 32):  # more than twice the ranks keep no more
         keeping.here("v-half", 4, microbatches)
-        assert keeping.generated == 8 * 8
+        assert keeping.read == 8 * 8
     keeping.here("v-half", 2, 16)
-    assert keeping.generated == 8 * 8 + 4 * 4
+    assert keeping.read == 8 * 8 + 4 * 4
+    other = keeping.aside()
+    other.here("v-half", 4, 16)
+    assert (keeping.read, other.read) == (8 * 8 + 4 * 4, 8 * 8), "for each who asks"
 
 
 def test_several_stages_of_a_rank_count_by_their_share() -> None:

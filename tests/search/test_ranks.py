@@ -10,9 +10,9 @@ import pytest
 from autopar.mesh import Mesh
 from autopar.search.costing import Costing
 from autopar.search.keeping import Keeping, Likely, Ratios
-from autopar.search.loop import Search
 from autopar.search.outlook import Outlook
 from autopar.search.ranks import kind_of, unevenness
+from autopar.search.search import Search
 from autopar.search.space import Region, savers
 from tests.fast_cluster import BUSY
 from tests.search.spaces import search_of

@@ -12,9 +12,10 @@ from autopar.mesh import Mesh
 from autopar.passes.expert_roads import exchange_axes, travelling
 from autopar.planner.block_costs import Machine, block_cost
 from autopar.search.bounds import scaled
-from autopar.search.loop import Search
 from autopar.search.profiles import Key, Profile
+from autopar.search.proof import Tried
 from autopar.search.scaling import Scaling, alone, thin
+from autopar.search.search import Search
 from autopar.search.space import Region, regions
 from tests.fast_cluster import BUSY, FAST, NODES
 from tests.search.spaces import experts_on, search_of
@@ -136,11 +137,13 @@ def test_experts_of_several_ranks_get_tokens_of_all_their_rows(ep: int) -> None:
 
 def test_what_waits_is_raised_by_all_that_is_placed() -> None:
     search = search_of("llama", 8, 8, FAST, recompute="none")
-    search.most_work = 1.0
-    search.run()
-    waiting = [item for item in search._waiting if isinstance(item.what, Region)]
+    search.glance()
+    proof = search._proof(search.profiler.aside())
+    proof.most_work = 1.0
+    proof.run(lambda: Tried(search.outcomes, {}))
+    waiting = [item for item in proof._waiting if isinstance(item.what, Region)]
     assert waiting
-    assert all(item.bound >= search.at_first(item.what) * (1 - 1e-9) for item in waiting)
+    assert all(item.bound >= proof.at_first(item.what) * (1 - 1e-9) for item in waiting)
 
 
 def test_keys_that_were_not_announced_are_answered_the_same() -> None:

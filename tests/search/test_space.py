@@ -16,8 +16,8 @@ from autopar.mesh import Mesh
 from autopar.planner.block_costs import Machine
 from autopar.preparation import Captured
 from autopar.search import searching
-from autopar.search.loop import Search
 from autopar.search.profiles import Profile
+from autopar.search.search import Search
 from autopar.search.space import (
     Family,
     Point,

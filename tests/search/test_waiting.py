@@ -7,9 +7,8 @@ import math
 import pytest
 
 from autopar.mesh import Mesh
-from autopar.search import loop, work
-from autopar.search.ahead import Ahead
-from autopar.search.loop import Search
+from autopar.search import work
+from autopar.search.proof import Proof
 from autopar.search.space import Family, Point, Region
 from autopar.search.waiting import Item, work_beside
 from autopar.search.work import work_of
@@ -28,52 +27,43 @@ def test_a_better_bound_takes_all_points_that_are_as_good() -> None:
     assert work_beside(items, 0.9, 2.0) == 0.0
 
 
-def begun() -> Search:
-    """As it is before its proof, with nothing that waits, and one region placed."""
+def begun() -> Proof:
+    """With nothing that waits, and one region placed."""
     search = search_of("gpt2", 8, 4, FAST)
-    search._ahead = Ahead.of(search, search._begin())
-    assert search.place(point_of(0).region) is not None
-    return search
+    search._begin()
+    proof = search._proof(search.profiler.aside())
+    assert proof.place(point_of(0).region) is not None
+    return proof
 
 
 @pytest.mark.parametrize(("left", "goes_on"), [(0.9, False), (1.1, True)])
 def test_what_is_left_of_the_work_goes_into_no_point_where_more_are_alike(left: float, goes_on: bool) -> None:
-    search, point = begun(), point_of(0)
-    outcome = search.lay_out(point)
+    proof, point = begun(), point_of(0)
+    outcome = proof.lay_out(point)
     alike = [point._replace(zero=zero) for zero in (1, 2, 3)]
     bound = outcome.step_seconds / 2
-    search._waiting = [Item(bound, number, other) for number, other in enumerate(alike)]
-    search._limit = search._work + left * sum(work_of(other, search._length) for other in alike)
-    assert search._can_better(bound) == goes_on
-    assert search._can_better(bound / 2), "nothing has to be laid out"
+    proof._waiting = [Item(bound, number, other) for number, other in enumerate(alike)]
+    proof.most_work = proof._work + left * sum(work_of(other, proof._length) for other in alike)
+    assert proof._can_better(bound) == goes_on
+    assert proof._can_better(bound / 2), "nothing has to be laid out"
 
 
 def test_a_proof_ends_before_points_that_it_has_not_the_work_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which wait as they did; but something has to be found."""
-    search, point = begun(), point_of(1)
-    profile = search.profile(point.region)
+    proof, point = begun(), point_of(1)
+    profile = proof.profile(point.region)
     assert profile is not None
-    bound = max(search.costing.bound(point, profile), search.costing.memory_bound(point, profile))
-    monkeypatch.setattr(Search, "_can_better", lambda *_: False)
-    search._limit = math.inf
-    search._try(bound, point)
-    assert search.laid_out == 1
+    bound = max(proof.costing.bound(point, profile), proof.costing.memory_bound(point, profile))
+    monkeypatch.setattr(Proof, "_can_better", lambda *_: False)
+    proof.most_work = math.inf
+    proof._try(bound, point)
+    assert proof.laid_out == 1
     other = point._replace(zero=2)
-    bound = max(search.costing.bound(other, profile), search.costing.memory_bound(other, profile))
-    search._try(bound, other)
-    assert search.laid_out == 1
-    assert (bound, other) in [(item.bound, item.what) for item in search.left()]
-    assert not search._goes_on()
-    assert search._spared > 0
-
-
-def test_work_that_a_proof_spares_goes_to_what_looks_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    spared: list[float] = []
-    monkeypatch.setattr(loop, "lay_out_likely", lambda _, __, left: spared.append(left))
-    search_of("gpt2", 8, 4, FAST).run()
-    monkeypatch.setattr(Search, "_can_better", lambda *_: False)
-    search_of("gpt2", 8, 4, FAST).run()
-    assert 0 == spared[0] < spared[1]
+    bound = max(proof.costing.bound(other, profile), proof.costing.memory_bound(other, profile))
+    proof._try(bound, other)
+    assert proof.laid_out == 1
+    assert (bound, other) in [(item.bound, item.what) for item in proof._waiting]
+    assert not proof._goes_on()
 
 
 def test_a_split_head_has_passes_of_its_own() -> None:
@@ -84,23 +74,22 @@ def test_a_split_head_has_passes_of_its_own() -> None:
 
 
 def test_families_of_a_region_wait_by_their_passes_until_they_are_next() -> None:
-    search, region = begun(), point_of(0).region
-    profile = search.profile(region)
-    assert search._ahead is not None
+    proof, region = begun(), point_of(0).region
+    profile = proof.profile(region)
     assert profile is not None
-    bound, generated = search._ahead.bound(region), search.costing.keeping.generated
-    search._open(bound, region)
-    assert search.costing.keeping.generated == generated, "what ranks keep isn't asked for yet"
-    waiting, search._waiting = search._waiting, []
-    assert {item.what for item in waiting} == set(search.families_of(region))
+    bound, read = proof._ahead.bound(region), proof.costing.keeping.read
+    proof._open(bound, region)
+    assert proof.costing.keeping.read == read, "what ranks keep isn't asked for yet"
+    waiting, proof._waiting = proof._waiting, []
+    assert {item.what for item in waiting} == set(proof.families_of(region))
     for item in waiting:
         assert isinstance(item.what, Family)
-        points = list(search.stored(item.what))
-        assert item.bound >= min(search.bounds(points, profile, memory=False))
-        search._open_family(item.bound, item.what)
-        bounds = {other.what: other.bound for other in search._waiting}
-        fitting = {point for point, least in zip(points, search.bounds(points, profile), strict=True) if least < 1e9}
+        points = list(proof.stored(item.what))
+        assert item.bound >= min(proof.bounds(points, profile, memory=False))
+        proof._open_family(item.bound, item.what)
+        bounds = {other.what: other.bound for other in proof._waiting}
+        fitting = {point for point, least in zip(points, proof.bounds(points, profile), strict=True) if least < 1e9}
         assert fitting
         assert fitting <= set(bounds)
         assert min(bounds.values()) >= item.bound
-        search._waiting = []
+        proof._waiting = []

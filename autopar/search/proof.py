@@ -1,0 +1,258 @@
+"""What nothing is below: what has the best bound is looked at next, until nothing left can be better.
+
+A region is bounded by the profiles that are known, then by its own; so are its points, those of a family at once, which
+store state and save memory in other ways alone; then each point, which is laid out. Everything is deterministic: equal
+bounds go in the order of the space.
+
+A proof goes its own way, so that it can run beside the search for a good plan: until that is over, it goes on to what a
+plan may take (``aim``), and lays nothing out.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from autopar.errors import AutoparError, BudgetError
+from autopar.search import work as units
+from autopar.search.ahead import Ahead
+from autopar.search.costing import Outcome, laid_on, splits_further
+from autopar.search.reckoning import Reckoning
+from autopar.search.space import Family, Point, Region, Savers, savers
+from autopar.search.waiting import Item, What, work_beside
+
+_AIM: Final = 1.3  # times what the best plan is likely to take
+_LIKELY: Final = 128  # regions that say so
+
+
+class Tried(NamedTuple):
+    """What was laid out: what that took, or why it can't run or doesn't fit."""
+
+    outcomes: list[Outcome]
+    refusals: dict[Point, AutoparError]
+
+    @classmethod
+    def of(cls, one: Reckoning, known: Tried | None = None) -> Tried:
+        """What ``one`` laid out, but for what was ``known`` before, as others may be told: without layouts."""
+        points = {outcome.point for outcome in known.outcomes} | set(known.refusals) if known is not None else set()
+        outcomes = [replace(outcome, layout=None) for outcome in one.outcomes if outcome.point not in points]
+        return cls(outcomes, {point: error for point, error in one.refusals.items() if point not in points})
+
+
+class Proven(NamedTuple):
+    """Nothing is below ``bound_seconds`` but what was ``tried`` or known before; so many regions were ``placed`` for
+    that."""
+
+    bound_seconds: float
+    tried: Tried
+    placed: int
+
+
+@dataclass
+class Proof(Reckoning):
+    """It may take ``most_work``, if anything that fits is known."""
+
+    most_work: float = math.inf
+    quick: bool = False  # anything that fits will do
+    hear: Callable[[str, Proof], None] | None = None  # is told of every step
+    aim: float = field(default=math.inf, init=False)
+    _waiting: list[Item] = field(default_factory=list, init=False)
+    _is_over: bool = field(default=False, init=False)  # there is no work left for what is next
+    _saved: set[Point] = field(default_factory=set, init=False)  # what saves memory in other ways waits, too
+    _numbers: int = field(default=0, init=False)
+    _passed: list[Item] = field(default_factory=list, init=False)  # what was left out
+    _raised: int = field(default=0, init=False)  # bounds of regions, by so many profiles
+    _regions: Sequence[Region] = field(default=(), init=False)
+    _ahead: Ahead = field(init=False)
+
+    def reckon_with(self, regions: Sequence[Region]) -> None:
+        super().reckon_with(regions)
+        self._regions, self._ahead = regions, Ahead.of(self, regions)
+
+    def run(self, known: Callable[[], Tried]) -> Proven:
+        """``known`` waits for what was found elsewhere."""
+        bounds = self.all_at_first(self._regions)
+        for bound, region in zip(bounds.tolist(), self._regions, strict=True):
+            self._push(bound, region)
+        if self._regions and not self.quick:
+            some = [self._regions[place] for place in np.argsort(bounds, kind="stable")[:_LIKELY]]
+            self._aim_at(_AIM * min(self.all_likely(some)))
+        return self._finish(known())
+
+    def _aim_at(self, seconds: float) -> None:
+        """Raise bounds up to that, for all the work that there is, or until something has to be laid out."""
+        self.aim = seconds
+        while self._waiting and self._work < self.most_work and not self._is_over:
+            self._look_at_next()
+        self.aim, self._is_over = math.inf, False
+
+    def _look_at_next(self) -> None:
+        self._learn()
+        item = heapq.heappop(self._waiting)
+        if self.is_beaten(item.bound):
+            self._passed.append(item)
+        elif isinstance(item.what, Region):
+            self._open(item.bound, item.what)
+        elif isinstance(item.what, Family):
+            self._open_family(item.bound, item.what)
+        elif isinstance(item.what, Savers):
+            self._open_savers(item.bound, item.what)
+        else:
+            self._try(item.bound, item.what)
+
+    def _finish(self, known: Tried) -> Proven:
+        """Go on with what is ``known``, instead of the aim."""
+        self.outcomes, self.refusals = list(known.outcomes), dict(known.refusals)
+        self._roomy = {outcome.point for outcome in known.outcomes if not outcome.is_tight}
+        passed, self._passed = self._passed, []
+        for item in passed:
+            self._push(item.bound, item.what)
+        while self._waiting and self._goes_on():
+            self._look_at_next()
+        self._raise_regions()
+        return Proven(self.bound_seconds, Tried.of(self, known), self.placed)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def _good(self) -> float:
+        """What nothing has to be below."""
+        return min(self.aim, super()._good)
+
+    def tell(self, phase: str) -> None:
+        if self.hear is not None:
+            self.hear(phase, self)
+
+    def _learn(self) -> None:
+        """What was placed since the last time raises the bounds of others."""
+        if self._raised != len(self.profiler.known):
+            self._raised = len(self.profiler.known)
+            self._raise_regions()
+
+    def _raise_regions(self) -> None:
+        """The bounds of all regions that wait, by all that is known: at once."""
+        found = [(place, item.what) for place, item in enumerate(self._waiting) if isinstance(item.what, Region)]
+        self._work += units.RAISED * len(found)
+        bounds = self.all_at_first([region for _, region in found]).tolist()
+        for (place, region), bound in zip(found, bounds, strict=True):
+            item, better = self._waiting[place], max(bound, self._ahead.known_bound(region))
+            if better > item.bound:
+                self._waiting[place] = item._replace(bound=better)
+        heapq.heapify(self._waiting)
+
+    @property
+    def bound_seconds(self) -> float:
+        """Nothing that isn't laid out yet is below, nor what is."""
+        return min((item.bound for item in (*self._waiting, *self._passed)), default=self.best_seconds)
+
+    def _goes_on(self) -> bool:
+        if self._is_over or self._work >= self.most_work:
+            return not (self.outcomes or self.quick)
+        return not (self.quick and self.outcomes)
+
+    def _push(self, bound: float, what: What) -> None:
+        if math.isinf(bound):
+            return
+        if self.is_beaten(bound):
+            self._pass(bound, what)
+        else:
+            self._numbers += 1
+            heapq.heappush(self._waiting, Item(bound, self._numbers, what))
+
+    def _pass(self, bound: float, what: What) -> None:
+        """Leave it out; what is proven counts with its bound."""
+        self._numbers += 1
+        self._passed.append(Item(bound, self._numbers, what))
+
+    def _open(self, bound: float, region: Region) -> None:
+        """Place it, if its bound is still the best by then; then its families wait instead of it."""
+        profile = self.profile(region)
+        if profile is None and self.place_reference(region):  # which bounds many others, too
+            self._push(max(bound, self.at_first(region)), region)
+            return
+        better = self._ahead.bound(region)
+        if better > bound:
+            self._push(better, region)
+        elif profile is None:
+            if self._make(self.references.fastest(region)) or self.place(region) is not None:
+                self._push(max(bound, self.at_first(region)), region)
+        else:
+            self._ahead.open(region)
+            for family in self.families_of(region):
+                points = list(self.stored(family))
+                self._push(max(bound, min(self.bounds(points, profile, memory=False))), family)
+
+    def _open_family(self, bound: float, family: Family) -> None:
+        """Let its points wait, and where memory is what makes them slow, what saves it in other ways."""
+        points, profile = list(self.stored(family)), self.profile(family.region)
+        assert profile is not None
+        further = [point for point in points if splits_further(point.way, laid_on(point, profile, self.profiler))]
+        if further and not self.is_beaten(max(bound, min(self.bounds(further, profile, memory=False)))):
+            self._place_streamed(family.region, profile)
+        passes, kept = (self.bounds(points, profile, memory=memory) for memory in (False, True))
+        saved = dict[Point, float]()
+        for point, fastest, least in zip(points, passes, kept, strict=True):
+            self._push(max(bound, least), point)
+            if least > fastest and not self.is_beaten(max(bound, fastest)):
+                saved[point] = fastest
+        self._save(max(bound, min(saved.values(), default=bound)), saved)
+
+    def _open_savers(self, bound: float, some: Savers) -> None:
+        profile, points = self.profile(some.region), self.saving(some)
+        assert profile is not None
+        for least, point in zip(self.bounds(points, profile), points, strict=True):
+            self._push(max(bound, least), point)
+
+    def _try(self, bound: float, point: Point) -> None:
+        """Lay it out, if what is known of it by itself leaves it the best."""
+        if self._plain(point) in self._roomy:
+            return  # to save memory is no use where there is enough
+        profile = self.profile(point.region)
+        assert profile is not None
+        known = laid_on(point, profile, self.profiler)
+        passes = max(bound, self.costing.bound(point, known))
+        kept = passes if self.is_beaten(passes) else self.costing.memory_bound(point, known)
+        if kept > passes:
+            self._save(passes, [point])
+        if max(passes, kept) > bound:
+            self._push(max(passes, kept), point)
+            return
+        if not math.isinf(self.aim) or (self.outcomes and not self._can_better(bound)):
+            self._is_over = True
+            self._push(bound, point)
+            return
+        try:
+            outcome = self.lay_out(point)
+        except AutoparError as error:
+            if isinstance(error, BudgetError):
+                self._save(bound, [point])
+                if error.needed_bytes <= self.costing.whole_budget_bytes + max(known.activations.working_bytes):
+                    self._pass(bound, point)  # what its largest op needs was an estimate: that proves nothing
+            return
+        if outcome.is_tight:
+            self._save(bound, [point])
+
+    def _can_better(self, bound: float) -> bool:
+        """Whether the work that is left would do for a better bound than this."""
+        return work_beside(self._waiting, bound, self._length) <= self.most_work - self._work
+
+    def _save(self, bound: float, points: Iterable[Point]) -> None:
+        """Let wait what saves memory in other ways than ``points`` of one family, which only helps where memory was
+        tight, and is no faster than they would be with enough."""
+        new = tuple(point for point in points if point not in self._saved and point == self._plain(point))
+        self._saved.update(new)
+        for some in (Savers(new, away) for away in (False, True)):
+            if new and self.saving(some):
+                self._push(bound, some)
+
+    def _plain(self, point: Point) -> Point:
+        """Without what only saves memory."""
+        offload, head_chunks = next(savers(point.family, self.costing.cluster, self.pins))
+        return point._replace(offload=offload, head_chunks=head_chunks)

@@ -1,0 +1,157 @@
+"""One search: a good plan, what nothing is below, and what that says together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from autopar.errors import AutoparError
+from autopar.mesh import Mesh
+from autopar.search.costing import Costing, Found, Outcome, rank
+from autopar.search.dive import dive
+from autopar.search.profiles import Key, Profiler
+from autopar.search.proof import Proof, Proven, Tried
+from autopar.search.reckoning import Reckoning
+from autopar.search.sharing import running
+from autopar.search.space import Point, Region, regions, simplicity, undominated
+from autopar.search.watching import Watcher
+
+WORK = 2e5
+"""Units (:mod:`autopar.search.work`) that a search may take, and as many its proof; what is left then counts with its
+bound."""
+
+_WORTH = 5_000  # ops of all regions: of fewer, a proof is over before another process is there
+
+
+@dataclass
+class Search(Reckoning):
+    """``watch`` is told of every step. There may be several ``processes``."""
+
+    watch: Watcher | None = None
+    processes: int = 1
+    quick: bool = False  # anything that fits will do
+    most_work: float = WORK
+    built: int = 0
+    promising: dict[Region, tuple[float, Point]] = field(default_factory=dict, init=False)
+    """By region that was placed, what looks best, with the seconds that it is likely to take."""
+    regions: list[Region] = field(default_factory=list, init=False)
+    points: int = field(default=0, init=False)
+    bound_seconds: float = field(default=0.0, init=False)  # as far as a proof is; 0: it hasn't begun, or isn't here
+    waiting: int = field(default=0, init=False)  # for it
+    tried: list[Tried] = field(default_factory=list, init=False)
+    """What was laid out elsewhere, without layouts."""
+    _proven: Proven | None = field(default=None, init=False)
+
+    @property
+    def least_gpus(self) -> int:
+        """On fewer, ranks can't hold the model in any way."""
+        host, options = self.costing.cluster.device.host_memory_bytes, self.pins.options
+        return self.costing.least_gpus(on_host=bool(options.offload if self.pins.fixes("offload") else host))
+
+    @property
+    def work(self) -> float:
+        """That it took so far, in units of :data:`WORK`."""
+        return self._work
+
+    def glance(self) -> list[Outcome]:
+        """What looks best, the best first, without a proof; none where that doesn't fit."""
+        self._begin()
+        dive(self, self.regions)
+        return self.ranked()
+
+    def run(self, meanwhile: Callable[[], None] | None = None) -> Found:
+        """Find a good plan, and what nothing is below, in another process if there is one: which may take longer, so do
+        something ``meanwhile`` with what was found."""
+        self._begin()
+        if self.pins.gpus < self.least_gpus:
+            return Found([], math.inf, self.points, self.placed, 0, {})
+        prove = partial(self._prove, self.profiler.aside(), None if self.is_shared else self._hear)
+        with running(prove, elsewhere=self.is_shared) as proof:
+            dive(self, self.regions)
+            if self.quick and self.outcomes:
+                return self.found()
+            proof.tell(Tried.of(self))
+            if self.outcomes and meanwhile is not None:
+                meanwhile()
+            self._proven = proof.result()
+            self.tried.append(self._proven.tried)
+        return self.found()
+
+    def found(self) -> Found:
+        """All so far."""
+        outcomes, refusals = dict[Point, Outcome](), dict[Point, AutoparError]()
+        for tried in (*self.tried, Tried(self.outcomes, self.refusals)):  # what has a layout counts
+            outcomes |= {outcome.point: outcome for outcome in tried.outcomes}
+            refusals |= tried.refusals
+        ranked, laid_out = sorted(outcomes.values(), key=rank), len(outcomes) + len(refusals)
+        least = min((outcome.step_seconds for outcome in ranked), default=math.inf)
+        bound, placed = (self._proven.bound_seconds, self._proven.placed) if self._proven is not None else (0.0, 0)
+        return Found(ranked, min(bound, least), self.points, self.placed + placed, laid_out, refusals)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it is long enough for several processes."""
+        return self.processes > 1 and not self.quick and len(self.regions) * self.ops >= _WORTH
+
+    def aside(self) -> Search:
+        """This one as it is now, to go on with: it learns nothing of that, and nobody is told."""
+        other = copy(self)
+        other.watch, other.profiler = None, self.profiler.aside()
+        other.outcomes, other.refusals = list(self.outcomes), dict(self.refusals)
+        other.promising, other._keys, other._roomy = dict(self.promising), dict(self._keys), set(self._roomy)
+        other.reckon_with(self.regions)
+        return other
+
+    def own(self, outcome: Outcome) -> Outcome:
+        """``outcome``, laid out by this search itself, if it was elsewhere."""
+        if outcome.layout is None:
+            self.place(outcome.point.region)
+            return self.lay_out(outcome.point)
+        return outcome
+
+    def again(self, spared_bytes: int) -> Search:
+        """The same search from the start, with ``spared_bytes`` of a rank's memory left for what no solver counts."""
+        costing = Costing(self.costing.cluster, self.costing.options, spared_bytes)
+        return replace(self, costing=costing, outcomes=[], refusals={}, built=0)
+
+    def note(self, point: Point, estimate: float) -> None:
+        """``point`` is likely to take as long as that."""
+        known = self.promising.get(point.region)
+        if known is None or estimate < known[0]:
+            self.promising[point.region] = estimate, point
+
+    def _begin(self) -> list[Region]:
+        """All regions, of which nothing is placed."""
+        self.costing.root = self.profiler.of(Key(self.sizes.batch, 1, 1, 1), Mesh(), 1)  # it bounds everything
+        if self.costing.root is None:
+            raise next(iter(self.profiler.refused.values()))
+        self.regions = sorted(regions(self.sizes, self.pins), key=simplicity)
+        self.points = sum(map(self.count, self.regions))
+        if any(region.mesh.cp > 1 for region in self.regions) and self.profiler.cuts_rows(self.sizes.batch):
+            self.regions = undominated(self.regions)
+        self.reckon_with(self.regions)
+        return self.regions
+
+    def _prove(
+        self, profiler: Profiler, hear: Callable[[str, Proof], None] | None, known: Callable[[], Tried]
+    ) -> Proven:
+        return self._proof(profiler, hear).run(known)
+
+    def _proof(self, profiler: Profiler, hear: Callable[[str, Proof], None] | None = None) -> Proof:
+        """With what ``profiler`` knew when this search began."""
+        given = self.pins, self.sizes, profiler, self.costing.aside(), self.heads, self.tolerance
+        proof = Proof(*given, most_work=self.most_work, quick=self.quick, hear=hear)
+        proof.reckon_with(self.regions)
+        return proof
+
+    def _hear(self, phase: str, proof: Proof) -> None:
+        """Tell how far a proof is."""
+        self.bound_seconds, self.waiting = proof.bound_seconds, proof.waiting
+        self.tell(phase)
+
+    def tell(self, phase: str) -> None:
+        if self.watch is not None:
+            self.watch(phase, self)
