@@ -125,6 +125,7 @@ def _cpu_ticks(pid: int) -> int:
 def _answer(run: Callable[[Callable[[], Any]], Any], pipe: Connection) -> None:
     """All that a copy does; whatever goes wrong in it, its end says so."""
     try:
+        torch.set_num_threads(1)  # a copy has none of the others, and would wait for them
         pipe.send(run(pipe.recv))
     finally:
         os._exit(0)

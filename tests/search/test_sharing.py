@@ -107,6 +107,21 @@ def test_one_that_is_busy_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None
         assert run.result() != os.getpid()
 
 
+def test_a_copy_has_no_other_threads_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sums(asks: Asks) -> tuple[float, int]:
+        return torch.ones(1 << 21).exp().sum().item(), os.getpid()
+
+    monkeypatch.setattr(sharing, "_PATIENCE", 0.5)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        sums(lambda: 0)
+        with running(sums, elsewhere=True) as run:
+            assert run.result()[1] != os.getpid()
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_what_it_raises_is_raised_here() -> None:
     def raises(asks: Asks) -> int:
         raise ValueError(str(asks()))
