@@ -126,6 +126,10 @@ class Proof(Reckoning):
         """What nothing has to be below."""
         return min(self.aim, super()._good)
 
+    def _is_worse(self, bound: float) -> bool:
+        """Whether it is beaten by what is known, and not just beyond the aim: then it needn't wait."""
+        return bound >= super()._good
+
     def tell(self, phase: str) -> None:
         if self.hear is not None:
             self.hear(phase, self)
@@ -200,7 +204,7 @@ class Proof(Reckoning):
         saved = dict[Point, float]()
         for point, fastest, least in zip(points, passes, kept, strict=True):
             self._push(max(bound, least), point)
-            if least > fastest and not self.is_beaten(max(bound, fastest)):
+            if least > fastest and not self._is_worse(max(bound, fastest)):
                 saved[point] = fastest
         self._save(max(bound, min(saved.values(), default=bound)), saved)
 

@@ -92,10 +92,13 @@ def test_what_a_proof_aims_at_until_a_plan_is_known_proves_nothing(aim: float, m
     assert check("mlp", 4, 4, "fast", 61, {}) >= 1 - TOLERANCE
 
 
+@pytest.mark.parametrize("aim", [1e-3, 1e3])
 @pytest.mark.parametrize(("mesh", "budget"), [({"dp": 2}, 5 << 19), ({"pp": 2}, 3 << 19)], ids=str)
 def test_what_saves_memory_is_looked_at_by_the_proof_itself(
-    monkeypatch: pytest.MonkeyPatch, mesh: dict[str, int], budget: int
+    monkeypatch: pytest.MonkeyPatch, mesh: dict[str, int], budget: int, aim: float
 ) -> None:
+    """Also where its points were looked at before anything was known that they may be worse than."""
+    monkeypatch.setattr(proof, "_AIM", aim)
     monkeypatch.setattr(module, "dive", lambda *_: None)
     given = {"schedule": "1f1b", "microbatch": 2, "vocabulary": "redistributed", "zero": 0, "budget_bytes": budget}
     search = search_of("gpt2", 8, 2, FAST, mesh=mesh, **given)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
 from autopar.mesh import Mesh
 from autopar.search import work
 from autopar.search.proof import Proof
-from autopar.search.space import Family, Point, Region
+from autopar.search.space import Family, Point, Region, Savers
 from autopar.search.waiting import Item, work_beside
 from autopar.search.work import work_of
 from tests.fast_cluster import FAST
@@ -27,9 +28,9 @@ def test_a_better_bound_takes_all_points_that_are_as_good() -> None:
     assert work_beside(items, 0.9, 2.0) == 0.0
 
 
-def begun() -> Proof:
+def begun(**given: Any) -> Proof:
     """With nothing that waits, and one region placed."""
-    search = search_of("gpt2", 8, 4, FAST)
+    search = search_of("gpt2", 8, 4, FAST, **given)
     search._begin()
     proof = search._proof(search.profiler.aside())
     assert proof.place(point_of(0).region) is not None
@@ -93,3 +94,18 @@ def test_families_of_a_region_wait_by_their_passes_until_they_are_next() -> None
         assert fitting <= set(bounds)
         assert min(bounds.values()) >= item.bound
         proof._waiting = []
+
+
+def test_what_is_beyond_the_aim_waits_as_well() -> None:
+    """A plan may turn out to take longer than was aimed at."""
+    family = Family(point_of(0).region, "1f1b", None, "redistributed")
+
+    def saved(aim: float) -> set[Point]:
+        proof = begun(budget_bytes=3 << 19)
+        proof.aim = aim
+        proof._open_family(0.0, family)
+        waiting = (item.what for item in (*proof._waiting, *proof._passed))
+        return {point for what in waiting if isinstance(what, Savers) for point in what.points}
+
+    assert saved(1e-9) == saved(math.inf)
+    assert saved(math.inf)
