@@ -271,10 +271,10 @@ def _best(builder: _Builder, found: Found) -> tuple[Built, Outcome, Found]:
     what was ``found`` without those that turned out not to fit."""
     best: tuple[Built, Outcome] | None = None
     last: AutoparError | None = None
-    refused, search = set[tuple[object, ...]](), builder.search
+    refused, count = set[tuple[object, ...]](), 0
     for outcome in _distinct(found.outcomes):
         seconds = best[0].plan.step_seconds if best else math.inf
-        if outcome.step_seconds >= seconds * (1 - search.tolerance) or (best and search.built >= _BUILT):
+        if outcome.step_seconds >= seconds * (1 - builder.search.tolerance) or count == _BUILT:
             break
         try:
             built = builder.build(outcome)
@@ -282,7 +282,7 @@ def _best(builder: _Builder, found: Found) -> tuple[Built, Outcome, Found]:
             last = error
             refused.add(_alike(outcome))
             continue
-        search.built += 1
+        count += 1
         if built.plan.step_seconds < seconds:
             best = built, outcome
     if best is None:

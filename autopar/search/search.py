@@ -34,7 +34,6 @@ class Search(Reckoning):
     processes: int = 1
     quick: bool = False  # anything that fits will do
     most_work: float = WORK
-    built: int = 0
     promising: dict[Region, tuple[float, Point]] = field(default_factory=dict, init=False)
     """By region that was placed, what looks best, with the seconds that it is likely to take."""
     regions: list[Region] = field(default_factory=list, init=False)
@@ -115,7 +114,7 @@ class Search(Reckoning):
     def again(self, spared_bytes: int) -> Search:
         """The same search from the start, with ``spared_bytes`` of a rank's memory left for what no solver counts."""
         costing = Costing(self.costing.cluster, self.costing.options, spared_bytes)
-        return replace(self, costing=costing, outcomes=[], refusals={}, built=0)
+        return replace(self, costing=costing, outcomes=[], refusals={})
 
     def note(self, point: Point, estimate: float) -> None:
         """``point`` is likely to take as long as that."""

@@ -43,10 +43,6 @@ class Running(Generic[T, R]):
         self._pipe = pipe
         self._told: list[T] = []
 
-    @property
-    def is_elsewhere(self) -> bool:
-        return self._pipe is not None
-
     def tell(self, what: T) -> None:
         """What it waits for. A copy is no use where that or its result can't be pickled, or if it is gone."""
         self._told = [what]
