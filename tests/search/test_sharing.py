@@ -132,14 +132,18 @@ def test_what_it_raises_is_raised_here() -> None:
 
 
 def test_nothing_is_left_of_one_that_is_not_wanted_any_more() -> None:
+    def takes_long(asks: Asks) -> None:
+        time.sleep(5)
+
     def fails() -> None:
-        with running(twice, elsewhere=True) as run:
+        with running(takes_long, elsewhere=True) as run:
             pids.append(run._pid)
             raise ValueError("here")
 
-    pids: list[int] = []
+    pids, begun = list[int](), time.monotonic()
     with pytest.raises(ValueError, match="here"):
         fails()
+    assert time.monotonic() - begun < 4
     with pytest.raises(ProcessLookupError):
         os.kill(pids[0], 0)
 
