@@ -215,7 +215,7 @@ def begin(model: Model, request: Request, pinned: Plan | None = None, rulings: R
 
 def split_rows(start: Local, request: Request, pinned: Plan | None = None) -> Local:
     """Local to microbatches and to ``dp``: what that is like depends on the rows that are left of a batch alone, and on
-    whether there are several of each.
+    whether there are several of each; or on how many, where rows move over ``dp``.
 
     Raises ShardingError or PlanError.
     """

@@ -115,7 +115,7 @@ class Profile:
     def is_of_its_dp(self) -> bool:
         """Whether values change between shards and whole ones on dp, so that their shapes depend on its size: rows of
         the batch stay where they are."""
-        return any(_splits_on_dp(node) for block in self.model.blocks for node in block.ops)
+        return _is_of_its_dp(self.model)
 
     @cached_property
     def further_units(self) -> list[Unit]:
@@ -343,6 +343,13 @@ def _parameters(model: Model) -> dict[str, Info]:
 _BOUNDLESS = 1 << 60
 
 
+class _Rows(NamedTuple):
+    """A model local to microbatches and dp; ``dp``: the only one that it serves (0: it serves any)."""
+
+    local: Local
+    dp: int
+
+
 class Models(Protocol):
     """A model with sequences whole (``[False]``), and with sequences that ranks share (``[True]``, for ``cp > 1``)."""
 
@@ -362,7 +369,7 @@ class Profiler:
     refused: dict[Key, AutoparError] = field(default_factory=dict)
     _rulings: Rulings = field(default_factory=Rulings)
     _started: dict[tuple[object, ...], Local] = field(default_factory=dict)
-    _split: dict[tuple[object, ...], Local] = field(default_factory=dict)
+    _split: dict[tuple[object, ...], _Rows] = field(default_factory=dict)
     _placed: dict[tuple[Key, Mesh, int], Profile] = field(default_factory=dict)
 
     def aside(self) -> Profiler:
@@ -442,10 +449,17 @@ class Profiler:
         start = (key.cp > 1, *head, key.chunks, request.mesh.experts if uneven else 1)
         if start not in self._started:
             self._started[start] = begin(self.models[key.cp > 1].copy(), request, None, self._rulings)
-        rows = (*start, key.rows * key.ep, key.several, key.copies, key.dp)
-        if rows not in self._split:
-            self._split[rows] = split_rows(self._started[start], request)
-        return self._split[rows]
+        rows, dp = (*start, key.rows * key.ep, key.several, key.copies), request.mesh.dp
+        found = self._split.get((*rows, dp)) or self._split.get((*rows, 0))
+        if found is None:
+            local = split_rows(self._started[start], request)
+            found = _Rows(local, dp if _is_of_its_dp(local.model) else 0)
+            self._split[*rows, found.dp] = found
+        return found.local
+
+
+def _is_of_its_dp(model: Model) -> bool:
+    return any(_splits_on_dp(node) for block in model.blocks for node in block.ops)
 
 
 def _splits_on_dp(node: fx.Node) -> bool:

@@ -65,6 +65,10 @@ def test_a_placement_that_moves_rows_over_dp_serves_that_dp_alone() -> None:
         assert alone is not None
         assert four.is_of_its_dp == moves == (two is not four)
         assert str(two.model) == str(alone.model)
+        split, narrow = (profiler.of(key._replace(tp=2), Mesh(dp=8, tp=2), 1) for profiler in (together, apart))
+        assert split is not None
+        assert narrow is not None
+        assert str(split.model) == str(narrow.model)  # it starts from what is local to another dp, or to its own
 
 
 def profile_of(mesh: Mesh, *, streamed: bool) -> Profile:
