@@ -40,7 +40,7 @@ def choose(schedule: Schedule, costs: Costs, free_bytes: Room) -> Away | None:
 def _least_shares(passes: Passes, kept: Sequence[int], costs: Costs, free: int) -> dict[int, int] | None:
     """Of a rank whose stages keep so many microbatches: as few as leave room for a copy that nothing waits for, else as
     few as fit."""
-    lacks = passes.copies({}, free).peak_bytes - free
+    lacks = passes.least_bytes({}) - free
     if lacks <= 0:
         return {}
     stages = _by_wait(passes.actions, costs)
@@ -49,10 +49,11 @@ def _least_shares(passes: Passes, kept: Sequence[int], costs: Costs, free: int) 
     # At least as many as make room if nothing of them stayed.
     for count in range(bisect_left(room, lacks * ALL), len(room)):
         shares = {stage: min(ALL, count - ALL * n) for n, stage in enumerate(stages) if count > ALL * n}
-        if tight is None and passes.copies(shares, free).peak_bytes <= free:
-            tight = shares
-        if tight is not None and passes.copies(shares, free - spare).peak_bytes <= free - spare:
+        least = passes.least_bytes(shares)
+        if least <= free - spare:
             return shares
+        if least <= free and tight is None:
+            tight = shares
     return tight
 
 
@@ -75,7 +76,7 @@ def offloaded(schedule: Schedule, costs: Costs, free_bytes: Room, budget_bytes: 
     if found is not None:
         return found
     all_ = dict.fromkeys(range(schedule.stages), ALL)
-    leanest = [Passes.of(row, rank, costs).copies(all_, 0).peak_bytes for rank, row in enumerate(schedule.lists)]
+    leanest = [Passes.of(row, rank, costs).least_bytes(all_) for rank, row in enumerate(schedule.lists)]
     lacks = [peak - free for peak, free in zip(leanest, free_bytes, strict=True)]
     rank = lacks.index(max(lacks))
     raise BudgetError(

@@ -14,13 +14,16 @@ spread.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
 
 from autopar.errors import ScheduleError
 from autopar.schedules.actions import ABSENT, Action, Schedule, make
@@ -28,6 +31,10 @@ from autopar.schedules.flow import COMPUTE, is_send
 
 if TYPE_CHECKING:
     from autopar.schedules.timeline import Costs
+
+Array = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+Places = NDArray[np.int64]
 
 LEAST_BYTES: Final = 64 * 2**10
 """Smaller tensors stay: there are many of them, and a copy takes longer to start than to run."""
@@ -56,13 +63,14 @@ class Away(NamedTuple):
         return any(self.shares.values())
 
 
-def goes(microbatch: int, share: int) -> bool:
-    """Whether it is one of a ``share`` of microbatches.
+def goes(microbatches: Places, shares: Places) -> Flags:
+    """Whether each is one of a share of microbatches.
 
-    >>> [microbatch for microbatch in range(16) if goes(microbatch, 3)]
+    >>> np.flatnonzero(goes(np.arange(16), np.array(3))).tolist()
     [2, 5, 7, 10, 13, 15]
     """
-    return (microbatch + 1) * share // ALL > microbatch * share // ALL
+    found: Flags = (microbatches + 1) * shares // ALL > microbatches * shares // ALL
+    return found
 
 
 def offloaded(schedule: Schedule, rank: int) -> frozenset[tuple[int, int]]:
@@ -94,8 +102,8 @@ def with_offloads(
     passes = Passes.of(row, rank, costs)
     ahead: dict[Action, list[Action]] = defaultdict(list)
     after: dict[Action, list[Action]] = defaultdict(list)
-    for index, where, kind, forward in passes.copies(shares, room).copies:
-        (after if where else ahead)[passes.actions[index]].append(passes.copy(kind, forward))
+    for copy in passes.copies(shares, room):
+        (after if copy.is_after else ahead)[passes.actions[copy.place]].append(passes.made(copy))
     waiting: list[Action] = []
     for action in row:
         if waiting and not is_send(action):
@@ -106,97 +114,123 @@ def with_offloads(
         waiting += after.get(action, ())
 
 
-class Copies(NamedTuple):
-    """What a rank keeps at most, and its copies: at which pass, whether ahead of it (0) or after (1), of which kind, of
-    which forward's activations; passes by number."""
+class Copy(NamedTuple):
+    """Where one stands: at which pass, ahead of it or (``is_after``) after; of which kind, of which forward's
+    activations. Passes go by number."""
 
-    peak_bytes: int
-    copies: list[tuple[int, int, str, int]]
+    place: int
+    is_after: bool
+    kind: str
+    forward: int
 
 
 @dataclass(frozen=True)
 class Passes:
-    """The compute actions of a rank's list, by how much each changes what it keeps, when it ``begins`` if nothing is
-    waited for, and what copies there may be: by forward that leaves time for any, the bytes that go; in order, the
-    backwards that need these back, with their forwards and the seconds of a copy."""
+    """The compute actions of a rank's list, by how much each changes what it keeps, and when it ``begins`` if nothing
+    is waited for. Of each backward (``back``) that leaves time for copies, in order: its ``forward``, the bytes that go
+    (``moved``), and ``seconds`` of a copy."""
 
     actions: list[Action]
-    changes: list[int]
-    begins: list[float]
-    moved: dict[int, int]
-    needed: list[tuple[int, int, float]]
+    changes: Places
+    begins: Array
+    back: Places
+    forward: Places
+    moved: Places
+    seconds: Array
 
     @classmethod
     def of(cls, row: Sequence[Action], rank: int, costs: Costs | None) -> Passes:
         """Without ``costs``, copies take no time, and nothing has bytes."""
         actions = [action for action in row if action.kind in COMPUTE]
-        seconds, bytes_ = _by_kind(actions, rank, costs)
-        ends = [0.0, *accumulate(seconds)]
-        moved, needed = dict[int, int](), list[tuple[int, int, float]]()
+        seconds, changes = _by_kind(actions, rank, costs)
+        found: list[tuple[int, int, int, float]] = []
         forwards: dict[tuple[int, int], int] = {}
         for index, (kind, microbatch, stage, _) in enumerate(actions):
             if kind == "F":
                 forwards[microbatch, stage] = index
             elif kind in ("B", "I") and index - (forward := forwards[microbatch, stage]) > LEAST_BETWEEN:
-                moved[forward] = costs.offload_bytes[stage] if costs is not None else 0
-                needed.append((index, forward, costs.offload_seconds[stage] if costs is not None else 0.0))
-        return cls(actions, bytes_, ends, moved, needed)
+                copy = (costs.offload_bytes[stage], costs.offload_seconds[stage]) if costs is not None else (0, 0.0)
+                found.append((index, forward, *copy))
+        back, forth, moved, copies = zip(*found, strict=True) if found else ((),) * 4
+        return cls(
+            actions,
+            changes=np.array(changes, dtype=np.int64),
+            begins=np.cumsum([0.0, *seconds]),
+            back=np.array(back, dtype=np.int64),
+            forward=np.array(forth, dtype=np.int64),
+            moved=np.array(moved, dtype=np.int64),
+            seconds=np.array(copies, dtype=np.float64),
+        )
 
-    def copies(self, shares: Shares, room: float) -> Copies:
-        """Where copies stand of the ``shares`` of stages, so that the rank keeps at most ``room`` bytes if it can."""
-        moved, going = self.moved, {place for place in self.moved if self._goes(place, shares)}
-        fetched = self._fetched(going)
-        found: list[tuple[int, int, str, int]] = []
+    def copies(self, shares: Shares, room: float) -> list[Copy]:
+        """Those of the ``shares`` of stages, so that the rank keeps at most ``room`` bytes if it can."""
+        going = self._going(shares)
+        moved = dict(zip(self.forward[going].tolist(), self.moved[going].tolist(), strict=True))
+        fetched: dict[int, list[int]] = defaultdict(list)
+        for place, forward in zip(self._fetched(going).tolist(), moved, strict=True):
+            fetched[place].append(forward)
+        found: list[Copy] = []
         under_way: deque[int] = deque()
-        kept = peak = 0
-        for index, change in enumerate(self.changes):
+        kept = 0
+        for index, change in enumerate(self.changes.tolist()):
             while under_way and change > 0 and kept + change > room:
-                found.append((index, 0, "FREE", under_way[0]))
+                found.append(Copy(index, False, "FREE", under_way[0]))
                 kept -= moved[under_way.popleft()]
             kept += change
-            peak = max(peak, kept)
-            if index in going:
-                found.append((index, 1, "OFFLOAD", index))
+            if index in moved:
+                found.append(Copy(index, True, "OFFLOAD", index))
                 under_way.append(index)
             for place in fetched.get(index, ()):
                 while place in under_way or (under_way and kept + moved[place] > room):
-                    found.append((index, 1, "FREE", under_way[0]))
+                    found.append(Copy(index, True, "FREE", under_way[0]))
                     kept -= moved[under_way.popleft()]
-                found.append((index, 1, "FETCH", place))
+                found.append(Copy(index, True, "FETCH", place))
                 kept += moved[place]
-                peak = max(peak, kept)
-        return Copies(peak, found)
+        return found
 
-    def _fetched(self, going: Collection[int]) -> dict[int, list[int]]:
-        """By pass, the forwards of those ``going`` whose FETCH stands after it: copies are one after the other, each as
-        late as it can be for as many that follow it as a microbatch has on the rank."""
-        found: dict[int, list[int]] = defaultdict(list)
-        needed = [each for each in self.needed if each[1] in going]
-        window = len({self.actions[forward].stage for _, forward, _ in needed})
-        before = list(accumulate((seconds for *_, seconds in needed), initial=0.0))
-        # Of those that follow, which may be the tightest, the tightest last: when it has to be over, less all up to it.
-        least = deque[tuple[float, int]]()
-        for place in reversed(range(len(needed))):
-            index, forward, seconds = needed[place]
-            end = self.begins[index] - before[place + 1]
-            while least and least[0][0] >= end:
-                least.popleft()
-            least.appendleft((end, place))
-            if least[-1][1] >= place + window:
-                least.pop()
-            start = bisect_right(self.begins, before[place] + least[-1][0]) - LEAST_BETWEEN if seconds else index
-            found[min(index - LEAST_BETWEEN, max(forward + LEAST_BETWEEN, start))].append(forward)
-        return {start: places[::-1] for start, places in found.items()}
+    def least_bytes(self, shares: Shares) -> int:
+        """The least that the rank keeps at most with :meth:`copies` of these ``shares``: it does in as much room.
 
-    def _goes(self, forward: int, shares: Shares) -> bool:
-        _, microbatch, stage, _ = self.actions[forward]
-        return goes(microbatch, shares.get(stage, 0))
+        That is if memory is let go of as soon as the forward is over, which a list does where it has to.
+        """
+        going = self._going(shares)
+        away = np.zeros(len(self.changes) + 1, dtype=np.int64)  # before each pass
+        np.add.at(away, self.forward[going] + 1, self.moved[going])
+        np.subtract.at(away, self._fetched(going) + 1, self.moved[going])
+        kept, gone = np.cumsum(self.changes), np.cumsum(away)
+        return int(max(np.max(kept - gone[:-1], initial=0), np.max(kept - gone[1:], initial=0)))
 
-    def copy(self, kind: str, forward: int) -> Action:
-        """The one of this ``kind`` of a forward's activations."""
-        _, microbatch, stage, _ = self.actions[forward]
-        copy: Action = make((kind, microbatch, stage, ABSENT))
-        return copy
+    def _fetched(self, going: Flags) -> Places:
+        """The passes after which FETCH stands of those ``going``: copies are one after the other, each as late as it
+        can be for as many that follow it as a microbatch has on the rank."""
+        back, forward, seconds = self.back[going], self.forward[going], self.seconds[going]
+        if not len(back):
+            return back
+        before = np.cumsum([0.0, *seconds])
+        ends = self.begins[back] - before[1:]  # when each has to be over, less all up to it
+        window = len(np.unique(self._stages[going]))
+        tightest = sliding_window_view(np.append(ends, np.full(window - 1, np.inf)), window).min(axis=1)
+        begun = np.searchsorted(self.begins, before[:-1] + tightest, side="right") - LEAST_BETWEEN
+        found: Places = np.maximum(forward + LEAST_BETWEEN, np.where(seconds > 0, begun, back))
+        return np.minimum(back - LEAST_BETWEEN, found)
+
+    def _going(self, shares: Shares) -> Flags:
+        """Of backwards, whether what they need is of a microbatch that goes."""
+        share = np.array([shares.get(stage, 0) for stage in range(self._stages.max(initial=0) + 1)])
+        return goes(self._microbatches, share[self._stages])
+
+    @cached_property
+    def _microbatches(self) -> Places:
+        return np.array([self.actions[index].microbatch for index in self.back], dtype=np.int64)
+
+    @cached_property
+    def _stages(self) -> Places:
+        return np.array([self.actions[index].stage for index in self.back], dtype=np.int64)
+
+    def made(self, copy: Copy) -> Action:
+        _, microbatch, stage, _ = self.actions[copy.forward]
+        action: Action = make((copy.kind, microbatch, stage, ABSENT))
+        return action
 
 
 def _by_kind(actions: Sequence[Action], rank: int, costs: Costs | None) -> tuple[list[float], list[int]]:

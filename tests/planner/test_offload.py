@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from autopar import Cluster
@@ -169,7 +170,7 @@ def test_copies_that_nothing_hides_are_seen() -> None:
 
 def test_a_share_is_spread_evenly() -> None:
     for share in range(ALL + 1):
-        gone = [goes(microbatch, share) for microbatch in range(3 * ALL)]
+        gone = goes(np.arange(3 * ALL), np.array(share)).tolist()
         assert all(sum(gone[start : start + ALL]) == share for start in range(2 * ALL))
     assert EIGHTHS == ALL
 
