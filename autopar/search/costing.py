@@ -332,32 +332,44 @@ class Costing:
             weights.elements * getattr(torch, dtype).itemsize if dtype else weights.masters
         )
 
+    def hosted_bytes(self, weights: Weights) -> int:
+        """What is on the host where masters are: that, and gradients."""
+        return self.trained_bytes(weights) + weights.masters
+
     def sent_bytes(self, weights: Weights) -> int:
         """Of their gradients, as they travel."""
         dtype = self.options.reduce_dtype
         return weights.elements * getattr(torch, dtype).itemsize if dtype else weights.masters
 
     def may_fit(self, point: Point, profile: Profile) -> bool:
-        """Whether parameters, gradients and moments would fit if ranks shared them evenly, and kept nothing else."""
+        """Whether parameters, gradients and moments would fit, on the device and on its host, if ranks shared them
+        evenly, and kept nothing else."""
         if splits_further(point.way, profile):
             return True
-        mesh, total = point.region.mesh, 0.0
+        mesh, total, hosted = point.region.mesh, 0.0, 0.0
         away = masters_on_host(point.offload)
         for axes, weights in profile.weights.items():
             line = mesh.data_axes(axes)
             shards = mesh.zero_shards(point.zero_ranks, line) if point.zero and line else 1
             twice = shards > 1 or weights.copies != weights.masters or away
+            hosted += self.hosted_bytes(weights) / shards if away else 0
             total += 0 if away else self.trained_bytes(weights) / shards
             total += weights.masters / (shards if point.zero >= 2 else 1)
             total += weights.copies if twice and not self._streams(point.region.mesh, point.way) else 0
-        return total / mesh.pp <= self.budget_bytes
+        room = self.cluster.device.host_memory_bytes
+        return total / mesh.pp <= self.budget_bytes and hosted / mesh.pp <= room
 
-    def least_gpus(self, *, on_host: bool) -> int:
+    def least_gpus(self, *, on_host: bool | None) -> int:
         """On fewer, ranks can't hold gradients, parameters and moments, though each was split over all of them; the
-        latter two may be ``on_host``."""
+        latter two are ``on_host`` or not (None: either way)."""
         assert self.root is not None
-        held = sum(each.masters + (0 if on_host else self.trained_bytes(each)) for each in self.root.weights.values())
-        return math.ceil(held / self.budget_bytes)
+        every, room = self.root.weights.values(), self.cluster.device.host_memory_bytes
+        ways, gradients = [], sum(each.masters for each in every)
+        if not on_host:
+            ways.append((gradients + sum(map(self.trained_bytes, every))) / self.budget_bytes)
+        if on_host is not False and room:
+            ways.append(max(gradients / self.budget_bytes, sum(map(self.hosted_bytes, every)) / room))
+        return math.ceil(min(ways, default=0.0))
 
     def likely(self, passes: float, point: Point, profile: Profile) -> float:
         """Seconds of a step of ``point`` whose ``passes`` likely take so long: these, with what scatters have left to

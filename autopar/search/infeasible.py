@@ -74,7 +74,7 @@ def refusal(search: Search, found: Found) -> AutoparError:
     least = f"the leanest way found needs {bytes_text(needed)} on a rank, which" if needed else "a rank"
     text = (
         f"nothing fits on {_gpus_text(search.pins.gpus)}{pinned}: {least} has {has} "
-        f"({found.points:,} ways were looked at)"
+        f"({found.points:,} ways were looked at{_state_text(search)})"
     )
     ways = "; or ".join(map(str, offers))
     return BudgetError(f"{text}. It fits {ways}" if ways else f"{text}. No single change makes it fit", needed)
@@ -106,6 +106,15 @@ def no_degrees(search: Search) -> AutoparError:
         f"{sizes.units} layers and more (pp){heads}{lengths}; "
         f"{f'use gpus={fewer}' if fewer else 'leave pins out'}, or another batch"
     )
+
+
+def _state_text(search: Search) -> str:
+    """Of parameters, gradients and moments, if these alone take more GPUs than there are."""
+    if search.pins.gpus >= search.least_gpus:
+        return ""
+    room = search.costing.cluster.device.host_memory_bytes
+    both = f"{bytes_text(search.costing.budget_bytes)} each" + (f" and {bytes_text(room)} of its host" if room else "")
+    return f"; parameters, gradients and moments alone fill {_gpus_text(search.least_gpus)} with {both}"
 
 
 def _gpus_text(gpus: int) -> str:

@@ -534,11 +534,12 @@ class Outlook:
         away = masters_on_host(offload)
         streams = weights_streamed(zero, offload, mesh.zero_shards(zero_ranks))
         machine = self.costing.machine_of(mesh, zero_ranks)
-        state = gathered = scattered = held = 0.0
+        state = hosted = gathered = scattered = held = 0.0
         for axes, weights in lines.items():
             shards = self._shards(mesh, way, axes)
             link = machine.lines[axes].shard if shards > 1 and axes in machine.lines else None
             gathers, scatters = (max(0, each - 1) for each in sent.get(axes, (0, 0)))  # further messages
+            hosted += self.costing.hosted_bytes(weights) / shards if away else 0.0
             state += 0.0 if away else self.costing.trained_bytes(weights) / shards
             state += weights.masters / (shards if zero >= 2 else 1)
             twice = shards > 1 or weights.copies != weights.masters or away
@@ -557,7 +558,7 @@ class Outlook:
                 scattered += seconds
                 held += seconds * machine.device.held_share(link)
         share = held / (gathered + scattered) if held else 0.0
-        return Stored(state, gathered, scattered, held=share, **self._at_ends(mesh, lines, way))
+        return Stored(state, gathered, scattered, held=share, hosted=hosted, **self._at_ends(mesh, lines, way))
 
     def _at_ends(self, mesh: Mesh, lines: Mapping[tuple[str, ...], Weights], way: Way) -> dict[str, float]:
         """What comes before all passes and after them, of a layer: all layers travel together."""

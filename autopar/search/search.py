@@ -10,6 +10,7 @@ from functools import partial
 
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
+from autopar.options import masters_on_host
 from autopar.search.costing import Costing, Found, Outcome, rank
 from autopar.search.dive import dive
 from autopar.search.profiles import Key, Profiler
@@ -47,8 +48,8 @@ class Search(Reckoning):
     @property
     def least_gpus(self) -> int:
         """On fewer, ranks can't hold the model in any way."""
-        host, options = self.costing.cluster.device.host_memory_bytes, self.pins.options
-        return self.costing.least_gpus(on_host=bool(options.offload if self.pins.fixes("offload") else host))
+        fixed = self.pins.fixes("offload")
+        return self.costing.least_gpus(on_host=masters_on_host(self.pins.options.offload) if fixed else None)
 
     @property
     def work(self) -> float:

@@ -33,7 +33,7 @@ class BestWays:
     @cached_property
     def roomy(self) -> list[Adds]:
         """If there was room for everything."""
-        none = {"state": 0.0, "gathered_bytes": 0.0, "flying_bytes": 0.0}
+        none = {"state": 0.0, "gathered_bytes": 0.0, "flying_bytes": 0.0, "hosted": 0.0}
         return _best_of([(stored._replace(**none), adding) for stored, adding in self._proven])
 
     @cached_property

@@ -70,9 +70,9 @@ class Layers:
 class Stored(NamedTuple):
     """A way to store weights: bytes of a layer that stay from step to step, seconds of gathering its weights for each
     pass (0: they are there), of a SCATTER of its gradients for each microbatch, and of adding these up; the share of a
-    device's multiprocessors that both hold (:mod:`autopar.planner.contention`); and bytes of a layer's weights that
-    come and go (``gathered_bytes``), and of the last messages of its gradients (``flying_bytes``). What is likely
-    alone: seconds of gathering them ``before`` all passes, of summing gradients ``after`` them, of that for ``each``
+    device's multiprocessors that both hold (:mod:`autopar.planner.contention`); bytes of a layer's weights that come and
+    go (``gathered_bytes``), and of the last messages of its gradients (``flying_bytes``); and of its state on the host
+    (``hosted``). What is likely alone: seconds of gathering them ``before`` all passes, of summing gradients ``after`` them, of that for ``each``
     microbatch, and of their update."""
 
     state: float
@@ -82,6 +82,7 @@ class Stored(NamedTuple):
     held: float = 0.0
     gathered_bytes: float = 0.0
     flying_bytes: float = 0.0
+    hosted: float = 0.0
     before: float = 0.0
     after: float = 0.0
     each: float = 0.0
@@ -134,8 +135,8 @@ class Ranks:
 
 
 class Host(NamedTuple):
-    """Where activations may go, at ``rate`` bytes per second: as many as it has ``room`` for, of each rank. For some
-    numbers of microbatches that a rank would keep (``kept``, ``[level, rank]``): how often in a step what it has no
+    """Where activations may go, at ``rate`` bytes per second: as many as it has ``room`` for, of each rank, beside what
+    of its state is there. For some numbers of microbatches that a rank would keep (``kept``, ``[level, rank]``): how often in a step what it has no
     room for of these is copied (``times``), beside how many forwards and backwards (``ahead``, at least, and ``most``)
     that is for the first time. Of some microbatches nothing goes: ``stays`` of each rank. So many ``values`` of what
     layers keep are told apart: with fewer, copies are taken to be somewhat shorter."""
@@ -434,12 +435,13 @@ def _copied(
     forward, passes = (microbatches * count * each for each in _layer_passes(layers, stored, ranks, count, extra))
     room, left = rooms
     best = np.broadcast_to(passes, np.broadcast_shapes(passes.shape, room.shape)).copy()
+    most = host.room - stored[:, 7, None, None] * count
     for kept, times, *ahead in zip(host.kept, host.times, *host.ahead, *host.most, strict=True):
         copy = (kept[:, None] * count) * saved - room
         if left is not None:  # each time that so many wait, a backward ends beside the others
             np.maximum(copy, ((kept[:, None] - 1) * count) * saved - left, out=copy)
         np.maximum(copy, 0.0, out=copy)
-        copy[copy > host.room] = np.inf
+        copy[copy > most] = np.inf
         copy /= host.rate
         before, after = (
             ((forwards - backwards)[:, None] * forward + backwards[:, None] * passes) / microbatches

@@ -22,7 +22,7 @@ def passes_of(chance: random.Random, ranks: int, microbatches: int, chunks: int)
         Costs.uniform(schedule, forward_seconds=chance.uniform(0.5, 2), backward_seconds=chance.uniform(0.5, 4)),
         activation_bytes=kept,
         offload_bytes=tuple(chance.randint(0, bytes_) for bytes_ in kept),
-        offload_seconds=tuple(chance.choice([0.0, chance.uniform(0.1, 4)]) for _ in stages),
+        offload_seconds=tuple(chance.choice([0.0, chance.uniform(0.1, 9)]) for _ in stages),
     )
     rank = chance.randrange(ranks)
     return Passes.of(schedule.lists[rank], rank, costs)

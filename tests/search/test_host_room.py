@@ -3,6 +3,7 @@ activations on a host that has little memory, too."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.errors import AutoparError
+from autopar.errors import ArgumentError, AutoparError
 from autopar.mesh import Mesh
 from autopar.preparation import Captured, Prepared
 from autopar.search import searching
@@ -62,11 +63,21 @@ def test_a_stage_that_keeps_few_microbatches_may_have_most_layers(chunks: int, b
     assert bound <= seconds * ROUNDED
 
 
+def hosted_bytes() -> int:
+    """What the host of one of two ranks has of parameters, gradients and moments that are there, of equal layers."""
+    search, point = begun(10**12, 2, 25_000, offload=("optimizer",))
+    profile = search.profile(point.region)
+    assert profile is not None
+    return math.ceil(sum(map(search.costing.hosted_bytes, profile.weights.values())) / 2)
+
+
+@pytest.mark.parametrize("offload", [("activations",), ("optimizer", "activations")])
 @pytest.mark.parametrize(("chunks", "budget_kib"), [(2, 16_000), (4, 14_000), (4, 16_000), (4, 25_000)])
-def test_less_room_on_the_host_makes_no_step_shorter(chunks: int, budget_kib: int) -> None:
-    found = []
+def test_less_room_on_the_host_makes_no_step_shorter(chunks: int, budget_kib: int, offload: tuple[str, ...]) -> None:
+    """Beside what of its state is there."""
+    found, state = [], hosted_bytes() if "optimizer" in offload else 0
     for host_bytes in HOSTS:
-        search, point = begun(host_bytes, chunks, budget_kib, offload=("activations",))
+        search, point = begun(state + host_bytes, chunks, budget_kib, offload=offload)
         try:
             found.append(figures(search, point))
         except AutoparError:
@@ -78,3 +89,17 @@ def test_less_room_on_the_host_makes_no_step_shorter(chunks: int, budget_kib: in
     for each in zip(*found, strict=True):
         assert list(each) == sorted(each)
     assert len(found) < len(HOSTS) or found[-1][2:] > found[0][2:]
+
+
+def test_a_host_has_to_hold_the_state_that_is_there() -> None:
+    state = hosted_bytes()
+    for chunks, offload in ((2, ("optimizer",)), (4, ("optimizer", "activations"))):
+        for host_bytes, fits in ((state, True), (state - 1, False)):
+            search, point = begun(host_bytes, chunks, 25_000, offload=offload)
+            profile = search.profile(REGION)
+            assert profile is not None
+            assert search.costing.may_fit(point, profile) == fits
+            assert (search.bounds([point], profile)[0] < math.inf) == fits
+            assert (search.least_gpus <= 2) == fits
+        with pytest.raises(ArgumentError, match="host memory"):
+            search.lay_out(point)

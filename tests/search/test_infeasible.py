@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -109,6 +110,11 @@ def test_too_few_gpus_for_the_state_are_told_from_others_at_once() -> None:
     host = search_of("mlp", 4, 1, CPU, budget_bytes=30_000)
     host.run()
     assert host.least_gpus == -(-elements * 8 // 30_000)
+    small = replace(CPU, device=replace(CPU.device, host_memory_bytes=9_000))
+    with pytest.raises(BudgetError) as refused:
+        choose(prepared("mlp", 4), pins_of(1, budget_bytes=30_000), small, {})
+    least = min(-(-elements * 32 // 30_000), -(-elements * 32 // 9_000))
+    assert f"alone fill {least} GPUs with 29.3 KiB each and 8.79 KiB of its host)" in str(refused.value)
 
 
 @pytest.mark.slow

@@ -558,6 +558,8 @@ def test_what_the_host_has_no_room_for_is_recomputed() -> None:
     none, most = least_seconds(layers, [FREE], ranks, microbatches, 32.0)[0], 8 * 4 * layers.saved[0]
     assert found(math.inf) == found(most - 32.0) < found(0.6 * (most - 32.0)) < found(0.0) <= none
     assert np.isinf(least_seconds(layers, [FREE], ranks, microbatches, 31.0, roomy._replace(room=0.5))).all()
+    hosted, more = FREE._replace(hosted=10.0), roomy._replace(room=8 * 10.0 + 0.6 * (most - 32.0))
+    assert least_seconds(layers, [hosted], ranks, microbatches, 32.0, more) == found(0.6 * (most - 32.0))
 
 
 def test_what_weights_gradients_need_may_be_of_a_stage_with_all_layers() -> None:
