@@ -28,6 +28,7 @@ _NUMBERS: Final = frozenset({bool, int, float, complex})
 _EMPTY: Final = torch.ops.aten.empty.memory_format
 _VIEW: Final = torch.ops.aten._unsafe_view.default  # a view, which its schema doesn't say
 _STRIDED: Final = torch.ops.aten.as_strided.default  # the only view that counts from the beginning of memory
+_LAID_OUT: Final = torch.ops.aten.as_strided_.default  # pooling to one value has dims of it lie as others would
 
 Layout = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool, bool]
 """Shape, strides, dtype and device, and whether it is a conjugate or negative view: what an operation may ask of an
@@ -122,6 +123,8 @@ class Shapes:
 
     def answer(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What ``func(*args, **kwargs)`` gives. Raises what ``FakeTensorMode`` does where that depends on values."""
+        if func is _LAID_OUT and _lies_so(*args, **kwargs):
+            return args[0]
         written = self._written.get(func, _UNSEEN)
         if written is _UNSEEN:
             written = self._written[func] = _written(func)
@@ -255,6 +258,14 @@ def uncounted(_: Memory) -> None:
 def layout_of(tensor: Tensor, device: torch.device | None = None) -> Layout:
     conjugate, negative = tensor.is_conj(), tensor.is_neg()
     return tensor.shape, tensor.stride(), tensor.dtype, device or tensor.device, conjugate, negative
+
+
+def _lies_so(tensor: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> bool:
+    """Whether it lies so already, but for dims with one value."""
+    own = zip(tensor.shape, tensor.stride(), strict=True)
+    wanted = zip(size, stride, strict=True)
+    offset = tensor.storage_offset() if storage_offset is None else storage_offset
+    return offset == tensor.storage_offset() and [e for e in own if e[0] > 1] == [e for e in wanted if e[0] > 1]
 
 
 def _makes_views(func: Any) -> bool:

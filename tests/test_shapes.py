@@ -131,3 +131,18 @@ def test_what_depends_on_values_is_refused() -> None:
             x.sum().item()
         with pytest.raises(PlanError, match="in place"):
             x.unsqueeze_(0)
+
+
+def test_dims_with_one_value_may_be_laid_out_in_place() -> None:
+    """As pooling to one value does, of what has its channels last."""
+    with ShapeTracker(Shapes()) as tracker:
+        image = torch.empty(2, 3, 4, 4).to(memory_format=torch.channels_last)
+        pooled = F.adaptive_avg_pool2d(image, 1)
+        assert pooled.shape == (2, 3, 1, 1)
+        assert tracker.live_bytes == image.nbytes + pooled.nbytes
+        assert pooled.as_strided_((2, 3, 1, 1), (3, 1, 7, 7)) is pooled
+        for shape, strides, offset in (((3, 2, 1, 1), (2, 1, 1, 1), 0), ((2, 3, 1, 1), (1, 2, 1, 1), 0)):
+            with pytest.raises(PlanError, match="in place"):
+                pooled.as_strided_(shape, strides, offset)
+        with pytest.raises(PlanError, match="in place"):
+            pooled[1:].as_strided_((1, 3, 1, 1), (3, 1, 1, 1), 0)
