@@ -85,7 +85,10 @@ class Proof(Reckoning):
         return self._finish(known())
 
     def _aim_at(self, seconds: float) -> None:
-        """Raise bounds up to that, for all the work that there is, or until something has to be laid out."""
+        """Raise bounds up to that, for all the work that there is, or until something has to be laid out. Where nothing
+        is likely to fit, there is no aim."""
+        if math.isinf(seconds):
+            return
         self.aim = seconds
         while self._waiting and self._work < self.most_work and not self._is_over:
             self._look_at_next()
@@ -228,7 +231,7 @@ class Proof(Reckoning):
         if max(passes, kept) > bound:
             self._push(max(passes, kept), point)
             return
-        if not math.isinf(self.aim) or (self.outcomes and not self._can_better(bound)):
+        if self.aim < math.inf or (self.outcomes and not self._can_better(bound)):
             self._is_over = True
             self._push(bound, point)
             return
