@@ -89,9 +89,14 @@ def _spanning(job: Job, part: Part) -> tuple[str, ...]:
     return tuple(name for name, calls in readers.items() if len(calls) > 1 or name in handed_on)
 
 
+def _layers(job: Job, part: Part) -> list[str]:
+    """The paths of those that the stage calls."""
+    return [job.model.calls[index].path for index in part.calls if index not in job.inlined]
+
+
 def _readers(job: Job, part: Part) -> dict[str, str]:
     """The parameters that a layer is given, and those of layers that other code reads before: by whom."""
-    layers = [job.model.calls[index].path for index in part.calls if index not in job.inlined]
+    layers = _layers(job, part)
     first: dict[str, int] = {}
     for index, position in stage_parameters(job, part):
         first.setdefault(job.model.calls[index].parameters[position], index)
@@ -177,13 +182,22 @@ def _dtype(meta: Any) -> str:
 
 
 def _parameters(job: Job, part: Part) -> list[Parameter]:
+    """In the order of their use; buffers of a layer with its own weights, whatever reads them before."""
     found: dict[str, Parameter] = {}
     for index, position in stage_parameters(job, part):
         call = job.model.calls[index]
         name = call.parameters[position]
         if name not in found:
             found[name] = _parameter(job, call, position, job.holders.get(name, ()))
-    return list(found.values())
+    paths, weights, places = _layers(job, part), dict[str, int](), dict[str, tuple[int, int]]()
+    layer_of = {name: reader(name, paths, {}) for name in found}
+    for place, name in enumerate(found):
+        if not found[name].is_buffer:
+            weights.setdefault(layer_of[name], place)
+    for place, name in enumerate(found):
+        is_with_weights = found[name].is_buffer and layer_of[name] in weights.keys() & set(paths)
+        places[name] = (weights[layer_of[name]], 0) if is_with_weights else (place, 1)
+    return [found[name] for name in sorted(found, key=places.__getitem__)]
 
 
 def _parameter(job: Job, call: Call, position: int, holders: tuple[int, ...]) -> Parameter:
@@ -288,11 +302,11 @@ def _folded(job: Job, part: Part, parameters: Sequence[Parameter]) -> list[str]:
         groups = [[p for n, p in by_name.items() if n.startswith(f"{path}.")] for path in paths]
         if not run.is_loop or not _alike(groups, paths):
             continue
-        first = groups[0][0].name
-        before = list(by_name)[: list(by_name).index(first)]
-        if any(p.name in before for group in groups for p in group):  # read earlier, too: rows are in the order of use
+        names, own = list(by_name), [p.name for group in groups for p in group]
+        first = names.index(own[0])
+        if names[first : first + len(own)] != own:  # others come between: rows are in the order of use
             continue
-        rows += [r for n in before for r in _plain(by_name.pop(n))]
+        rows += [r for n in names[:first] for r in _plain(by_name.pop(n))]
         rows += _comprehension(paths, groups[0])
         for group in groups:
             for p in group:

@@ -38,12 +38,13 @@ def units(
     """The unit of each parameter by name, counted in the order of use: layers and the code between them in turn.
 
     Even numbers are code of the stage itself, odd ones layers. ``spanning`` and ``readers`` are those of the program.
+    Buffers, which are there all the time, are in none: a layer's own may be read anywhere.
     """
     paths = [path for path, _ in layers(module)]
     found: dict[str, int] = {}
     number_of: dict[str, int] = {}
     latest = 0
-    for name in (parameter.name for parameter in parameters):
+    for name in (parameter.name for parameter in parameters if not parameter.is_buffer):
         if name in spanning:
             found[name] = SPANNING
             continue

@@ -359,6 +359,49 @@ def sent_bytes(job: autopar.ParallelModel) -> int:
     return simulate.run(program, 2).sent_bytes[0]["dp"]
 
 
+class _Scaled(nn.Module):
+    """A layer with a buffer that others use."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.register_buffer("scale", torch.rand(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class _ScaledFirst(nn.Module):
+    """What is computed before the layers uses buffers of theirs."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.layers = nn.ModuleList(_Scaled(width) for _ in range(4))
+        self.last = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x * layer.scale
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x).square().mean()
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"pp": 2, "dp": 2}], ids=str)
+def test_a_layers_buffers_may_be_read_before_it(mesh: dict[str, int]) -> None:
+    def case() -> Case:
+        torch.manual_seed(0)
+        return Case(_ScaledFirst(8), {"x": torch.randn(8, 8)})
+
+    check(case, mesh, zero=3, microbatches=2)
+    with Float64():
+        made = prepared(case)
+        job = compile_pinned(made.model, math.prod(mesh.values()), sample=made.batch, mesh=mesh, zero=3, microbatches=2)
+        assert all('f"layers.{i}.scale"' in text for text in job.texts), "rows of equal layers are folded all the same"
+
+
 def test_what_is_sent() -> None:
     check_sent(lambda zero: layers_job(2, depth=4, width=5, microbatches=3, zero=zero), 3)
 

@@ -21,7 +21,7 @@ from autopar.runtime.grads import Reducer, reduce_groups
 from autopar.runtime.modules import dtype_of
 from autopar.runtime.store import Copy, Departures, Store
 from autopar.runtime.streaming import Streaming
-from autopar.runtime.units import SPANNING, units
+from autopar.runtime.units import SPANNING, layers, units
 from autopar.runtime.weights import StateSource, materialize, unshard
 from autopar.schedules.weight_moves import MESSAGES, MessageSizes
 from tests.runtime.ranks import on_ranks
@@ -142,6 +142,9 @@ def test_units_are_layers_and_the_code_between_them() -> None:
     specs = [Parameter(name, shape, shape, "float64") for name, shape in SHAPES.items()]
     assert list(units(module, specs).values()) == [0, 1, 3, 5, 6]
     assert units(module, specs, ("scale",))["scale"] == SPANNING
+    layer = next(path for path, _ in layers(module))
+    buffer = Parameter(f"{layer}.table", (4,), (4,), "float64", trainable=False, is_buffer=True)
+    assert units(module, [buffer, *specs]) == units(module, specs), "the stage's own code may read it first"
 
 
 # Streaming: what is there when.
