@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from autopar.errors import ArgumentError, AutoparError, BudgetError
 from autopar.mesh import EXPERTS
+from autopar.options import masters_on_host
 from autopar.plan import bytes_text, seconds_text
 from autopar.search.costing import Found, Outcome
 from autopar.search.fronts import differs
@@ -112,7 +113,8 @@ def _state_text(search: Search) -> str:
     """Of parameters, gradients and moments, if these alone take more GPUs than there are."""
     if search.pins.gpus >= search.least_gpus:
         return ""
-    room = search.costing.cluster.device.host_memory_bytes
+    may_be_there = not search.pins.fixes("offload") or masters_on_host(search.pins.options.offload)
+    room = search.costing.cluster.device.host_memory_bytes if may_be_there else 0
     both = f"{bytes_text(search.costing.budget_bytes)} each" + (f" and {bytes_text(room)} of its host" if room else "")
     return f"; parameters, gradients and moments alone fill {_gpus_text(search.least_gpus)} with {both}"
 

@@ -70,10 +70,10 @@ class Layers:
 class Stored(NamedTuple):
     """A way to store weights: bytes of a layer that stay from step to step, seconds of gathering its weights for each
     pass (0: they are there), of a SCATTER of its gradients for each microbatch, and of adding these up; the share of a
-    device's multiprocessors that both hold (:mod:`autopar.planner.contention`); bytes of a layer's weights that come and
-    go (``gathered_bytes``), and of the last messages of its gradients (``flying_bytes``); and of its state on the host
-    (``hosted``). What is likely alone: seconds of gathering them ``before`` all passes, of summing gradients ``after`` them, of that for ``each``
-    microbatch, and of their update."""
+    device's multiprocessors that both hold (:mod:`autopar.planner.contention`); bytes of a layer's weights that come
+    and go (``gathered_bytes``), of the last messages of its gradients (``flying_bytes``), and of its state on the host
+    (``hosted``). What is likely alone: seconds of gathering them ``before`` all passes, of summing gradients ``after``
+    them, of that for ``each`` microbatch, and of their update."""
 
     state: float
     gathered: float
@@ -136,10 +136,10 @@ class Ranks:
 
 class Host(NamedTuple):
     """Where activations may go, at ``rate`` bytes per second: as many as it has ``room`` for, of each rank, beside what
-    of its state is there. For some numbers of microbatches that a rank would keep (``kept``, ``[level, rank]``): how often in a step what it has no
-    room for of these is copied (``times``), beside how many forwards and backwards (``ahead``, at least, and ``most``)
-    that is for the first time. Of some microbatches nothing goes: ``stays`` of each rank. So many ``values`` of what
-    layers keep are told apart: with fewer, copies are taken to be somewhat shorter."""
+    of its state is there. For some numbers of microbatches that a rank would keep (``kept``, ``[level, rank]``): how
+    often in a step what it has no room for of these is copied (``times``), beside how many forwards and backwards
+    (``ahead``, at least, and ``most``) that is for the first time. Of some microbatches nothing goes: ``stays`` of each
+    rank. So many ``values`` of what layers keep are told apart: with fewer, copies are taken to be somewhat shorter."""
 
     rate: float
     room: float

@@ -51,6 +51,7 @@ def test_nothing_at_all() -> None:
     assert "nothing fits on 1 GPU with mesh={'dp': 1}, budget_bytes=1000, offload=()" in text
     assert "the leanest way found needs" in text
     assert "It fits with the device's 4 GiB" in text
+    assert "GPUs with 1000 B each)" in text, "nothing may be on the host"
 
 
 def fewest(search: Search) -> Mesh:
