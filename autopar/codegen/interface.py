@@ -190,13 +190,13 @@ def _parameters(job: Job, part: Part) -> list[Parameter]:
         if name not in found:
             found[name] = _parameter(job, call, position, job.holders.get(name, ()))
     paths, weights, places = _layers(job, part), dict[str, int](), dict[str, tuple[int, int]]()
-    layer_of = {name: reader(name, paths, {}) for name in found}
+    layer_of = {name: reader(name, paths, {}) for name in found}  # "": none
     for place, name in enumerate(found):
-        if not found[name].is_buffer:
+        if not found[name].is_buffer and layer_of[name]:
             weights.setdefault(layer_of[name], place)
     for place, name in enumerate(found):
-        is_with_weights = found[name].is_buffer and layer_of[name] in weights.keys() & set(paths)
-        places[name] = (weights[layer_of[name]], 0) if is_with_weights else (place, 1)
+        has_weights = found[name].is_buffer and layer_of[name] in weights
+        places[name] = (weights[layer_of[name]], 0) if has_weights else (place, 1)
     return [found[name] for name in sorted(found, key=places.__getitem__)]
 
 

@@ -333,7 +333,7 @@ class Costing:
         )
 
     def hosted_bytes(self, weights: Weights) -> int:
-        """What is on the host where masters are: that, and gradients."""
+        """Of masters that lie on the host, with the optimizer's state and gradients there."""
         return self.trained_bytes(weights) + weights.masters
 
     def sent_bytes(self, weights: Weights) -> int:
@@ -369,7 +369,7 @@ class Costing:
             ways.append((gradients + sum(map(self.trained_bytes, every))) / self.budget_bytes)
         if on_host is not False and room:
             ways.append(max(gradients / self.budget_bytes, sum(map(self.hosted_bytes, every)) / room))
-        return math.ceil(min(ways, default=0.0))
+        return math.ceil(min(ways))
 
     def likely(self, passes: float, point: Point, profile: Profile) -> float:
         """Seconds of a step of ``point`` whose ``passes`` likely take so long: these, with what scatters have left to

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from autopar.errors import ArgumentError, AutoparError, BudgetError
 from autopar.mesh import EXPERTS
-from autopar.options import masters_on_host
 from autopar.plan import bytes_text, seconds_text
 from autopar.search.costing import Found, Outcome
 from autopar.search.fronts import differs
@@ -67,6 +66,7 @@ def refusal(search: Search, found: Found) -> AutoparError:
     too_large = (error for error in refusals if isinstance(error, BudgetError))
     needed = min((error.needed_bytes for error in too_large if error.needed_bytes), default=0)
     needed = needed or _leanest_bytes(search)
+    refusals = refusals or list(search.refusals.values())
     if not needed and refusals and search.pins.gpus >= search.least_gpus:
         return refusals[0]  # not even the leanest way is refused for its memory
     offers = relaxations(search)
@@ -113,8 +113,7 @@ def _state_text(search: Search) -> str:
     """Of parameters, gradients and moments, if these alone take more GPUs than there are."""
     if search.pins.gpus >= search.least_gpus:
         return ""
-    may_be_there = not search.pins.fixes("offload") or masters_on_host(search.pins.options.offload)
-    room = search.costing.cluster.device.host_memory_bytes if may_be_there else 0
+    room = 0 if search.pins.masters_on_host is False else search.costing.cluster.device.host_memory_bytes
     both = f"{bytes_text(search.costing.budget_bytes)} each" + (f" and {bytes_text(room)} of its host" if room else "")
     return f"; parameters, gradients and moments alone fill {_gpus_text(search.least_gpus)} with {both}"
 

@@ -9,7 +9,7 @@ from typing import Final
 
 from autopar.errors import ArgumentError
 from autopar.mesh import AXES, EXPERTS, Mesh
-from autopar.options import Options
+from autopar.options import Options, masters_on_host
 from autopar.planner.modes import mode_of
 from autopar.planner.wanted import SYNTHESIZED
 from autopar.schedules.registry import SCHEDULES
@@ -81,6 +81,11 @@ class Pins:
 
     def fixes(self, option: str) -> bool:
         return option in self.given or option not in SEARCHED_OPTIONS
+
+    @property
+    def masters_on_host(self) -> bool | None:
+        """Whether parameters and the optimizer's state have to lie on the host, or mustn't; None: either way."""
+        return masters_on_host(self.options.offload) if self.fixes("offload") else None
 
     @property
     def free(self) -> list[str]:

@@ -10,7 +10,6 @@ from functools import partial
 
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
-from autopar.options import masters_on_host
 from autopar.search.costing import Costing, Found, Outcome, rank
 from autopar.search.dive import dive
 from autopar.search.profiles import Key, Profiler
@@ -48,8 +47,7 @@ class Search(Reckoning):
     @property
     def least_gpus(self) -> int:
         """On fewer, ranks can't hold the model in any way."""
-        fixed = self.pins.fixes("offload")
-        return self.costing.least_gpus(on_host=masters_on_host(self.pins.options.offload) if fixed else None)
+        return self.costing.least_gpus(on_host=self.pins.masters_on_host)
 
     @property
     def work(self) -> float:

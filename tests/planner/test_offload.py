@@ -85,6 +85,11 @@ def test_without_room_for_a_copy_what_fits_is_taken() -> None:
     assert found is not None
     assert peaks_of(schedule, dict(found.shares), costs, least) == least
     assert choose(schedule, costs, [least[0] - 1, *least[1:]]) is None
+    several = lower(generate("interleaved", 1, 8, chunks=4))
+    costs = costs_of(several, 0.5, (100, 20, 20, 20))
+    fewest = peaks_of(several, ALL_AWAY, costs, [0])[0]
+    for room, shares in ((fewest, {0: ALL, 1: ALL}), (fewest + 18, {0: ALL})):  # of a copy of the first, 90 bytes
+        assert choose(several, costs, [room]) == Away(shares, [room]), "no more than it takes"
 
 
 def test_refusal_says_what_the_fullest_rank_needs() -> None:

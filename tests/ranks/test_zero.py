@@ -360,24 +360,27 @@ def sent_bytes(job: autopar.ParallelModel) -> int:
 
 
 class _Scaled(nn.Module):
-    """A layer with a buffer that others use."""
+    """A layer with a factor that others use: a buffer, or one that is trained."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, *, trained: bool) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
-        self.register_buffer("scale", torch.rand(width))
+        if trained:
+            self.scale = nn.Parameter(torch.rand(width))
+        else:
+            self.register_buffer("scale", torch.rand(width))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.tanh(self.linear(x))
 
 
 class _ScaledFirst(nn.Module):
-    """What is computed before the layers uses buffers of theirs."""
+    """What is computed before the layers uses factors of theirs."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, *, trained: bool) -> None:
         super().__init__()
         self.first = nn.Linear(width, width)
-        self.layers = nn.ModuleList(_Scaled(width) for _ in range(4))
+        self.layers = nn.ModuleList(_Scaled(width, trained=trained) for _ in range(4))
         self.last = nn.Linear(width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -389,19 +392,20 @@ class _ScaledFirst(nn.Module):
         return self.last(x).square().mean()
 
 
-def scaled_first() -> Case:
+def scaled_first(*, trained: bool) -> Case:
     torch.manual_seed(0)
-    return Case(_ScaledFirst(8), {"x": torch.randn(8, 8)})
+    return Case(_ScaledFirst(8, trained=trained), {"x": torch.randn(8, 8)})
 
 
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"pp": 2, "dp": 2}], ids=str)
-def test_a_layers_buffers_may_be_read_before_it(mesh: dict[str, int]) -> None:
-    check(scaled_first, mesh, zero=3, microbatches=2)
+@pytest.mark.parametrize("trained", [False, True])
+def test_what_layers_have_may_be_read_before_them(trained: bool, mesh: dict[str, int]) -> None:
+    check(partial(scaled_first, trained=trained), mesh, zero=3, microbatches=2)
 
 
 def test_rows_of_layers_are_folded_whoever_reads_their_buffers() -> None:
     with Float64():
-        case = prepared(scaled_first)
+        case = prepared(partial(scaled_first, trained=False))
         job = compile_pinned(case.model, 2, sample=case.batch, mesh={"dp": 2}, zero=3, cluster=FAST)
         assert 'Parameter(f"layers.{i}.scale"' in job.source(0)
 

@@ -14,11 +14,11 @@ import torch
 from autopar.errors import ArgumentError, AutoparError
 from autopar.mesh import Mesh
 from autopar.preparation import Captured, Prepared
-from autopar.search import searching
+from autopar.search import choose, searching
 from autopar.search.search import Search
 from autopar.search.space import Point, Region
 from tests.fast_cluster import FAST
-from tests.search.spaces import pins_of
+from tests.search.spaces import pins_of, prepared, search_of
 from tests.simulate.test_replay import Layers
 
 ROUNDED = 1 + 1e-9
@@ -103,3 +103,18 @@ def test_a_host_has_to_hold_the_state_that_is_there() -> None:
             assert (search.least_gpus <= 2) == fits
         with pytest.raises(ArgumentError, match="host memory"):
             search.lay_out(point)
+
+
+def test_what_only_the_host_is_too_small_for_says_so() -> None:
+    """Of two ranks that each have all of it, with room for what both together would have."""
+    given: dict[str, Any] = {"mesh": {"dp": 2}, "offload": ("optimizer",)}
+    search = search_of("mlp", 4, 2, FAST, zero=0, **given)
+    search._begin()
+    whole = sum(map(search.costing.hosted_bytes, search.root.weights.values()))
+    small = replace(FAST, device=replace(FAST.device, host_memory_bytes=whole * 3 // 4))
+    with pytest.raises(ArgumentError, match=r"offload of optimizer needs .* GiB of host memory for each rank"):
+        choose(prepared("mlp", 4), pins_of(2, zero=0, **given), small, {})
+    assert choose(prepared("mlp", 4), pins_of(2, zero=1, **given), small, {})
+    none = replace(FAST, device=replace(FAST.device, host_memory_bytes=0))
+    with pytest.raises(ArgumentError, match="no host memory belongs to it"):
+        choose(prepared("mlp", 4), pins_of(2, zero=0, **given), none, {})
