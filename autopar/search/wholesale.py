@@ -3,7 +3,8 @@
 A rank r that holds n layers takes ``rows[r, n]`` seconds of a step: its passes, with what it has to recompute, gather
 or copy to the host for n layers to fit. Beside that it waits for layers of other ranks. A weighted mean over the ranks
 of what each takes and waits for is below the step; in it, each layer counts by what the next one of its rank takes
-more, and by how much others wait for it. So no cut is below the sum of the least of these, one for each layer.
+more, and by how much others wait for it. So no cut is below the sum of the least of these, one for each layer, of those
+with which no rank takes longer than that.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from autopar.search.interleaving import Counts, messages
 
 _NOTHING: Final = np.zeros(1)
 _VALUES: Final = 16  # amounts of what layers keep that are told apart, for a bound
-_ROUNDED: Final = 1 + 1e-9
 _TINY: Final = 1e-30  # of a share: there may be none
-_WIDE: Final = 3  # times its even share of the layers that a rank is looked at with first
+_WIDE: Final = 3  # times its even share of the layers that a rank is looked at with
+_PARTS: Final = (0.16, 0.08, 0.04, 0.02, 0.01, 0.005)  # by which a bound may turn out to be higher
 
 
 @dataclass(frozen=True)
@@ -236,12 +237,6 @@ def least_seconds(
     With a ``host``, what isn't kept may be there instead of being recomputed.
     """
     stored = np.array(ways, dtype=np.float64)
-    most = layers.count if ranks.count <= _WIDE else min(layers.count, _WIDE * math.ceil(layers.count / ranks.count))
-    while True:
-        mean, slowest, reached = _least(layers, stored, ranks, microbatches, budget, host, most)
-        if not reached or most == layers.count:
-            break
-        most = layers.count
     beside, (forward, backward) = _beside(layers, ranks, microbatches), passes_of(layers, stored)
     inputs = np.maximum(layers.inputs, layers.issued - layers.weights - stored[:, 3])
     waited = ranks.idle[0] * forward + ranks.idle[1] * backward
@@ -249,7 +244,8 @@ def least_seconds(
     until = backward if ranks.ends else inputs
     latency = layers.count * (forward + until) + (0.0 if ranks.spreads_head else layers.beside[0])
     latency = latency + ranks.hops * (layers.sent[0] + layers.sent[1])
-    found = np.maximum(np.maximum(mean + beside + waited, slowest), latency)
+    shared = _takes(layers, stored, ranks, microbatches, budget, host).least(layers.count, beside + waited)
+    found = np.maximum(shared, latency)
     moves = stored[:, 1:3].any()
     result: Array = np.maximum(found, moved_seconds(layers, stored, ranks, microbatches)) if moves else found
     return result
@@ -286,10 +282,49 @@ def _beside(layers: Layers, ranks: Ranks, microbatches: int) -> Figure:
     return counts[0] * forward + counts[1] * backward
 
 
-def _least(
-    layers: Layers, stored: Array, ranks: Ranks, microbatches: int, budget: float, host: Host | None, most: int
-) -> tuple[Array, Array, bool]:
-    """Of ranks with up to ``most`` layers: in the mean, and of the slowest; and whether any has as many."""
+class _Takes(NamedTuple):
+    """Of ranks with 1 to ``most`` layers, ``[way, rank, n]``: seconds until each is done (``starts``), and what the
+    last of its layers adds to the mean (``more``), but for those that a rank has in any case, which are ``fixed``;
+    ``left`` are the others. One rank takes so long ``alone``, whatever layers it has."""
+
+    starts: Array
+    more: Array
+    fixed: Array
+    left: int
+    alone: float
+
+    def least(self, count: int, rest: Array) -> Array:
+        """No step with ``count`` layers is below, by way, which waits for ``rest`` in the mean.
+
+        In a step of T seconds no rank has layers that take it longer, so the others have what is left; if the mean
+        isn't below T then, no step is. T is found by halving, from what ranks take each on their own.
+        """
+        low = np.maximum(self.alone, _lowest(self.starts, count)[:, -1])
+        low = np.maximum(low, self._mean(self.more) + rest)
+        if (self._within(low) + rest > low).any():
+            for part in _PARTS:
+                step = low * (1 + part)
+                low = np.maximum(low, np.minimum(step, self._within(step) + rest))
+        if self.more.shape[-1] == count:
+            return low
+        # Or else a rank has more layers, each of which adds no less.
+        cheapest = self.more[:, :, -1].min(axis=1)
+        mean = self._mean(np.minimum(self.more, cheapest[:, None, None])) + rest
+        found: Array = np.minimum(low, np.maximum(self.starts[:, :, -1].min(axis=1), mean))
+        return found
+
+    def _within(self, step: Array) -> Array:
+        """The mean where no rank has layers that take it longer than a ``step``."""
+        return self._mean(np.where(self.starts <= step[:, None, None], self.more, np.inf))
+
+    def _mean(self, more: Array) -> Array:
+        """By way, with the layers that add the least."""
+        found: Array = self.fixed + _lowest(more, self.left).sum(axis=1)
+        return found
+
+
+def _takes(layers: Layers, stored: Array, ranks: Ranks, microbatches: int, budget: float, host: Host | None) -> _Takes:
+    most = min(layers.count, _WIDE * math.ceil(layers.count / ranks.count))
     forward, backward = passes_of(layers, stored)
     count = np.arange(1.0, most + 1)
     working = np.maximum(np.asarray(layers.working)[..., None], ranks.working + np.zeros(ranks.count))  # [way, rank]
@@ -312,7 +347,7 @@ def _least(
     if alone := microbatches * layers.last if ranks.last is not None else 0.0:
         starts = starts.copy()
         starts[:, ranks.last] += alone
-    left, fixed, free = layers.count, np.zeros(len(stored)), more
+    left, fixed = layers.count, np.zeros(len(stored))
     if any(waits.any() for waits in ranks.waits):
         waited = np.multiply.outer(forward, ranks.waits[0]) + np.multiply.outer(backward, ranks.waits[1])
         nearest = waited.min(axis=2)
@@ -321,11 +356,8 @@ def _least(
     if ranks.must.any():
         first = np.arange(most) < ranks.must.sum(axis=1)[:, None]  # [rank, n]: layers that it has in any case
         left -= int(first.sum())
-        fixed, free = np.where(first, more, 0.0).sum(axis=(1, 2)) + fixed, np.where(first, np.inf, more)
-    chosen, slowest = _lowest(free, left), _lowest(starts, layers.count)
-    pairs = ((chosen, more), (slowest, starts))
-    reached = any(low.size and (low[:, -1, None] > all_[:, :, -1] * _ROUNDED).any() for low, all_ in pairs)
-    return fixed + chosen.sum(axis=1), np.maximum(alone, slowest[:, -1]), bool(reached)
+        fixed, more = np.where(first, more, 0.0).sum(axis=(1, 2)) + fixed, np.where(first, np.inf, more)
+    return _Takes(starts, more, fixed, left, alone)
 
 
 def _lowest(values: Array, count: int) -> Array:

@@ -101,7 +101,7 @@ def test_what_is_beyond_the_aim_waits_as_well() -> None:
     family = Family(point_of(0).region, "1f1b", None, "redistributed")
 
     def saved(aim: float) -> set[Point]:
-        proof = begun(budget_bytes=3 << 19)
+        proof = begun(budget_bytes=1 << 20)
         proof.aim = aim
         proof._open_family(0.0, family)
         waiting = (item.what for item in (*proof._waiting, *proof._passed))

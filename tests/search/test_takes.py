@@ -1,0 +1,52 @@
+"""What ranks with few layers say of all: none has so many that they take it longer than a step."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from autopar.search import wholesale
+from autopar.search.wholesale import Stored, folded, least_seconds, straight
+from tests.search.test_wholesale import EXTRA, FREE, ROUNDED, SAVED, layers_of, shares_of
+
+
+def test_looking_at_ranks_with_few_layers_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = layers_of(40)
+    kept = np.array([8.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0])
+    ways = [FREE, Stored(1.0, 0.5, 0.0), Stored(0.2, 2.0, 0.0)]
+    ranks = straight(layers, 8, 8, kept, ends=False)
+    for budget in (1e9, 60.0, 30.0, 20.0):
+        found = least_seconds(layers, ways, ranks, 8, budget)
+        with monkeypatch.context() as patched:
+            patched.setattr(wholesale, "_WIDE", 40)
+            assert found == pytest.approx(least_seconds(layers, ways, ranks, 8, budget))
+
+
+@settings(max_examples=100)
+@given(st.floats(0.0, 12.0), st.floats(40.0, 200.0), st.integers(2, 10))
+@example(idle=2.0, budget=96.0, first=8)
+@example(idle=6.25, budget=55.6, first=8)
+def test_no_rank_has_layers_that_take_it_longer_than_the_step(idle: float, budget: float, first: int) -> None:
+    """The second rank keeps less, so the mean is the least if it has all layers; but then others wait for it."""
+    layers, kept, four = layers_of(12), np.array([first, 1.0]), 4
+    works = replace(folded(layers, 2, kept, ends=False, stages=2, hops=0), idle=(idle, idle), ahead=np.zeros(2))
+    (found,) = least_seconds(layers, [FREE], works, four, budget)
+    steps = []
+    for counts in shares_of(12, 2):
+        room = budget / (kept * counts)
+        extra = np.where(room < SAVED[-1], np.inf, np.interp(-room, -np.array(SAVED), EXTRA))
+        taken = four * np.array(counts) * (3.0 + extra)
+        steps.append(max(*taken, taken.mean() + idle * 3.0))
+    assert 0.99 * min(steps) <= found <= min(steps) * ROUNDED
+
+
+def test_a_rank_may_have_more_layers_than_it_is_looked_at_with() -> None:
+    """As where the others have room for none: it takes as long as with those at least."""
+    layers, four = layers_of(8), 4
+    works = folded(layers, 4, np.array([100.0, 100.0, 100.0, 1.0]), ends=False, stages=2, hops=0)
+    (found,) = least_seconds(layers, [FREE], works, four, 40.0)
+    assert four * 6 * 3.0 <= found <= four * 8 * 3.0 + works.ahead[-1] * 3.0
+    (mean,) = least_seconds(layers, [FREE], replace(works, idle=(100.0, 100.0)), four, 40.0)
+    assert mean == pytest.approx(four * 8 * 3.0 / 4 + 100 * 3.0)
