@@ -283,7 +283,7 @@ def _beside(layers: Layers, ranks: Ranks, microbatches: int) -> Figure:
 
 
 class _Takes(NamedTuple):
-    """Of ranks with 1 to ``most`` layers, ``[way, rank, n]``: seconds until each is done (``starts``), and what the
+    """Of ranks with 1 to n layers, ``[way, rank, n]``: seconds until each is done (``starts``), and what the
     last of its layers adds to the mean (``more``), but for those that a rank has in any case, which are ``fixed``;
     ``left`` are the others. One rank takes so long ``alone``, whatever layers it has."""
 
@@ -324,6 +324,7 @@ class _Takes(NamedTuple):
 
 
 def _takes(layers: Layers, stored: Array, ranks: Ranks, microbatches: int, budget: float, host: Host | None) -> _Takes:
+    """Of ranks with up to :data:`_WIDE` times their even share of the layers."""
     most = min(layers.count, _WIDE * math.ceil(layers.count / ranks.count))
     forward, backward = passes_of(layers, stored)
     count = np.arange(1.0, most + 1)
