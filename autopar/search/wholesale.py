@@ -301,7 +301,7 @@ class _Takes(NamedTuple):
         """
         low = np.maximum(self.alone, _lowest(self.starts, count)[:, -1])
         low = np.maximum(low, self._mean(self.more) + rest)
-        if (self._within(low) + rest > low).any():
+        if (self._within(low) + rest > low).any():  # a longer step allows more, so its mean is no higher
             for part in _PARTS:
                 step = low * (1 + part)
                 low = np.maximum(low, np.minimum(step, self._within(step) + rest))
