@@ -29,8 +29,8 @@ from autopar.search.watching import Watcher
 
 _ROUNDS = 3
 _SLOWER = 0.05
-"""By so much may the best be slower once it is built, for what its ranks hold beside what was counted: more is worth
-another search."""
+"""By so much may what is built be slower than the best that was found, for what ranks hold beside what was counted:
+more is worth another search."""
 _BUILT = 3
 """So many of the best are built at most, where what ranks really hold makes the first worse than the second."""
 
@@ -61,7 +61,7 @@ def choose(
 
 def _built(search: Search, measured: Callable[[Built], Built] | None) -> tuple[Built, Outcome, Search, Found]:
     """The best that was built; searched again with as much memory less as was spared for what its ranks hold beside
-    what was counted, where that made it slower, or where it was still too large."""
+    what was counted, where that made it slower, or where the best was still too large."""
     best: tuple[Built, Outcome, Search, Found] | None = None
     error: AutoparError | None = None
     proven = math.inf
@@ -72,17 +72,19 @@ def _built(search: Search, measured: Callable[[Built], Built] | None) -> tuple[B
         if not found.outcomes:
             error = refusal(search, found) if best is None else None
             break
+        hoped = (found := builder.compared(found)).outcomes[0]
         try:
-            built, outcome, found = _best(builder, builder.compared(found))
+            built, outcome, found = _best(builder, found)
         except BudgetError as larger:
             error = larger
             search = search.again(_to_spare(search, larger))
             continue
         if best is None or built.plan.step_seconds < best[0].plan.step_seconds:
             best = built, outcome, search, found
-        if built.plan.step_seconds <= outcome.step_seconds * (1 + _SLOWER):
+        if built.plan.step_seconds <= hoped.step_seconds * (1 + _SLOWER):
             break
-        search = search.again(built.spared_bytes)
+        refused = builder.refusal_of(hoped)
+        search = search.again(built.spared_bytes if refused is None else _to_spare(search, refused))
     if best is None:
         assert error is not None
         raise error
@@ -264,6 +266,11 @@ class _Builder:
         if isinstance(known, AutoparError):
             raise known
         return known
+
+    def refusal_of(self, outcome: Outcome) -> BudgetError | None:
+        """Why it wasn't built, if its ranks hold too much."""
+        known = self._known.get(outcome.point)
+        return known if isinstance(known, BudgetError) else None
 
 
 def _best(builder: _Builder, found: Found) -> tuple[Built, Outcome, Found]:

@@ -10,87 +10,134 @@ import heapq
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
+from autopar.options import activations_on_host, masters_on_host
+from autopar.search.climb import (
+    ACTIVATIONS,
+    POINT_WORK,
+    Around,
+    climb,
+    may_put_away,
+    polish,
+    polish_away,
+    put_away,
+    ways_away,
+    worth_away,
+)
 from autopar.search.learned import SEVERAL, Kind, Learned
-from autopar.search.space import TOGETHER, Family, Point, Region, promise, works_of
-from autopar.search.space import savers as saving
+from autopar.search.space import TOGETHER, Family, Point, Region, offloads, promise, works_of
 from autopar.search.work import work_of
 
 if TYPE_CHECKING:
-    from autopar.search.costing import Outcome
     from autopar.search.search import Search
 
-Numbers = NDArray[np.int64]
+_MASTERS = ("optimizer",)  # on the host: parameters are copied to the device once a step
 
+_CROWDED = 0.25  # of the memory of all devices
 _TRIES = 4  # points of one region
 _ALIKE = 2  # of them with one schedule and ZeRO stage
 _ROWS = 2  # of a microbatch, that the same degrees are placed with at first
 _FAILURES = 2  # points with the same pp, tp and schedule that may turn out not to fit
-_AWAY = ("optimizer",)  # what is on the host first
-_ACTIVATIONS = ("activations",)
-_POLISHED = 4  # points like the best
-_REGIONS_POLISHED = 2
-_HOPE, _HOPES = 1.05, 0.03  # times the best that may turn out to be better; of the work of a whole search, for these
-_AWAY_TRIED = 3  # points with activations on the host
-_LOOKED = 4  # regions next to the best that are placed
-_FACTORS, _CHANGES = (8, 3, 3, 3, 3), 3  # by which those differ at most in each of their sizes, and in how many
 _SEARCHES, _AGAIN, _ELSEWHERE = 0.6, 0.1, 0.3  # of the work of a whole search: at first, then, with what is on the host
+_OTHERWISE = 0.1  # the same, with masters there, and what else may be
+_WORTH = 0.97  # times the best, that this must look like: estimates say too little
 _REST = 0.25  # of the work of a whole search, at most, for what looks better at the end
 _DOUBTED = 0.2  # of the work of a whole search, in which what was learned of some is doubted for others
-_STORED = 0.3  # of the work of a whole search, for other ways to store what is on the host
 _LONGER = 4  # times that, if what waits may still be better by much
 _PATIENCE = 0.3  # of the work of a whole search, until anything is laid out with all on the device
 _REFUSED = 2  # times that, where nothing of these fitted yet
 _NEAR = 1.4  # times the least estimate that waits: less is good enough
 _LAST = 2  # points of placed regions, where that was all the work
-_WORK = 5e4  # of a point: about one second
 _LOOKS = 20_000  # at regions and points
 _COARSE = 2  # times the rows of a microbatch: those between are next to the best, and looked at then
 
 
 def dive(search: Search, regions: list[Region]) -> None:
-    """Lay out the most promising points, plain ones first; then those with sequences or experts split within a node,
-    and what differs from the best in a few choices. Those with activations on the host come before these where that
-    makes the best much faster, or where nothing else is found to fit; and last where the best is short of memory. At
-    the end, what else looks better."""
-    node, learned = search.costing.cluster.devices_per_node, Learned()
-    near = [r for r in regions if r.mesh.tp * r.mesh.cp <= node]
-    plain = [r for r in near if r.mesh.cp == 1 and not r.mesh.borrowed]
-    split = [r for r in near if r.mesh.cp > 1 or r.mesh.borrowed]
-    away = [region for region in near if _may_put_away(search, region)]
-    patience = _PATIENCE if away else math.inf
-    firsts = [((), plain, patience), (_ACTIVATIONS, away, math.inf), ((), regions, math.inf), (_AWAY, plain, math.inf)]
-    for state, some, limit in firsts:
-        if not search.outcomes:
-            _Dive(search, state, learned, _SEARCHES, limit).run(some)
+    """Lay out the most promising points, plain ones first, or those with something on the host where nothing else is
+    found to fit; then those with sequences or experts split within a node, and what differs from the best in a few
+    choices. Those with activations on the host come before these where that makes the best much faster; all that may be
+    there last, where the best is short of memory. At the end, what else looks better."""
+    every, learned = _Every.of(search, regions), Learned()
+    looked = _look_first(search, every, learned)
     if search.outcomes:
-        _put_away(search, learned)  # what else looks good is often beaten by then
-        here = _here_seconds(search)
-        gains = search.best_seconds < (1 - search.tolerance) * here
-        if gains and not math.isinf(here):
-            _Dive(search, _ACTIVATIONS, learned, _ELSEWHERE).run(away)
-        _Dive(search, (), learned, _AGAIN).run(split)
-        around = _Around.of(regions)
-        _climb(search, around, learned, ())
-        _polish(search, learned)
-        _put_away(search, learned)
-        if not gains and _is_short(search):
-            _Dive(search, _ACTIVATIONS, learned, _ELSEWHERE).run(away)
-        if offload := _worth_away(search, search.ranked()[0]):
-            _polish_away(search, learned)
-            _climb(search, around, learned, offload)
-            _polish_away(search, learned)
+        _look_further(search, every, learned, looked)
     _lay_out_likely(search, learned)
+
+
+@dataclass(frozen=True)
+class _Every:
+    """All regions: those whose degrees keep to nodes (``near``), those of these that split neither sequences nor
+    experts (``plain``) or do (``split``), and those that may have activations on the host (``away``). And what else
+    than nothing is worth to be there (``kinds``): masters, where what they take is much of the memory."""
+
+    regions: list[Region]
+    near: list[Region]
+    plain: list[Region]
+    split: list[Region]
+    away: list[Region]
+    kinds: list[tuple[str, ...]]
+
+    @classmethod
+    def of(cls, search: Search, regions: list[Region]) -> _Every:
+        node = search.costing.cluster.devices_per_node
+        near = [r for r in regions if r.mesh.tp * r.mesh.cp <= node]
+        is_crowded = search.costing.least_gpus(on_host=False) > _CROWDED * regions[0].mesh.world
+        kinds = offloads(search.costing.cluster, search.pins)[1:]
+        return cls(
+            regions,
+            near,
+            plain=[r for r in near if r.mesh.cp == 1 and not r.mesh.borrowed],
+            split=[r for r in near if r.mesh.cp > 1 or r.mesh.borrowed],
+            away=[region for region in near if may_put_away(search, region)],
+            kinds=[kind for kind in kinds if is_crowded or not masters_on_host(kind)],
+        )
+
+
+def _look_first(search: Search, every: _Every, learned: Learned) -> set[tuple[str, ...]]:
+    """Until anything fits; gives what was on the host of those that were looked at then."""
+    masters = [(_MASTERS, every.near, _PATIENCE), ((*_MASTERS, *ACTIVATIONS), every.away, _PATIENCE)]
+    firsts = [
+        ((), every.plain, _PATIENCE if every.kinds else math.inf),
+        *(masters if _MASTERS in every.kinds else ()),
+        (ACTIVATIONS, every.away, math.inf),
+        ((), every.regions, math.inf),
+        (_MASTERS, every.plain, math.inf),
+    ]
+    for state, some, patience in firsts:
+        _Dive(search, state, learned, _SEARCHES, patience).run(some)
+        if search.outcomes:
+            return {state}
+    return set()
+
+
+def _look_further(search: Search, every: _Every, learned: Learned, looked: set[tuple[str, ...]]) -> None:
+    """At what may be better than the best."""
+    put_away(search, learned)  # what else looks good is often beaten by then
+    if search.best_seconds < (1 - search.tolerance) * _here_seconds(search) < math.inf:
+        _Dive(search, ACTIVATIONS, learned, _ELSEWHERE).run(every.away)
+        looked = {*looked, ACTIVATIONS}
+    _Dive(search, (), learned, _AGAIN).run(every.split)
+    around = Around.of(every.regions)
+    climb(search, around, learned, ())
+    polish(search, learned)
+    put_away(search, learned)
+    for state in every.kinds:
+        best = search.ranked()[0]
+        if best.is_tight and state not in looked:
+            share = _OTHERWISE if best.point.offload else _ELSEWHERE
+            some = every.away if activations_on_host(state) else every.near
+            _Dive(search, state, learned, share, worth=_WORTH).run(some)
+    if offload := worth_away(search, search.ranked()[0]):
+        polish_away(search, learned)
+        climb(search, around, learned, offload)
+        polish_away(search, learned)
 
 
 def _lay_out_likely(search: Search, learned: Learned) -> None:
@@ -120,12 +167,6 @@ def _here_seconds(search: Search) -> float:
     return min(here, default=math.inf)
 
 
-def _is_short(search: Search) -> bool:
-    """Whether the best may be faster with more memory, and has nothing but activations on the host."""
-    best = search.ranked()[0]
-    return best.is_tight and best.point.offload in ((), _ACTIVATIONS)
-
-
 @dataclass
 class _Dive:
     """What waits, the best estimate first, with this on the host (``offload``)."""
@@ -135,6 +176,7 @@ class _Dive:
     learned: Learned
     share: float  # of the work of a whole search, where what waits isn't much better
     patience: float = math.inf  # the same, where nothing was laid out
+    worth: float = 1.0  # times the best: what is likely to take longer isn't looked at
     waiting: list[tuple[float, int, Region | Point]] = field(default_factory=list)
     doubted: list[tuple[float, int, Region]] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=itertools.count)
@@ -154,12 +196,12 @@ class _Dive:
             self.alike[works_of(region)].append(region)
             self._wait(estimate, region)
         for _ in range(_LOOKS):
-            if not self.waiting or self.waiting[0][0] >= search.best_seconds:
+            if not self.waiting or self.waiting[0][0] >= self._aim:
                 if search.work - begun > search.most_work * min(_DOUBTED, self.share) or not self._doubt():
                     return
                 continue
             is_near = search.best_seconds < _NEAR * self.waiting[0][0]
-            limit = search.most_work * (self.share if is_near else _LONGER * _SEARCHES)
+            limit = search.most_work * self.share * (1 if is_near else _LONGER)
             limit *= _REFUSED if self._only_refused else 1
             if not search.outcomes and search.work - begun > search.most_work * self.patience:
                 return
@@ -173,6 +215,11 @@ class _Dive:
                 self._wait(likely, item)
             else:
                 self._try(item)
+
+    @property
+    def _aim(self) -> float:
+        """Seconds."""
+        return self.worth * self.search.best_seconds
 
     @property
     def _only_refused(self) -> bool:
@@ -189,7 +236,7 @@ class _Dive:
     def _wait(self, estimate: float, item: Region | Point) -> None:
         if isinstance(item, Point):
             self.estimates.setdefault(item, estimate)
-        if estimate < self.search.best_seconds:
+        if estimate < self._aim:
             heapq.heappush(self.waiting, (estimate, next(self.numbers), item))
 
     def _look_at(self, estimate: float, region: Region) -> None:
@@ -204,7 +251,7 @@ class _Dive:
             return
         likely, kind = max(first, search.likely(region, self.offload)), Kind.of(search, region, self.offload)
         better = self.learned.unplaced(kind, likely)
-        if self.learned.laid_out(kind, likely) >= search.best_seconds:
+        if self.learned.laid_out(kind, likely) >= self._aim:
             heapq.heappush(self.doubted, (likely, next(self.numbers), region))
         elif better > estimate:
             self._wait(better, region)
@@ -239,13 +286,13 @@ class _Dive:
         best = min(found, key=itemgetter(0))
         self.learned.placed[kind].append(best[0] / likely)
         least = self.waiting[0][0] if self.waiting else math.inf
-        if self._begins and best[0] < min(search.best_seconds, _NEAR * least):
+        if self._begins and best[0] < min(self._aim, _NEAR * least):
             self._try(best[1])
 
     def _doubt(self) -> bool:
         """Place the region that would be the best of those that were left out for what others turned out to take; False
         if none would be better than the best."""
-        if not self.doubted or self.doubted[0][0] >= self.search.best_seconds:
+        if not self.doubted or self.doubted[0][0] >= self._aim:
             return False
         likely, _, region = heapq.heappop(self.doubted)
         self._place(region, likely, Kind.of(self.search, region, self.offload))
@@ -281,9 +328,9 @@ class _Dive:
             return
         profile = search.profile(region)
         assert profile is not None
-        if not self._begins and self._likely(point) >= search.best_seconds:
+        if not self._begins and self._likely(point) >= self._aim:
             return
-        if max(search.costing.bound(point, profile), search.costing.memory_bound(point, profile)) < search.best_seconds:
+        if max(search.costing.bound(point, profile), search.costing.memory_bound(point, profile)) < self._aim:
             self.tried.update((region, alike))
             self.laid_out.add(point)
             try:
@@ -329,215 +376,7 @@ def _estimated(search: Search, region: Region, offload: tuple[str, ...]) -> Iter
 
 def _points(search: Search, family: Family, offload: tuple[str, ...]) -> list[Point]:
     """Its points, with this on the host alone; none where that can't be."""
-    points = [point for point in search.stored(family) if work_of(point) <= _WORK]
+    points = [point for point in search.stored(family) if work_of(point) <= POINT_WORK]
     if not offload:
         return points
-    return [point._replace(offload=offload) for point in points if offload in _ways_away(search, family)]
-
-
-def _ways_away(search: Search, family: Family) -> set[tuple[str, ...]]:
-    """What may be on the host."""
-    return {offload for offload, _ in saving(family, search.costing.cluster, search.pins)}
-
-
-def _may_put_away(search: Search, region: Region) -> bool:
-    """Whether activations may be on the host under any schedule."""
-    return any(_ACTIVATIONS in _ways_away(search, family) for family in search.families_of(region))
-
-
-def _worth_away(search: Search, best: Outcome) -> tuple[str, ...]:
-    """What is on the host of points that may be better than the ``best``: as much as of that, or activations where it
-    is short of memory; nothing of these where that can't be."""
-    if best.point.offload or not best.is_tight:
-        return best.point.offload
-    return _ACTIVATIONS if _may_put_away(search, best.point.region) else ()
-
-
-def _climb(search: Search, around: _Around, learned: Learned, offload: tuple[str, ...]) -> None:
-    """Lay out the likely best of regions that differ from the best in a few degrees, while that finds any: of those
-    that put as much on the host."""
-    seen: set[Region] = set()
-    limit = search.work + search.most_work
-    while (best := search.ranked()[0].point).region not in seen:
-        seen.add(best.region)
-        known = seen | {o.point.region for o in search.outcomes if o.point.offload == offload}
-        near = [
-            (_likely_best(search, region, best._replace(offload=offload), learned), number, region)
-            for number, region in enumerate(around.next_to(best.region))
-            if region not in known
-        ]
-        placed, waiting = 0, _by_mesh(sorted(near))  # sorted, so it is a heap
-        while waiting and waiting[0][0] < search.best_seconds and search.work < limit:
-            seconds, number, region = heapq.heappop(waiting)
-            is_new = search.profile(region) is None
-            if is_new and placed:  # others with its axes may say more by now
-                likely = _likely_best(search, region, best._replace(offload=offload), learned)
-                if likely > seconds:
-                    heapq.heappush(waiting, (likely, number, region))
-                    continue
-            placed += is_new
-            if (not is_new or placed <= _LOOKED) and search.place(region) is not None:
-                families = [list(search.stored(family)) for family in search.families_of(region)]
-                if offload:
-                    families = _alike(search, region, best._replace(offload=offload))
-                _try_likely(search, region, families, limit, learned, tries=1)
-
-
-def _likely_best(search: Search, region: Region, best: Point, learned: Learned) -> float:
-    """What ``region`` is likely to take, with as much on the host as the ``best`` has: where it is placed, its points;
-    if there is anything on the host, those of the best's schedule with as many chunks."""
-    profile = search.profile(region)
-    if profile is None or not (best.offload or region in search.promising):
-        return learned.laid_out(Kind.of(search, region, best.offload), search.likely(region, best.offload))
-    if not best.offload:
-        found = [search.promising[region]]
-    else:
-        alone = 1 in (region.mesh.pp, best.region.mesh.pp)
-        families = [points for points in _alike(search, region, best) if alone or points[0].chunks == best.chunks]
-        estimates = (zip(search.estimates(points, profile), points, strict=True) for points in families)
-        found = [(seconds * promise(point), point) for seconds, point in itertools.chain.from_iterable(estimates)]
-    return min((learned.likely(point, seconds) for seconds, point in found), default=math.inf)
-
-
-def _by_mesh(near: Sequence[tuple[float, int, Region]]) -> list[tuple[float, int, Region]]:
-    """The first of each mesh, in that order."""
-    found: dict[Mesh, tuple[float, int, Region]] = {}
-    for item in near:
-        found.setdefault(item[-1].mesh, item)
-    return list(found.values())
-
-
-def _alike(search: Search, region: Region, best: Point) -> list[list[Point]]:
-    """Points of ``region`` with the schedule of the ``best``, of any number of chunks, and with as much on the host;
-    without a pipeline, which has few schedules, with any."""
-    families = [
-        family
-        for family in search.families_of(region)
-        if (family.schedule == best.schedule and family.vocabulary == best.vocabulary) or region.mesh.pp == 1
-        if best.offload in _ways_away(search, family)
-    ]
-
-    def like_best(point: Point) -> Point:
-        return point._replace(offload=best.offload, head_chunks=best.head_chunks)
-
-    return [list(map(like_best, search.stored(family))) for family in families]
-
-
-@dataclass(frozen=True)
-class _Around:
-    """Regions, and ``[region, size]`` of their degrees, dp aside, and rows."""
-
-    regions: Sequence[Region]
-    sizes: Numbers
-
-    @classmethod
-    def of(cls, regions: Sequence[Region]) -> _Around:
-        return cls(regions, np.array([_sizes(region) for region in regions], dtype=np.int64))
-
-    def next_to(self, region: Region) -> list[Region]:
-        """Those that differ from it in one to three sizes, not by much each, and borrow the same axes: in stages by
-        more, since the best numbers of them may have none between them that is better than either."""
-        here = np.array(_sizes(region))
-        differ = (self.sizes != here).sum(axis=1)
-        factors = np.maximum(self.sizes, here) / np.minimum(self.sizes, here)
-        near = (differ >= 1) & (differ <= _CHANGES) & (factors <= _FACTORS).all(axis=1)
-        found = (self.regions[int(number)] for number in np.flatnonzero(near))
-        return [other for other in found if other.mesh.borrowed == region.mesh.borrowed]
-
-
-def _sizes(region: Region) -> tuple[int, ...]:
-    mesh = region.mesh
-    return mesh.pp, mesh.cp, mesh.tp, mesh.experts, region.rows
-
-
-def _polish(search: Search, learned: Learned) -> None:
-    """Lay out what is done otherwise on the regions of the best, on the device; where that takes little work, on the
-    best's also what looks a little worse."""
-    limit = max(search.most_work, search.work + search.most_work / 3)
-    for region in list(_by_region(search))[:_REGIONS_POLISHED]:
-        _try_likely(search, region, [list(search.stored(f)) for f in search.families_of(region)], limit, learned)
-    limit, region = search.work + _HOPES * search.most_work, next(iter(_by_region(search)))
-    families = [list(search.stored(family)) for family in search.families_of(region)]
-    _try_likely(search, region, families, limit, learned, hope=_HOPE)
-
-
-def _polish_away(search: Search, learned: Learned) -> None:
-    """Lay out the best with its activations on the host, and weights stored otherwise: each way what is likely the
-    best, of the regions of the best."""
-    limit = search.work + _STORED * search.most_work
-    away = [(region, outcome) for region, outcome in _by_region(search).items() if outcome.point.offload]
-    for region, outcome in away[:_REGIONS_POLISHED]:
-        families = _alike(search, region, outcome.point)
-        for zero in sorted({point.zero for points in families for point in points} - {outcome.point.zero}):
-            some = [[point for point in points if point.zero == zero] for points in families]
-            _try_likely(search, region, some, limit, learned, tries=1)
-
-
-def _put_away(search: Search, learned: Learned) -> None:
-    """Lay out each region where some of it is recomputed with activations on the host instead: what is likely the best
-    under a schedule that was laid out, here or elsewhere."""
-    away: list[tuple[float, int, Region, Point]] = []
-    for number, (region, outcome) in enumerate(_by_region(search).items()):
-        profile = search.profile(region)
-        if outcome.recomputes and profile is not None:
-            points = _as_laid_out(search, outcome.point._replace(offload=_ACTIVATIONS))
-            found = [(search.estimates([point], profile)[0], point) for point in points]
-            if not found:
-                continue
-            estimate, point = min(found, key=lambda pair: learned.likely(pair[1], pair[0]))
-            away.append((estimate, number, region, point))
-    for _, _, region, point in sorted(away)[:_AWAY_TRIED]:
-        _try_likely(search, region, [[point]], math.inf, learned)
-
-
-def _as_laid_out(search: Search, point: Point) -> list[Point]:
-    """``point``, with as much on the host under each schedule that was laid out in any region with its vocabulary, if
-    it may be in this one; without a pipeline, which has few schedules, under each."""
-    known = {o.point.family[1:] for o in search.outcomes if o.point.vocabulary == point.vocabulary}
-    return [
-        point._replace(schedule=family.schedule, chunks=family.chunks)
-        for family in search.families_of(point.region)
-        if family[1:] in known or point.region.mesh.pp == 1
-        if point.offload in _ways_away(search, family)
-    ]
-
-
-def _by_region(search: Search) -> dict[Region, Outcome]:
-    """The best outcome of each, the best first."""
-    found: dict[Region, Outcome] = {}
-    for outcome in search.ranked():
-        found.setdefault(outcome.point.region, outcome)
-    return found
-
-
-def _try_likely(
-    search: Search,
-    region: Region,
-    families: Iterable[list[Point]],
-    limit: float,
-    learned: Learned,
-    tries: int = _POLISHED,
-    hope: float = 1.0,
-) -> None:
-    """Lay out what is likely to take less than ``hope`` times as long as the best, of points of some families of
-    ``region``."""
-    profile = search.profile(region)
-    assert profile is not None
-    waiting = [
-        (estimate * promise(point), number, point)
-        for number, points in enumerate(families)
-        for point, estimate in zip(points, search.estimates(points, profile), strict=True)
-        if work_of(point._replace(offload=())) <= _WORK
-    ]
-    for estimate, _, point in waiting:
-        if not math.isinf(estimate):
-            search.note(point, estimate)
-    tried = {outcome.point for outcome in search.outcomes} | set(search.refusals)
-    for estimate, _, point in sorted(waiting):
-        if not tries or search.work >= limit:
-            return
-        is_new = point not in tried and not learned.is_tried(point, estimate)
-        if is_new and learned.likely(point, estimate) < hope * search.best_seconds:
-            tries -= 1
-            with suppress(AutoparError):
-                learned.lay_out(search, point, estimate)
+    return [point._replace(offload=offload) for point in points if offload in ways_away(search, family)]

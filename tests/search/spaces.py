@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 from autopar import Cluster
 from autopar.errors import AutoparError
+from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.preparation import Captured, Prepared
 from autopar.search import Pins, searching
 from autopar.search.costing import Found, Outcome
 from autopar.search.search import Search
-from autopar.search.space import Point, regions, savers
+from autopar.search.space import Point, Region, regions, savers
+from tests.fast_cluster import FAST
 from tests.models import make
 from tests.models import prepared as made
 from tests.moe_models import family
+
+CLUSTERS: Final = {"fast": FAST, "cpu": Cluster.load("cpu"), "h100": Cluster.load("h100")}
+PLAIN: Final[dict[str, Any]] = {"offload": (), "head_chunks": 1, "vocabulary": "redistributed"}
+BATCH: Final = 8
 
 
 @cache
@@ -45,11 +52,38 @@ def experts_on(cluster: Cluster, gpus: int, choices: int = 2, **given: Any) -> S
     return searching(Captured(case.model, case.batch, case.loss).on("cpu"), pins_of(gpus, **given), cluster, {})
 
 
+def space(name: str, gpus: int, cluster: str, **given: Any) -> Search:
+    return search_of(name, BATCH, gpus, CLUSTERS[cluster], **PLAIN, **given)
+
+
+def piped() -> tuple[Search, Region, list[Point]]:
+    """Points of a region with a pipeline, of which nothing is on the host."""
+    search, region = search_of("gpt2", BATCH, 4, FAST, offload=(), head_chunks=1), Region(Mesh(pp=2, dp=2), 1, 4)
+    search._begin()
+    assert search.place(region) is not None
+    return search, region, list(search.points_of(region))
+
+
 def every_point(search: Search) -> Iterator[Point]:
     for region in regions(search.sizes, search.pins):
         for point in search.points_of(region):
             for offload, chunks in savers(point.family, search.costing.cluster, search.pins):
                 yield point._replace(offload=offload, head_chunks=chunks)
+
+
+@cache
+def least(name: str, gpus: int, cluster: str, every: int = 3, schedule: str | None = None) -> dict[Region, float]:
+    """Seconds of the shortest step of each region, of each ``every``-th point."""
+    search, found = space(name, gpus, cluster, schedule=schedule), dict[Region, float]()
+    search.glance()
+    for point in itertools.islice(every_point(search), 0, None, every):
+        search.place(point.region)
+        try:
+            seconds = search.lay_out(point).step_seconds
+        except AutoparError:
+            continue
+        found[point.region] = min(seconds, found.get(point.region, math.inf))
+    return found
 
 
 @dataclass(frozen=True)

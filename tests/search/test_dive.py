@@ -2,61 +2,32 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
 
 import autopar
-from autopar import Cluster
-from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 from autopar.search import dive
 from autopar.search import learned as learned_
+from autopar.search.climb import Around
 from autopar.search.costing import Outcome
-from autopar.search.dive import _alike, _Around, _climb
 from autopar.search.learned import SEVERAL, Kind, Learned, kinds
-from autopar.search.search import Search
-from autopar.search.space import Point, Region, regions
+from autopar.search.space import Point, Region
 from tests.fast_cluster import FAST
 from tests.models import make
-from tests.search.spaces import every_point, search_of
+from tests.search.spaces import BATCH, PLAIN, least, piped, search_of, space
 
-CLUSTERS = {"fast": FAST, "cpu": Cluster.load("cpu"), "h100": Cluster.load("h100")}
 SPACES = [
     ("mlp", 4, "fast"),
     *(pytest.param(*one, marks=pytest.mark.slow) for one in [("mlp", 8, "h100"), ("gpt2", 4, "cpu")]),
 ]
-PLAIN = {"offload": (), "head_chunks": 1, "vocabulary": "redistributed"}
-BATCH = 8
 CLOSE = 1.05  # times the best step, that the dive's may take: it proves nothing
-
-
-def space(name: str, gpus: int, cluster: str, **given: Any) -> Search:
-    return search_of(name, BATCH, gpus, CLUSTERS[cluster], **PLAIN, **given)
-
-
-@cache
-def least(name: str, gpus: int, cluster: str, every: int = 3, schedule: str | None = None) -> dict[Region, float]:
-    """Seconds of the shortest step of each region, of each ``every``-th point."""
-    search, found = space(name, gpus, cluster, schedule=schedule), dict[Region, float]()
-    search.glance()
-    for point in itertools.islice(every_point(search), 0, None, every):
-        search.place(point.region)
-        try:
-            seconds = search.lay_out(point).step_seconds
-        except AutoparError:
-            continue
-        found[point.region] = min(seconds, found.get(point.region, math.inf))
-    return found
 
 
 @pytest.mark.parametrize(("name", "gpus", "cluster"), SPACES)
@@ -96,82 +67,6 @@ def test_nothing_is_better_by_more_than_a_search_says(name: str, gpus: int, clus
     assert found.bound_seconds <= found.outcomes[0].step_seconds
     gap = 1 - found.bound_seconds / found.outcomes[0].step_seconds
     assert found.outcomes[0].step_seconds * (1 - gap) <= best * (1 + 1e-9)
-
-
-# --- the climb
-
-
-def differ(one: Region, other: Region) -> int:
-    """In how many degrees, dp aside, and rows."""
-    sizes = [(r.mesh.pp, r.mesh.cp, r.mesh.tp, r.mesh.experts, r.rows) for r in (one, other)]
-    return sum(a != b for a, b in zip(*sizes, strict=True))
-
-
-@cache
-def steps() -> dict[Region, float]:
-    """Of all regions of a space that is small enough to lay out all of it."""
-    return least("gpt2", 4, "cpu", 1, "1f1b")
-
-
-@cache
-def dead_end() -> Region:
-    """A region that is better than all that differ from it in one degree, the furthest from the best one."""
-    found = steps()
-    ends = [r for r in found if all(found[r] <= found[other] for other in found if differ(r, other) == 1)]
-    assert len(ends) > 1
-    return max(ends, key=lambda region: found[region])
-
-
-def climbed(placed: Iterable[Region] = ()) -> Outcome:
-    """The best that a climb finds from there, where others are ``placed`` as well."""
-    search = space("gpt2", 4, "cpu", schedule="1f1b")
-    search._begin()
-    assert search.place(dead_end()) is not None
-    for point in search.points_of(dead_end()):
-        search.lay_out(point)
-    assert search.best_seconds == pytest.approx(steps()[dead_end()])
-    for region in placed:
-        search.place(region)
-    _climb(search, _Around.of(regions(search.sizes, search.pins)), Learned(), ())
-    return search.ranked()[0]
-
-
-@pytest.mark.slow
-def test_the_climb_changes_several_degrees_at_once() -> None:
-    best = climbed()
-    assert differ(best.point.region, dead_end()) > 1
-    assert best.step_seconds < 0.9 * steps()[dead_end()]
-
-
-@pytest.mark.slow
-def test_degree_by_degree_it_ends_where_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dive, "_CHANGES", 1)
-    assert climbed().point.region == dead_end()
-
-
-@pytest.mark.slow
-def test_a_climb_looks_at_regions_that_are_placed_however_many_others_look_better(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It places so many; of those that are, any may be better."""
-    monkeypatch.setattr(dive, "_LOOKED", 0)
-    assert climbed().point.region == dead_end()
-    better = [region for region, seconds in steps().items() if seconds < 0.9 * steps()[dead_end()]]
-    assert climbed(better).point.region in better
-
-
-def test_what_is_next_to_a_region() -> None:
-    here = Region(Mesh(pp=2, dp=4), 2, 4)
-    near = [Region(Mesh(dp=8), 2, 4), Region(Mesh(pp=8), 2, 4), Region(Mesh(dp=4, tp=2), 1, 8)]
-    far = [
-        here,
-        Region(Mesh(pp=32), 2, 4),
-        Region(Mesh(pp=2, dp=4, tp=4), 2, 4),
-        Region(Mesh(pp=2, dp=4), 8, 1),
-        Region(Mesh(dp=2, cp=2, tp=2), 1, 8),
-    ]
-    borrowing = Region(Mesh(pp=2, dp=2, cp=2, borrowed=("cp",)), 1, 8)
-    assert _Around.of([*far, *near, borrowing]).next_to(here) == near
 
 
 # --- what is learned
@@ -323,117 +218,6 @@ def test_the_first_with_activations_on_the_host_are_laid_out_whatever_others_too
     assert sum(point.offload == ("activations",) for point in points) == SEVERAL
 
 
-def short_of_memory() -> tuple[Search, Region]:
-    """With a host, and a region with a pipeline that is placed."""
-    host = replace(FAST, device=replace(FAST.device, host_memory_bytes=10**12, host_bytes_per_second=1e12))
-    region = Region(Mesh(pp=2, dp=2), 1, 4)
-    search = search_of("gpt2", BATCH, 4, host, budget_bytes=10**6, head_chunks=1)
-    search._begin()
-    search.place(region)
-    return search, region
-
-
-def test_the_best_with_activations_on_the_host_is_laid_out_with_weights_stored_otherwise() -> None:
-    search, region = short_of_memory()
-    best = Point(region, "1f1b", None, "redistributed", 1, 0, ("activations",), 1)
-    search.lay_out(best)
-    dive._polish_away(search, Learned())
-    points = {outcome.point for outcome in search.outcomes} | set(search.refusals)
-    others = points - {best}
-    assert {point.zero for point in others} <= {0, 2, 3}
-    assert others
-    assert {point._replace(zero=1, zero_ranks=0) for point in others} == {best}
-    assert len({point.zero for point in others}) == len(others), "each way once"
-
-
-def test_activations_go_to_the_host_under_schedules_that_were_laid_out_elsewhere(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """If that is likely better there: others have been seen to make little of it."""
-    search, region = short_of_memory()
-    here = Point(region, "1f1b", None, "redistributed", 1, 0, (), 1)
-    there = here._replace(schedule="interleaved", chunks=2)
-    elsewhere = there._replace(region=Region(Mesh(pp=2, tp=2), 1, 8))
-    search.place(elsewhere.region)
-    assert search.lay_out(here).recomputes
-    search.lay_out(elsewhere)
-    tried = list[Point]()
-    monkeypatch.setattr(dive, "_try_likely", lambda _, __, families, *___: tried.extend(families[0]))
-    for bad, good in ((here, there), (there, here)):
-        learned = Learned()
-        learned.known[kinds(bad._replace(offload=("activations",)))[0]] += [100.0] * 2
-        dive._put_away(search, learned)
-        assert [point for point in tried if point.region == region] == [good._replace(offload=("activations",))]
-        tried.clear()
-
-
-def test_where_the_best_is_short_of_memory_others_may_be_better_with_activations_on_the_host() -> None:
-    search, region = short_of_memory()
-    here = search.lay_out(Point(region, "1f1b", None, "redistributed", 1, 0, (), 1))
-    assert dive._worth_away(search, replace(here, is_tight=True)) == ("activations",)
-    assert dive._worth_away(search, replace(here, is_tight=False)) == ()
-    away = replace(here, is_tight=False, point=here.point._replace(offload=("optimizer", "activations")))
-    assert dive._worth_away(search, away) == ("optimizer", "activations")
-    alone = replace(here, is_tight=True, point=here.point._replace(region=Region(Mesh(dp=4), 1, 2)))
-    assert dive._worth_away(search, alone) == ("activations",), "of several stages"
-    search.pins = replace(search.pins, schedule="1f1b")
-    assert dive._worth_away(search, alone) == (), "one stage has no time to copy any"
-
-
-def test_what_is_next_to_the_best_is_looked_at_by_its_own_estimates_where_it_is_placed() -> None:
-    search, region = short_of_memory()
-    learned, other = Learned(), Region(Mesh(pp=4), 1, 8)
-    best = Point(other, "interleaved", 2, "redistributed", 1, 0, ("activations",), 1)
-    assert dive._likely_best(search, other, best, learned) == search.likely(other, ("activations",))
-    families = [points for points in _alike(search, region, best) if points[0].chunks == 2]
-    profile = search.profile(region)
-    assert profile is not None
-    least = min(min(search.estimates(points, profile)) for points in families)
-    found = dive._likely_best(search, region, best, learned)
-    assert least < found < 1.1 * least
-    here = families[0][0]._replace(offload=())
-    search.note(here, 123.0)
-    assert dive._likely_best(search, region, best._replace(offload=()), learned) == 123.0
-
-
-def test_what_is_next_to_the_best_is_looked_at_again_by_what_was_placed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others that looked better before they were known to be worse than the best aren't placed instead of the last."""
-    search = space("gpt2", 8, "h100")
-    found = search._begin()
-    here = next(region for region in found if region.mesh.dp == 8)
-    search.place(here)
-    best = search.lay_out(next(search.points_of(here)))
-    around, looked, placed = dive._Around.of(found), Counter[Region](), list[Region]()
-    near = list({region.mesh: region for region in reversed(around.next_to(here))}.values())[::-1]  # the first of each
-    assert len(near) > dive._LOOKED + 1
-
-    def likely(_search: object, region: Region, *_: object) -> float:
-        looked[region] += 1
-        if region not in near or (looked[region] > 1 and region != near[-1]):
-            return math.inf
-        return best.step_seconds * (near.index(region) + 1) / (len(near) + 1)
-
-    def place(_search: object, region: Region) -> None:
-        placed.append(region)
-
-    monkeypatch.setattr(dive, "_likely_best", likely)
-    monkeypatch.setattr(type(search), "place", place)
-    dive._climb(search, around, Learned(), ())
-    assert placed == [near[0], near[-1]]
-
-
-def test_what_is_like_the_best_has_any_number_of_chunks() -> None:
-    search = search_of("gpt2", BATCH, 4, FAST)
-    here, there = Region(Mesh(pp=2, dp=2), 1, 4), Region(Mesh(pp=2, dp=2), 2, 2)
-    best = Point(here, "interleaved", 3, "redistributed", 1, 0, ("activations",), 8)
-    found = list(itertools.chain.from_iterable(_alike(search, there, best)))
-    assert {point.chunks for point in found} == {2, 3}
-    for name in ("schedule", "vocabulary", "offload", "head_chunks"):
-        assert {getattr(point, name) for point in found} == {getattr(best, name)}
-    assert {point.region for point in found} == {there}
-    assert {point.zero for point in found} == {0, 1, 2, 3}
-
-
 # --- the same, however often
 
 
@@ -500,7 +284,7 @@ def test_regions_that_differ_by_a_few_rows_wait_until_one_of_them_is_the_best() 
     left = list(dive._coarse(reversed(found)))
     for mesh in meshes:
         assert [region.rows for region in left if region.mesh == mesh] == [1, 2, 4, 8, 16, 32, 96]
-    near = dive._Around.of(found).next_to(left[1])
+    near = Around.of(found).next_to(left[1])
     assert {1, 3, 4} <= {region.rows for region in near}
 
 
@@ -514,14 +298,6 @@ def test_how_far_estimates_were_off_is_learned_from_what_is_placed() -> None:
     points = [estimate for estimate, _, item in dive_.waiting if isinstance(item, Point)]
     kind = Kind(is_like_others=False, has_pipeline=False, is_away=False)
     assert dive_.learned.placed[kind] == [pytest.approx(min(points) / likely)]
-
-
-def piped() -> tuple[Search, Region, list[Point]]:
-    """Points of a region with a pipeline, of which nothing is on the host."""
-    search, region = search_of("gpt2", BATCH, 4, FAST, offload=(), head_chunks=1), Region(Mesh(pp=2, dp=2), 1, 4)
-    search._begin()
-    assert search.place(region) is not None
-    return search, region, list(search.points_of(region))
 
 
 def test_estimates_are_off_otherwise_where_the_head_is_split() -> None:
@@ -580,12 +356,3 @@ def test_twice_the_work_is_done_where_nothing_fitted_yet() -> None:
     assert not dive_._only_refused
     dive_.failed["others"] += 1
     assert dive_._only_refused
-
-
-def test_what_goes_to_the_host_keeps_its_vocabulary() -> None:
-    search, _, points = piped()
-    for name in ("redistributed", "vocab-1"):
-        search.lay_out(next(p for p in points if (p.schedule, p.vocabulary) == ("1f1b", name)))
-    search.lay_out(next(p for p in points if (p.schedule, p.vocabulary) == ("zb-h1", "vocab-1")))
-    asked = next(p for p in points if (p.schedule, p.vocabulary) == ("interleaved", "redistributed"))
-    assert {(p.schedule, p.vocabulary) for p in dive._as_laid_out(search, asked)} == {("1f1b", "redistributed")}

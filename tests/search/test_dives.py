@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, Final
 
 import pytest
 
@@ -13,10 +12,7 @@ from autopar.search.learned import Learned
 from autopar.search.search import Search
 from autopar.search.space import Region
 from tests.fast_cluster import FAST
-from tests.search.spaces import experts_on, search_of
-
-PLAIN: Final[dict[str, Any]] = {"offload": (), "head_chunks": 1, "vocabulary": "redistributed"}
-BATCH: Final = 8
+from tests.search.spaces import BATCH, PLAIN, experts_on, search_of
 
 
 def runs_of(search: Search, monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[str, ...], list[Region], float]]:

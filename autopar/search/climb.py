@@ -1,0 +1,262 @@
+"""What differs from the best plan so far in a few choices: its degrees, its schedule, what is on the host."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.errors import AutoparError
+from autopar.mesh import Mesh
+from autopar.search.learned import Kind, Learned
+from autopar.search.space import Family, Point, Region, promise
+from autopar.search.space import savers as saving
+from autopar.search.work import work_of
+
+if TYPE_CHECKING:
+    from autopar.search.costing import Outcome
+    from autopar.search.search import Search
+
+Numbers = NDArray[np.int64]
+
+ACTIVATIONS: Final = ("activations",)
+"""On the host."""
+POINT_WORK: Final = 5e4
+"""Of a point that is laid out, at most: about one second."""
+
+_POLISHED = 4  # points like the best
+_REGIONS_POLISHED = 2
+_HOPE, _HOPES = 1.05, 0.03  # times the best that may turn out to be better; of the work of a whole search, for these
+_AWAY_TRIED = 3  # points with activations on the host
+_LOOKED = 4  # regions next to the best that are placed
+_ROWS_LOOKED = 3  # those that differ from it in their rows alone
+_FACTORS, _CHANGES = (8, 3, 3, 3, 3), 3  # by which those differ at most in each of their sizes, and in how many
+_STORED = 0.3  # of the work of a whole search, for other ways to store what is on the host
+
+
+def ways_away(search: Search, family: Family) -> set[tuple[str, ...]]:
+    """What may be on the host."""
+    return {offload for offload, _ in saving(family, search.costing.cluster, search.pins)}
+
+
+def may_put_away(search: Search, region: Region) -> bool:
+    """Whether activations may be on the host under any schedule."""
+    return any(ACTIVATIONS in ways_away(search, family) for family in search.families_of(region))
+
+
+def worth_away(search: Search, best: Outcome) -> tuple[str, ...]:
+    """What is on the host of points that may be better than the ``best``: as much as of that, or activations where it
+    is short of memory; nothing of these where that can't be."""
+    if best.point.offload or not best.is_tight:
+        return best.point.offload
+    return ACTIVATIONS if may_put_away(search, best.point.region) else ()
+
+
+def climb(search: Search, around: Around, learned: Learned, offload: tuple[str, ...]) -> None:
+    """Lay out the likely best of regions that differ from the best in a few degrees, while that finds any: of those
+    that put as much on the host; first of those that differ in their rows alone, of which most is known."""
+    seen: set[Region] = set()
+    limit = search.work + search.most_work
+    while (best := search.ranked()[0].point).region not in seen:
+        seen.add(best.region)
+        known = seen | {o.point.region for o in search.outcomes if o.point.offload == offload}
+        like = best._replace(offload=offload)
+        near = sorted(
+            (_likely_best(search, region, like, learned), number, region)
+            for number, region in enumerate(around.next_to(best.region))
+            if region not in known
+        )
+        rows = [item for item in near if item[-1].mesh == best.region.mesh]
+        for seconds, _, region in rows[:_ROWS_LOOKED]:
+            if seconds < search.best_seconds and search.work < limit and search.ranked()[0].point == best:
+                _step_to(search, region, like, limit, learned)
+        if search.ranked()[0].point != best:
+            continue
+        placed, waiting = 0, _by_mesh(item for item in near if item not in rows)  # sorted, so it is a heap
+        while waiting and waiting[0][0] < search.best_seconds and search.work < limit:
+            seconds, number, region = heapq.heappop(waiting)
+            is_new = search.profile(region) is None
+            if is_new and placed:  # others with its axes may say more by now
+                likely = _likely_best(search, region, like, learned)
+                if likely > seconds:
+                    heapq.heappush(waiting, (likely, number, region))
+                    continue
+            placed += is_new
+            if not is_new or placed <= _LOOKED:
+                _step_to(search, region, like, limit, learned)
+
+
+def _step_to(search: Search, region: Region, like: Point, limit: float, learned: Learned) -> None:
+    """Lay out the likely best of ``region``, of points with as much on the host as ``like``: if that is anything, with
+    its schedule."""
+    if search.place(region) is not None:
+        plain = [list(search.stored(family)) for family in search.families_of(region)]
+        families = _alike(search, region, like) if like.offload else plain
+        _try_likely(search, region, families, limit, learned, tries=1)
+
+
+def _likely_best(search: Search, region: Region, best: Point, learned: Learned) -> float:
+    """What ``region`` is likely to take, with as much on the host as the ``best`` has: where it is placed, its points;
+    if there is anything on the host, those of the best's schedule with as many chunks."""
+    profile = search.profile(region)
+    if profile is None or not (best.offload or region in search.promising):
+        return learned.laid_out(Kind.of(search, region, best.offload), search.likely(region, best.offload))
+    if not best.offload:
+        found = [search.promising[region]]
+    else:
+        alone = 1 in (region.mesh.pp, best.region.mesh.pp)
+        families = [points for points in _alike(search, region, best) if alone or points[0].chunks == best.chunks]
+        estimates = (zip(search.estimates(points, profile), points, strict=True) for points in families)
+        found = [(seconds * promise(point), point) for seconds, point in itertools.chain.from_iterable(estimates)]
+    return min((learned.likely(point, seconds) for seconds, point in found), default=math.inf)
+
+
+def _by_mesh(near: Iterable[tuple[float, int, Region]]) -> list[tuple[float, int, Region]]:
+    """The first of each mesh, in that order."""
+    found: dict[Mesh, tuple[float, int, Region]] = {}
+    for item in near:
+        found.setdefault(item[-1].mesh, item)
+    return list(found.values())
+
+
+def _alike(search: Search, region: Region, best: Point) -> list[list[Point]]:
+    """Points of ``region`` with the schedule of the ``best``, of any number of chunks, and with as much on the host;
+    without a pipeline, which has few schedules, with any."""
+    families = [
+        family
+        for family in search.families_of(region)
+        if (family.schedule == best.schedule and family.vocabulary == best.vocabulary) or region.mesh.pp == 1
+        if best.offload in ways_away(search, family)
+    ]
+
+    def like_best(point: Point) -> Point:
+        return point._replace(offload=best.offload, head_chunks=best.head_chunks)
+
+    return [list(map(like_best, search.stored(family))) for family in families]
+
+
+@dataclass(frozen=True)
+class Around:
+    """Regions, and ``[region, size]`` of their degrees, dp aside, and rows."""
+
+    regions: Sequence[Region]
+    sizes: Numbers
+
+    @classmethod
+    def of(cls, regions: Sequence[Region]) -> Around:
+        return cls(regions, np.array([_sizes(region) for region in regions], dtype=np.int64))
+
+    def next_to(self, region: Region) -> list[Region]:
+        """Those that differ from it in one to three sizes, not by much each, and borrow the same axes: in stages by
+        more, since the best numbers of them may have none between them that is better than either."""
+        here = np.array(_sizes(region))
+        differ = (self.sizes != here).sum(axis=1)
+        factors = np.maximum(self.sizes, here) / np.minimum(self.sizes, here)
+        near = (differ >= 1) & (differ <= _CHANGES) & (factors <= _FACTORS).all(axis=1)
+        found = (self.regions[int(number)] for number in np.flatnonzero(near))
+        return [other for other in found if other.mesh.borrowed == region.mesh.borrowed]
+
+
+def _sizes(region: Region) -> tuple[int, ...]:
+    mesh = region.mesh
+    return mesh.pp, mesh.cp, mesh.tp, mesh.experts, region.rows
+
+
+def polish(search: Search, learned: Learned) -> None:
+    """Lay out what is done otherwise on the regions of the best, on the device; where that takes little work, on the
+    best's also what looks a little worse."""
+    limit = max(search.most_work, search.work + search.most_work / 3)
+    for region in list(_by_region(search))[:_REGIONS_POLISHED]:
+        _try_likely(search, region, [list(search.stored(f)) for f in search.families_of(region)], limit, learned)
+    limit, region = search.work + _HOPES * search.most_work, next(iter(_by_region(search)))
+    families = [list(search.stored(family)) for family in search.families_of(region)]
+    _try_likely(search, region, families, limit, learned, hope=_HOPE)
+
+
+def polish_away(search: Search, learned: Learned) -> None:
+    """Lay out the best with its activations on the host, and weights stored otherwise: each way what is likely the
+    best, of the regions of the best."""
+    limit = search.work + _STORED * search.most_work
+    away = [(region, outcome) for region, outcome in _by_region(search).items() if outcome.point.offload]
+    for region, outcome in away[:_REGIONS_POLISHED]:
+        families = _alike(search, region, outcome.point)
+        for zero in sorted({point.zero for points in families for point in points} - {outcome.point.zero}):
+            some = [[point for point in points if point.zero == zero] for points in families]
+            _try_likely(search, region, some, limit, learned, tries=1)
+
+
+def put_away(search: Search, learned: Learned) -> None:
+    """Lay out each region where some of it is recomputed with activations on the host instead: what is likely the best
+    under a schedule that was laid out, here or elsewhere."""
+    away: list[tuple[float, int, Region, Point]] = []
+    for number, (region, outcome) in enumerate(_by_region(search).items()):
+        profile = search.profile(region)
+        if outcome.recomputes and profile is not None:
+            points = _as_laid_out(search, outcome.point._replace(offload=ACTIVATIONS))
+            found = [(search.estimates([point], profile)[0], point) for point in points]
+            if not found:
+                continue
+            estimate, point = min(found, key=lambda pair: learned.likely(pair[1], pair[0]))
+            away.append((estimate, number, region, point))
+    for _, _, region, point in sorted(away)[:_AWAY_TRIED]:
+        _try_likely(search, region, [[point]], math.inf, learned)
+
+
+def _as_laid_out(search: Search, point: Point) -> list[Point]:
+    """``point``, with as much on the host under each schedule that was laid out in any region with its vocabulary, if
+    it may be in this one; without a pipeline, which has few schedules, under each."""
+    known = {o.point.family[1:] for o in search.outcomes if o.point.vocabulary == point.vocabulary}
+    return [
+        point._replace(schedule=family.schedule, chunks=family.chunks)
+        for family in search.families_of(point.region)
+        if family[1:] in known or point.region.mesh.pp == 1
+        if point.offload in ways_away(search, family)
+    ]
+
+
+def _by_region(search: Search) -> dict[Region, Outcome]:
+    """The best outcome of each, the best first."""
+    found: dict[Region, Outcome] = {}
+    for outcome in search.ranked():
+        found.setdefault(outcome.point.region, outcome)
+    return found
+
+
+def _try_likely(
+    search: Search,
+    region: Region,
+    families: Iterable[list[Point]],
+    limit: float,
+    learned: Learned,
+    tries: int = _POLISHED,
+    hope: float = 1.0,
+) -> None:
+    """Lay out what is likely to take less than ``hope`` times as long as the best, of points of some families of
+    ``region``."""
+    profile = search.profile(region)
+    assert profile is not None
+    waiting = [
+        (estimate * promise(point), number, point)
+        for number, points in enumerate(families)
+        for point, estimate in zip(points, search.estimates(points, profile), strict=True)
+        if work_of(point._replace(offload=())) <= POINT_WORK
+    ]
+    for estimate, _, point in waiting:
+        if not math.isinf(estimate):
+            search.note(point, estimate)
+    tried = {outcome.point for outcome in search.outcomes} | set(search.refusals)
+    for estimate, _, point in sorted(waiting):
+        if not tries or search.work >= limit:
+            return
+        is_new = point not in tried and not learned.is_tried(point, estimate)
+        if is_new and learned.likely(point, estimate) < hope * search.best_seconds:
+            tries -= 1
+            with suppress(AutoparError):
+                learned.lay_out(search, point, estimate)

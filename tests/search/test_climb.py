@@ -1,0 +1,218 @@
+"""What is next to the best plan so far: on other degrees, with other rows, with more on the host."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from autopar.mesh import Mesh
+from autopar.search import climb as climb_
+from autopar.search.climb import Around, climb, polish_away, put_away, worth_away
+from autopar.search.costing import Outcome
+from autopar.search.learned import Learned, kinds
+from autopar.search.search import Search
+from autopar.search.space import Point, Region, regions
+from tests.fast_cluster import FAST
+from tests.search.spaces import BATCH, least, piped, search_of, space
+
+
+def differ(one: Region, other: Region) -> int:
+    """In how many degrees, dp aside, and rows."""
+    sizes = [(r.mesh.pp, r.mesh.cp, r.mesh.tp, r.mesh.experts, r.rows) for r in (one, other)]
+    return sum(a != b for a, b in zip(*sizes, strict=True))
+
+
+@cache
+def steps() -> dict[Region, float]:
+    """Of all regions of a space that is small enough to lay out all of it."""
+    return least("gpt2", 4, "cpu", 1, "1f1b")
+
+
+@cache
+def dead_end() -> Region:
+    """A region that is better than all that differ from it in one degree, the furthest from the best one."""
+    found = steps()
+    ends = [r for r in found if all(found[r] <= found[other] for other in found if differ(r, other) == 1)]
+    assert len(ends) > 1
+    return max(ends, key=lambda region: found[region])
+
+
+def climbed(placed: Iterable[Region] = ()) -> Outcome:
+    """The best that a climb finds from there, where others are ``placed`` as well."""
+    search = space("gpt2", 4, "cpu", schedule="1f1b")
+    search._begin()
+    assert search.place(dead_end()) is not None
+    for point in search.points_of(dead_end()):
+        search.lay_out(point)
+    assert search.best_seconds == pytest.approx(steps()[dead_end()])
+    for region in placed:
+        search.place(region)
+    climb(search, Around.of(regions(search.sizes, search.pins)), Learned(), ())
+    return search.ranked()[0]
+
+
+@pytest.mark.slow
+def test_the_climb_changes_several_degrees_at_once() -> None:
+    best = climbed()
+    assert differ(best.point.region, dead_end()) > 1
+    assert best.step_seconds < 0.9 * steps()[dead_end()]
+
+
+@pytest.mark.slow
+def test_degree_by_degree_it_ends_where_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(climb_, "_CHANGES", 1)
+    assert climbed().point.region == dead_end()
+
+
+@pytest.mark.slow
+def test_a_climb_looks_at_regions_that_are_placed_however_many_others_look_better(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It places so many; of those that are, any may be better."""
+    monkeypatch.setattr(climb_, "_LOOKED", 0)
+    assert climbed().point.region == dead_end()
+    better = [region for region, seconds in steps().items() if seconds < 0.9 * steps()[dead_end()]]
+    assert climbed(better).point.region in better
+
+
+def test_what_is_next_to_the_best_is_looked_at_again_by_what_was_placed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others that looked better before they were known to be worse than the best aren't placed instead of the last."""
+    search = space("gpt2", 8, "h100")
+    found = search._begin()
+    here = next(region for region in found if region.mesh.dp == 8)
+    search.place(here)
+    best = search.lay_out(next(search.points_of(here)))
+    around, looked, placed = Around.of(found), Counter[Region](), list[Region]()
+    near = list({region.mesh: region for region in reversed(around.next_to(here))}.values())[::-1]  # the first of each
+    assert len(near) > climb_._LOOKED + 1
+
+    def likely(_search: object, region: Region, *_: object) -> float:
+        looked[region] += 1
+        if region not in near or (looked[region] > 1 and region != near[-1]):
+            return math.inf
+        return best.step_seconds * (near.index(region) + 1) / (len(near) + 1)
+
+    def place(_search: object, region: Region) -> None:
+        placed.append(region)
+
+    monkeypatch.setattr(climb_, "_likely_best", likely)
+    monkeypatch.setattr(type(search), "place", place)
+    climb(search, around, Learned(), ())
+    assert placed == [near[0], near[-1]]
+
+
+def test_what_is_next_to_a_region() -> None:
+    here = Region(Mesh(pp=2, dp=4), 2, 4)
+    near = [Region(Mesh(dp=8), 2, 4), Region(Mesh(pp=8), 2, 4), Region(Mesh(dp=4, tp=2), 1, 8)]
+    far = [
+        here,
+        Region(Mesh(pp=32), 2, 4),
+        Region(Mesh(pp=2, dp=4, tp=4), 2, 4),
+        Region(Mesh(pp=2, dp=4), 8, 1),
+        Region(Mesh(dp=2, cp=2, tp=2), 1, 8),
+    ]
+    borrowing = Region(Mesh(pp=2, dp=2, cp=2, borrowed=("cp",)), 1, 8)
+    assert Around.of([*far, *near, borrowing]).next_to(here) == near
+
+
+# --- with something on the host
+
+
+def short_of_memory() -> tuple[Search, Region]:
+    """With a host, and a region with a pipeline that is placed."""
+    host = replace(FAST, device=replace(FAST.device, host_memory_bytes=10**12, host_bytes_per_second=1e12))
+    region = Region(Mesh(pp=2, dp=2), 1, 4)
+    search = search_of("gpt2", BATCH, 4, host, budget_bytes=10**6, head_chunks=1)
+    search._begin()
+    search.place(region)
+    return search, region
+
+
+def test_what_is_next_to_the_best_is_looked_at_by_its_own_estimates_where_it_is_placed() -> None:
+    search, region = short_of_memory()
+    learned, other = Learned(), Region(Mesh(pp=4), 1, 8)
+    best = Point(other, "interleaved", 2, "redistributed", 1, 0, ("activations",), 1)
+    assert climb_._likely_best(search, other, best, learned) == search.likely(other, ("activations",))
+    families = [points for points in climb_._alike(search, region, best) if points[0].chunks == 2]
+    profile = search.profile(region)
+    assert profile is not None
+    least = min(min(search.estimates(points, profile)) for points in families)
+    found = climb_._likely_best(search, region, best, learned)
+    assert least < found < 1.1 * least
+    here = families[0][0]._replace(offload=())
+    search.note(here, 123.0)
+    assert climb_._likely_best(search, region, best._replace(offload=()), learned) == 123.0
+
+
+def test_what_is_like_the_best_has_any_number_of_chunks() -> None:
+    search = search_of("gpt2", BATCH, 4, FAST)
+    here, there = Region(Mesh(pp=2, dp=2), 1, 4), Region(Mesh(pp=2, dp=2), 2, 2)
+    best = Point(here, "interleaved", 3, "redistributed", 1, 0, ("activations",), 8)
+    found = list(itertools.chain.from_iterable(climb_._alike(search, there, best)))
+    assert {point.chunks for point in found} == {2, 3}
+    for name in ("schedule", "vocabulary", "offload", "head_chunks"):
+        assert {getattr(point, name) for point in found} == {getattr(best, name)}
+    assert {point.region for point in found} == {there}
+    assert {point.zero for point in found} == {0, 1, 2, 3}
+
+
+def test_the_best_with_activations_on_the_host_is_laid_out_with_weights_stored_otherwise() -> None:
+    search, region = short_of_memory()
+    best = Point(region, "1f1b", None, "redistributed", 1, 0, ("activations",), 1)
+    search.lay_out(best)
+    polish_away(search, Learned())
+    points = {outcome.point for outcome in search.outcomes} | set(search.refusals)
+    others = points - {best}
+    assert {point.zero for point in others} <= {0, 2, 3}
+    assert others
+    assert {point._replace(zero=1, zero_ranks=0) for point in others} == {best}
+    assert len({point.zero for point in others}) == len(others), "each way once"
+
+
+def test_activations_go_to_the_host_under_schedules_that_were_laid_out_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If that is likely better there: others have been seen to make little of it."""
+    search, region = short_of_memory()
+    here = Point(region, "1f1b", None, "redistributed", 1, 0, (), 1)
+    there = here._replace(schedule="interleaved", chunks=2)
+    elsewhere = there._replace(region=Region(Mesh(pp=2, tp=2), 1, 8))
+    search.place(elsewhere.region)
+    assert search.lay_out(here).recomputes
+    search.lay_out(elsewhere)
+    tried = list[Point]()
+    monkeypatch.setattr(climb_, "_try_likely", lambda _, __, families, *___: tried.extend(families[0]))
+    for bad, good in ((here, there), (there, here)):
+        learned = Learned()
+        learned.known[kinds(bad._replace(offload=("activations",)))[0]] += [100.0] * 2
+        put_away(search, learned)
+        assert [point for point in tried if point.region == region] == [good._replace(offload=("activations",))]
+        tried.clear()
+
+
+def test_what_goes_to_the_host_keeps_its_vocabulary() -> None:
+    search, _, points = piped()
+    for name in ("redistributed", "vocab-1"):
+        search.lay_out(next(p for p in points if (p.schedule, p.vocabulary) == ("1f1b", name)))
+    search.lay_out(next(p for p in points if (p.schedule, p.vocabulary) == ("zb-h1", "vocab-1")))
+    asked = next(p for p in points if (p.schedule, p.vocabulary) == ("interleaved", "redistributed"))
+    assert {(p.schedule, p.vocabulary) for p in climb_._as_laid_out(search, asked)} == {("1f1b", "redistributed")}
+
+
+def test_where_the_best_is_short_of_memory_others_may_be_better_with_activations_on_the_host() -> None:
+    search, region = short_of_memory()
+    here = search.lay_out(Point(region, "1f1b", None, "redistributed", 1, 0, (), 1))
+    assert worth_away(search, replace(here, is_tight=True)) == ("activations",)
+    assert worth_away(search, replace(here, is_tight=False)) == ()
+    away = replace(here, is_tight=False, point=here.point._replace(offload=("optimizer", "activations")))
+    assert worth_away(search, away) == ("optimizer", "activations")
+    alone = replace(here, is_tight=True, point=here.point._replace(region=Region(Mesh(dp=4), 1, 2)))
+    assert worth_away(search, alone) == ("activations",), "of several stages"
+    search.pins = replace(search.pins, schedule="1f1b")
+    assert worth_away(search, alone) == (), "one stage has no time to copy any"
