@@ -76,15 +76,17 @@ def _built(search: Search, measured: Callable[[Built], Built] | None) -> tuple[B
         try:
             built, outcome, found = _best(builder, found)
         except BudgetError as larger:
-            error = larger
-            search = search.again(_to_spare(search, larger))
-            continue
-        if best is None or built.plan.step_seconds < best[0].plan.step_seconds:
-            best = built, outcome, search, found
-        if built.plan.step_seconds <= hoped.step_seconds * (1 + _SLOWER):
-            break
-        refused = builder.refusal_of(hoped)
-        search = search.again(built.spared_bytes if refused is None else _to_spare(search, refused))
+            error, spared = larger, _to_spare(search, larger)
+        else:
+            if best is None or built.plan.step_seconds < best[0].plan.step_seconds:
+                best = built, outcome, search, found
+            if built.plan.step_seconds <= hoped.step_seconds * (1 + _SLOWER):
+                break
+            refused = builder.refusal_of(hoped)
+            spared = built.spared_bytes if refused is None else _to_spare(search, refused)
+        if spared >= search.costing.whole_budget_bytes:
+            break  # nothing would be left
+        search = search.again(spared)
     if best is None:
         assert error is not None
         raise error

@@ -107,6 +107,26 @@ def test_what_is_next_to_the_best_is_looked_at_again_by_what_was_placed(monkeypa
     assert placed == [near[0], near[-1]]
 
 
+def test_a_climb_looks_at_other_rows_of_the_best_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else is likely better: at a few, until one is."""
+    search = space("gpt2", 8, "h100")
+    found = search._begin()
+    here = next(region for region in found if region.mesh.dp == 4 and region.microbatches > 1)
+    search.place(here)
+    best = search.lay_out(next(search.points_of(here)))
+    around, looked = Around.of(found), list[Region]()
+    rows = [region for region in around.next_to(here) if region.mesh == here.mesh]
+    monkeypatch.setattr(
+        climb_, "_likely_best", lambda _, region, *__: best.step_seconds * (0.9 if region in rows else 0.1)
+    )
+    monkeypatch.setattr(climb_, "_step_to", lambda _, region, *__: looked.append(region))
+    climb(search, around, Learned(), ())
+    first = looked[: min(len(rows), climb_._ROWS_LOOKED)]
+    assert first == rows[: climb_._ROWS_LOOKED] != []
+    assert not set(rows).intersection(looked[len(first) :])
+    assert len(looked) > len(first)
+
+
 def test_what_is_next_to_a_region() -> None:
     here = Region(Mesh(pp=2, dp=4), 2, 4)
     near = [Region(Mesh(dp=8), 2, 4), Region(Mesh(pp=8), 2, 4), Region(Mesh(dp=4, tp=2), 1, 8)]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any, Final
 
 import pytest
 
 from autopar.search import dive
 from autopar.search.learned import Learned
 from autopar.search.search import Search
-from autopar.search.space import Region
+from autopar.search.space import Point, Region
 from tests.fast_cluster import FAST
-from tests.search.spaces import BATCH, PLAIN, experts_on, search_of
+from tests.search.spaces import BATCH, PLAIN, experts_on, piped, search_of
 
 
 def runs_of(search: Search, monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[str, ...], list[Region], float]]:
@@ -38,17 +39,49 @@ def test_experts_on_ranks_of_tp_are_looked_at_within_a_node(monkeypatch: pytest.
     assert all(mesh.tp * mesh.cp <= 2 for mesh in borrowed)
 
 
+HOST: Final = replace(FAST, device=replace(FAST.device, host_memory_bytes=10**12, host_bytes_per_second=1e12))
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("crowded", [0.0, math.inf])
 @pytest.mark.parametrize("patience", [0.0, math.inf])
-def test_where_nothing_fits_for_long_activations_go_to_the_host(
-    patience: float, monkeypatch: pytest.MonkeyPatch
+def test_where_nothing_fits_for_long_something_goes_to_the_host(
+    patience: float, crowded: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Masters first, where they take much of the memory."""
     monkeypatch.setattr(dive, "_PATIENCE", patience)
-    host = replace(FAST, device=replace(FAST.device, host_memory_bytes=10**12, host_bytes_per_second=1e12))
-    search = search_of("gpt2", BATCH, 4, host, budget_bytes=10**6, head_chunks=1)
+    monkeypatch.setattr(dive, "_CROWDED", crowded)
+    search = search_of("gpt2", BATCH, 4, HOST, budget_bytes=10**6, head_chunks=1)
     (first, _, _), (second, _, least), *_ = runs_of(search, monkeypatch)
     assert first == ()
-    assert (second == ("activations",) and math.isinf(least)) == (patience == 0.0)
+    there = ("activations",) if crowded else ("optimizer",)
+    assert (second == there and math.isinf(least)) == (patience == 0.0)
+
+
+@pytest.mark.parametrize("crowded", [0.0, math.inf])
+@pytest.mark.parametrize(("budget", "given"), [(10**6, {}), (10**9, {}), (10**6, PLAIN)])
+def test_all_that_may_be_on_the_host_is_looked_at_where_memory_is_short(
+    budget: int, given: dict[str, Any], crowded: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Masters where they take much of it; nothing where a user says what is on the host. Each once."""
+    monkeypatch.setattr(dive, "_CROWDED", crowded)
+    search = search_of("gpt2", BATCH, 4, HOST, budget_bytes=budget, **{"head_chunks": 1, **given})
+    looked = [state for state, _, _ in runs_of(search, monkeypatch) if state]
+    masters = [("optimizer",), ("parameters",), ("optimizer", "activations"), ("parameters", "activations")]
+    free = [("activations",), *(masters if crowded == 0.0 else [])]
+    assert sorted(looked) == (sorted(free) if budget == 10**6 and not given else [])
+
+
+@pytest.mark.parametrize(("worth", "tried"), [(1.0, 2), (0.85, 1), (0.5, 0)])
+def test_what_is_not_worth_it_is_not_tried(worth: float, tried: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    search, _, points = piped()
+    best = search.lay_out(points[0]).step_seconds
+    dive_, found = dive._Dive(search, (), Learned(), 1.0, worth=worth), list[Point]()
+    for share, point in zip((0.8, 0.9), points[1:], strict=False):
+        dive_._wait(share * best, point)
+    monkeypatch.setattr(dive._Dive, "_try", lambda _, point: found.append(point))
+    dive_.run([])
+    assert found == points[1 : 1 + tried]
 
 
 def test_regions_that_cannot_be_better_are_not_estimated() -> None:
