@@ -107,24 +107,52 @@ def test_what_is_next_to_the_best_is_looked_at_again_by_what_was_placed(monkeypa
     assert placed == [near[0], near[-1]]
 
 
-def test_a_climb_looks_at_other_rows_of_the_best_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever else is likely better: at a few, until one is."""
-    search = space("gpt2", 8, "h100")
-    found = search._begin()
-    here = next(region for region in found if region.mesh.dp == 4 and region.microbatches > 1)
+def looked_at(
+    monkeypatch: pytest.MonkeyPatch, *, rows: float, others: float, better: bool = False
+) -> list[tuple[Region, Region]]:
+    """By a climb that looks at one region that differs from the best in its rows alone: each best, and what is looked
+    at from there. Those, and the others, are likely to take so many times the best; the first is ``better`` or not."""
+    search, looked = space("gpt2", 8, "h100"), list[tuple[Region, Region]]()
+    here = next(region for region in search._begin() if region.mesh.pp == 4 and region.rows == 2)
     search.place(here)
     best = search.lay_out(next(search.points_of(here)))
-    around, looked = Around.of(found), list[Region]()
-    rows = [region for region in around.next_to(here) if region.mesh == here.mesh]
-    monkeypatch.setattr(
-        climb_, "_likely_best", lambda _, region, *__: best.step_seconds * (0.9 if region in rows else 0.1)
-    )
-    monkeypatch.setattr(climb_, "_step_to", lambda _, region, *__: looked.append(region))
+
+    def likely(_search: object, region: Region, *_: object) -> float:
+        return search.best_seconds * (rows if region.mesh == here.mesh else others)
+
+    def step_to(_search: object, region: Region, like: Point, *_: object) -> None:
+        if better and not looked:
+            found = replace(best, point=like._replace(region=region), step_seconds=best.step_seconds / 2)
+            search.outcomes.append(found)
+        looked.append((like.region, region))
+
+    monkeypatch.setattr(climb_, "_likely_best", likely)
+    monkeypatch.setattr(climb_, "_step_to", step_to)
+    monkeypatch.setattr(climb_, "_ROWS_LOOKED", 1)
+    around = Around.of(search.regions)
+    assert sum(region.mesh == here.mesh for region in around.next_to(here)) > 1
     climb(search, around, Learned(), ())
-    first = looked[: min(len(rows), climb_._ROWS_LOOKED)]
-    assert first == rows[: climb_._ROWS_LOOKED] != []
-    assert not set(rows).intersection(looked[len(first) :])
-    assert len(looked) > len(first)
+    return looked
+
+
+@pytest.mark.parametrize(("rows", "others"), [(0.9, 0.1), (0.1, 0.9)])
+def test_a_climb_looks_at_other_rows_of_the_best_first(
+    rows: float, others: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever else is likely better; not if they are likely worse than the best."""
+    (here, first), *further = looked_at(monkeypatch, rows=rows, others=others)
+    assert first.mesh == here.mesh
+    assert further
+    assert first.mesh not in {region.mesh for _, region in further}
+    worse = looked_at(monkeypatch, rows=1.1, others=others)
+    assert {region.mesh for _, region in worse}.isdisjoint([first.mesh])
+    assert len(worse) == len(further)
+
+
+def test_a_climb_goes_on_from_other_rows_that_are_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    (here, first), *further = looked_at(monkeypatch, rows=0.9, others=0.1, better=True)
+    assert first.mesh == here.mesh
+    assert {best for best, _ in further} == {first}
 
 
 def test_what_is_next_to_a_region() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import pytest
 
@@ -16,13 +16,23 @@ from tests.fast_cluster import FAST
 from tests.search.spaces import BATCH, PLAIN, experts_on, piped, search_of
 
 
-def runs_of(search: Search, monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[str, ...], list[Region], float]]:
-    """What is on the host in each dive, its regions, and the best step before it."""
-    found, run = [], dive._Dive.run
+class Run(NamedTuple):
+    """One dive, the best step before it, and whether it found none at all."""
+
+    offload: tuple[str, ...]
+    regions: list[Region]
+    worth: float
+    best_seconds: float
+    fails: bool
+
+
+def runs_of(search: Search, monkeypatch: pytest.MonkeyPatch) -> list[Run]:
+    found, run = list[Run](), dive._Dive.run
 
     def noted(own: dive._Dive, some: list[Region]) -> None:
-        found.append((own.offload, some, search.best_seconds))
+        before = search.best_seconds
         run(own, some)
+        found.append(Run(own.offload, some, own.worth, before, not search.outcomes))
 
     monkeypatch.setattr(dive._Dive, "run", noted)
     search.glance()
@@ -33,8 +43,8 @@ def runs_of(search: Search, monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple
 def test_experts_on_ranks_of_tp_are_looked_at_within_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at first: by then most are no better than the best."""
     first, *others = runs_of(experts_on(replace(FAST, devices_per_node=2), 4, **PLAIN), monkeypatch)
-    assert not any(region.mesh.borrowed for region in first[1])
-    borrowed = [region.mesh for _, some, _ in others for region in some if region.mesh.borrowed]
+    assert not any(region.mesh.borrowed for region in first.regions)
+    borrowed = [region.mesh for run in others for region in run.regions if region.mesh.borrowed]
     assert borrowed
     assert all(mesh.tp * mesh.cp <= 2 for mesh in borrowed)
 
@@ -52,21 +62,26 @@ def test_where_nothing_fits_for_long_something_goes_to_the_host(
     monkeypatch.setattr(dive, "_PATIENCE", patience)
     monkeypatch.setattr(dive, "_CROWDED", crowded)
     search = search_of("gpt2", BATCH, 4, HOST, budget_bytes=10**6, head_chunks=1)
-    (first, _, _), (second, _, least), *_ = runs_of(search, monkeypatch)
-    assert first == ()
+    first, second, *_ = runs_of(search, monkeypatch)
+    assert first.offload == ()
     there = ("activations",) if crowded else ("optimizer",)
-    assert (second == there and math.isinf(least)) == (patience == 0.0)
+    assert (second.offload == there and math.isinf(second.best_seconds)) == (patience == 0.0)
 
 
 @pytest.mark.parametrize("crowded", [0.0, math.inf])
-@pytest.mark.parametrize(("budget", "given"), [(10**6, {}), (10**9, {}), (10**6, PLAIN)])
+@pytest.mark.parametrize(
+    ("budget", "patience", "given"), [(10**6, math.inf, {}), (10**6, 0.0, {}), (10**9, 1.0, {}), (10**6, 1.0, PLAIN)]
+)
 def test_all_that_may_be_on_the_host_is_looked_at_where_memory_is_short(
-    budget: int, given: dict[str, Any], crowded: float, monkeypatch: pytest.MonkeyPatch
+    budget: int, patience: float, given: dict[str, Any], crowded: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Masters where they take much of it; nothing where a user says what is on the host. Each once."""
+    monkeypatch.setattr(dive, "_PATIENCE", patience)
     monkeypatch.setattr(dive, "_CROWDED", crowded)
     search = search_of("gpt2", BATCH, 4, HOST, budget_bytes=budget, **{"head_chunks": 1, **given})
-    looked = [state for state, _, _ in runs_of(search, monkeypatch) if state]
+    runs = runs_of(search, monkeypatch)
+    looked = [run.offload for run in runs if run.offload and not (math.isinf(run.best_seconds) and run.fails)]
+    assert {run.worth for run in runs if run.offload and not math.isinf(run.best_seconds)} <= {dive._WORTH}
     masters = [("optimizer",), ("parameters",), ("optimizer", "activations"), ("parameters", "activations")]
     free = [("activations",), *(masters if crowded == 0.0 else [])]
     assert sorted(looked) == (sorted(free) if budget == 10**6 and not given else [])
