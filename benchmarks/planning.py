@@ -1,14 +1,15 @@
 """What planning costs with nothing pinned: published models on the clusters that they were trained on, on ``meta``.
 
-    python benchmarks/planning.py [--model NAME]... [--audit] [--json]
+    python benchmarks/planning.py [--model NAME]... [--gpus N] [--audit] [--json]
     python benchmarks/planning.py --depths 4,32,126
 
 The first form compiles each model (:data:`models.TRAININGS`) in a fresh process, whose peak memory is reported with
 that of the largest that helped it: what ``autopar.compile`` does is timed part by part, as it tells its progress, and
 nothing is warmed up; CPU time is that of all processes, with capture. With --audit, costs are then read off the
-programs (:mod:`autopar.audit`): by how much the planner's differ at most. The second has degrees pinned, on one model
-of several depths: planning takes no longer where layers are alike. There, ``torch.export`` alone and capture then take
-turns, and seconds are of CPU time, which other programs disturb little.
+programs (:mod:`autopar.audit`): by how much the planner's differ at most. With --gpus, it is on another number of them:
+few have little memory. The second has degrees pinned, on one model of several depths: planning takes no longer where
+layers are alike. There, ``torch.export`` alone and capture then take turns, and seconds are of CPU time, which other
+programs disturb little.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Final
 
 import torch
@@ -52,6 +54,7 @@ app = typer.Typer(pretty_exceptions_enable=False)
 def main(
     model: Annotated[list[str] | None, typer.Option(help=f"Any of {', '.join(TRAININGS)}; all if not given.")] = None,
     depths: Annotated[str, typer.Option(help="The second form, for these numbers of layers.")] = "",
+    gpus: Annotated[int | None, typer.Option(min=1, help="Instead of those that it was trained on.")] = None,
     audit: Annotated[bool, typer.Option("--audit", help="Compare costs with those of the programs, too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print figures instead of a table.")] = False,
 ) -> None:
@@ -64,7 +67,7 @@ def main(
         figures = {layers: in_fresh_process(measure_depth, int(layers)) for layers in depths.split(",")}
         shown = depth_table(figures)
     else:
-        figures = {name: in_fresh_process(measure, name, audit) for name in names}
+        figures = {name: in_fresh_process(measure, name, gpus, audit) for name in names}
         shown = table(figures)
     if as_json:
         print(json.dumps(figures, indent=2))
@@ -113,9 +116,9 @@ def timed_compile(
     return compiled, {part: laps.seconds[part] for part in PARTS}
 
 
-def measure(name: str, audit: bool = False) -> dict[str, Any]:
-    """One model of :data:`models.TRAININGS`, nothing pinned but the precision."""
-    training: Training = TRAININGS[name]
+def measure(name: str, gpus: int | None = None, audit: bool = False) -> dict[str, Any]:
+    """One model of :data:`models.TRAININGS`, on its ``gpus`` or on so many, nothing pinned but the precision."""
+    training: Training = replace(TRAININGS[name], gpus=gpus or TRAININGS[name].gpus)
     model, sample = training.model(), training.sample()
     begun = _cpu_seconds()
     compiled, seconds = timed_compile(model, training.gpus, sample=sample, cluster=training.cluster, precision="bf16")
