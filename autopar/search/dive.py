@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _MASTERS = ("optimizer",)  # on the host: parameters are copied to the device once a step
 
-_CROWDED = 0.25  # of the memory of all devices
+_CROWDED = 0.25  # of the memory of all devices: parameters and what updates them, if they may go to the host
 _TRIES = 4  # points of one region
 _ALIKE = 2  # of them with one schedule and ZeRO stage
 _ROWS = 2  # of a microbatch, that the same degrees are placed with at first
@@ -50,7 +50,7 @@ _OTHERWISE = 0.1  # the same, with masters there, and what else may be
 _WORTH = 0.97  # times the best, that this must look like: estimates say too little
 _REST = 0.25  # of the work of a whole search, at most, for what looks better at the end
 _DOUBTED = 0.2  # of the work of a whole search, in which what was learned of some is doubted for others
-_LONGER = 4  # times that, if what waits may still be better by much
+_LONGER = 4  # times as much work as its share, if what waits may still be better by much
 _PATIENCE = 0.3  # of the work of a whole search, until anything is laid out with all on the device
 _REFUSED = 2  # times that, where nothing of these fitted yet
 _NEAR = 1.4  # times the least estimate that waits: less is good enough
@@ -88,7 +88,8 @@ class _Every:
     def of(cls, search: Search, regions: list[Region]) -> _Every:
         node = search.costing.cluster.devices_per_node
         near = [r for r in regions if r.mesh.tp * r.mesh.cp <= node]
-        is_crowded = search.costing.least_gpus(on_host=False) > _CROWDED * regions[0].mesh.world
+        gpus = max((region.mesh.world for region in regions), default=0)
+        is_crowded = search.costing.least_gpus(on_host=False) > _CROWDED * gpus
         kinds = offloads(search.costing.cluster, search.pins)[1:]
         return cls(
             regions,

@@ -15,6 +15,7 @@ import pytest
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
+from autopar.search import climb
 from autopar.search import dive as dives
 from autopar.search.dive import dive
 from autopar.search.keeping import EQUAL, Keeping
@@ -167,7 +168,7 @@ def test_what_looks_a_little_worse_is_tried_too() -> None:
     assert profile is not None
     families, learned = [list(search.stored(family)) for family in search.families_of(region)], Learned()
     for _ in range(4):  # of those that look better, until none does
-        dives._try_likely(search, region, families, math.inf, learned)
+        climb._try_likely(search, region, families, math.inf, learned)
     known, best = set(search.refusals) | {outcome.point for outcome in search.outcomes}, search.best_seconds
     estimates = {
         point: estimate * promise(point)
@@ -178,7 +179,7 @@ def test_what_looks_a_little_worse_is_tried_too() -> None:
     hope = 1.01 * min(worse.values()) / best
     laid_out = len(search.outcomes)
     for share in (1.0, 1.05 * hope):
-        dives._try_likely(search, region, families, math.inf, learned, hope=share)
+        climb._try_likely(search, region, families, math.inf, learned, hope=share)
         new = [outcome.point for outcome in search.outcomes[laid_out:]]
         assert bool(new) == (share > 1)
     assert all(estimates[point] < 1.05 * hope * best for point in new)
