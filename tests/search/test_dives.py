@@ -27,6 +27,7 @@ class Run(NamedTuple):
 
 
 def runs_of(search: Search, monkeypatch: pytest.MonkeyPatch) -> list[Run]:
+    """All dives of a search."""
     found, run = list[Run](), dive._Dive.run
 
     def noted(own: dive._Dive, some: list[Region]) -> None:
@@ -97,6 +98,26 @@ def test_what_is_not_worth_it_is_not_tried(worth: float, tried: int, monkeypatch
     monkeypatch.setattr(dive._Dive, "_try", lambda _, point: found.append(point))
     dive_.run([])
     assert found == points[1 : 1 + tried]
+
+
+@pytest.mark.parametrize(("share", "tried"), [(0.9, 1), (0.5, 3)])
+def test_a_dive_does_four_times_its_work_where_what_waits_looks_much_better(
+    share: float, tried: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search, _, points = piped()
+    best = search.lay_out(points[0]).step_seconds
+    dive_, found = dive._Dive(search, (), Learned(), 0.1), list[Point]()
+    for point in points[1:7]:
+        dive_._wait(share * best, point)
+
+    def attempt(_: dive._Dive, point: Point) -> None:
+        found.append(point)
+        search._work += 0.15 * search.most_work
+
+    monkeypatch.setattr(dive._Dive, "_try", attempt)
+    monkeypatch.setattr(dive._Dive, "_try_placed", lambda _: None)
+    dive_.run([])
+    assert len(found) == tried
 
 
 def test_regions_that_cannot_be_better_are_not_estimated() -> None:
