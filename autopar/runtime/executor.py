@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.profiler import record_function
 
 from autopar.errors import ArgumentError, DeadRankError, MismatchError, ScheduleError
@@ -24,12 +23,12 @@ from autopar.runtime.later import Spans, lent_memory
 from autopar.runtime.loads import Load, distinct, to_lists, total_load, update_bias_
 from autopar.runtime.modules import dtype_of
 from autopar.runtime.offload import ActivationOffload
-from autopar.runtime.pipe import Message, Pipe
+from autopar.runtime.pipe import Message, Outbox, Pipe
 from autopar.runtime.powersgd import relative_error
 from autopar.runtime.program import Program, Router, VocabularyProgram
 from autopar.runtime.saved_memory import storages
 from autopar.runtime.scaling import LossScaler
-from autopar.runtime.step import Place, Step
+from autopar.runtime.step import Place, Step, root_of
 from autopar.runtime.store import Store
 from autopar.runtime.streaming import Streaming
 from autopar.runtime.versions import WeightVersions
@@ -89,8 +88,9 @@ class Executor:
         self._following = followers(self.actions)
         self.reducers = self._reducers(schedule, sizes)
         self._owners: dict[Tensor, Reducer] = {p: r for r in self.reducers.values() for p in r.parameters.values()}
-        self._pipe = Pipe(axes, schedule.placement)
-        self._passes = VocabularyPasses(*vocabulary, schedule, axes, scaler) if vocabulary else None
+        self._outbox = Outbox()
+        self._pipe = Pipe(axes, schedule.placement, self._outbox)
+        self._passes = VocabularyPasses(*vocabulary, schedule, axes, self._outbox, scaler) if vocabulary else None
         self._versions = {s: WeightVersions(m) for s, m in stages.items()} if schedule.is_asynchronous else {}
         self.offload = ActivationOffload({_place(a) for a in self.actions if a.kind == "OFFLOAD"}, axes.device)
         own = [router for program in programs.values() for router in program.routers]
@@ -118,9 +118,7 @@ class Executor:
         with torch.autograd.set_multithreading_enabled(False):
             for action in self.actions:
                 self._run(step, action)
-        self._pipe.flush()
-        if self._passes:
-            self._passes.flush()
+        self._outbox.flush()
         self.axes.later.require_done()
         if self._routers and not accumulate:
             self._settle_routers(step)
@@ -275,12 +273,12 @@ class Executor:
         if program.is_last and program.returns_loss:
             (loss,) = result
             step.loss += loss.detach()
-            step.roots[place] = [_root(loss)]
+            step.roots[place] = [root_of(loss)]
             step.returning[place] = Message((self.scaler.root(loss) if self.scaler else torch.ones_like(loss),))
             return
         _check_outputs(result, program, action)
         outputs = zip(result, program.sends, strict=True)
-        step.roots[place] = [_root(tensor) for tensor, spec in outputs if spec.needs_grad]
+        step.roots[place] = [root_of(tensor) for tensor, spec in outputs if spec.needs_grad]
         sent = tuple(tensor.detach() for tensor in result)
         if self._is_here(action.stage + 1):
             following = action.stage + 1, action.microbatch
@@ -459,11 +457,6 @@ def _handed_on(received: Sequence[Tensor], result: Sequence[Tensor]) -> list[Ten
     """What of a message goes on to the next stage in the same memory, which may be on its way, or kept there too."""
     there = storages(result)
     return [tensor for tensor in received if id(tensor.untyped_storage()) in there]
-
-
-def _root(tensor: Tensor) -> GradientEdge | None:
-    """Where the backward of ``tensor`` begins, without keeping its memory; None where it has no gradient."""
-    return get_gradient_edge(tensor) if tensor.requires_grad else None
 
 
 def _check_actions(

@@ -55,43 +55,50 @@ def lanes(placement: Sequence[int]) -> tuple[Lane, ...]:
     return tuple(sorted(used, key=lambda lane: (lane[0] == "B", not lane[1])))
 
 
-class Pipe:
-    """This rank's end of the pipeline. All ranks of the world must make theirs, with the same ``placement``."""
+class Outbox:
+    """Tensors on their way to others, each kept until it is theirs."""
 
-    def __init__(self, axes: Axes, placement: Sequence[int]) -> None:
+    def __init__(self) -> None:
+        self._sending: list[tuple[dist.Work, Tensor]] = []
+
+    def add(self, work: dist.Work, tensor: Tensor) -> None:
+        """Keep one more, and let go of those that have arrived. Raises what went wrong with one of these."""
+        still = []
+        for other, kept in [*self._sending, (work, tensor)]:
+            if other.is_completed():
+                other.wait()
+            else:
+                still.append((other, kept))
+        self._sending = still
+
+    def flush(self) -> None:
+        """Until all have arrived."""
+        wait_all([work for work, _ in self._sending])
+        self._sending.clear()
+
+
+class Pipe:
+    """This rank's end of the pipeline, which sends by way of ``outbox``. All ranks of the world must make theirs, with
+    the same ``placement``."""
+
+    def __init__(self, axes: Axes, placement: Sequence[int], outbox: Outbox) -> None:
+        self._outbox = outbox
         self._device = axes.device
         self._index = axes["pp"].index
         self._lanes: dict[Lane, Axis] = {}
         for number, lane in enumerate(lanes(placement)):
             line = axes["pp"]
             self._lanes[lane] = line if number == 0 else subgroups(axes, {line.ranks: "mesh_pp"})[line.ranks]
-        self._sending: list[tuple[dist.Work, Tensor]] = []
 
     def send(self, tensors: Sequence[Tensor], what: str, to: int) -> None:
-        """Start to send; the tensors are kept until the peer has them, and must not change until then."""
-        self._drop_sent()
+        """Start to send; the tensors must not change until the peer has them."""
         axis = self._lanes[what, to > self._index]
         for tensor in tensors:
             contiguous = tensor.contiguous()
-            self._sending.append((send(contiguous, axis, to), contiguous))
+            self._outbox.add(send(contiguous, axis, to), contiguous)
 
     def receive(self, specs: Sequence[program.Tensor], what: str, source: int) -> Message:
         """Start to receive tensors of the shapes and dtypes in ``specs``."""
         axis = self._lanes[what, self._index > source]
         tensors = tuple(torch.empty(spec.shape, dtype=dtype_of(spec.dtype), device=self._device) for spec in specs)
         return Message(tensors, tuple(receive_(tensor, axis, source) for tensor in tensors))
-
-    def flush(self) -> None:
-        """Until everything that was sent has arrived."""
-        for work, _ in self._sending:
-            work.wait()
-        self._sending.clear()
-
-    def _drop_sent(self) -> None:
-        still = []
-        for work, tensor in self._sending:
-            if work.is_completed():
-                work.wait()
-            else:
-                still.append((work, tensor))
-        self._sending = still

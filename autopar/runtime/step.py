@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autopar.runtime.pipe import Message
 
@@ -46,3 +46,8 @@ class Step:
         accumulate: bool = False,
     ) -> Step:
         return cls(batch, totals, torch.zeros((), dtype=torch.float64, device=device), accumulate)
+
+
+def root_of(tensor: Tensor) -> GradientEdge | None:
+    """Where the backward of ``tensor`` begins, without keeping its memory; None where it has no gradient."""
+    return get_gradient_edge(tensor) if tensor.requires_grad else None

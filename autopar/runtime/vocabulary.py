@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from autopar.runtime import batches
 from autopar.runtime.axes import Axes, Axis
@@ -29,11 +30,11 @@ from autopar.runtime.chunked_logits import ChunkedHead
 from autopar.runtime.collectives import gather_stack, reduce_max_, reduce_to_, start_broadcast_, subgroups
 from autopar.runtime.logits import ShardedHead
 from autopar.runtime.modules import dtype_of
-from autopar.runtime.pipe import Message, wait_all
+from autopar.runtime.pipe import Message, Outbox, wait_all
 from autopar.runtime.program import Tensor as Wire
 from autopar.runtime.program import VocabularyProgram
 from autopar.runtime.scaling import LossScaler
-from autopar.runtime.step import Step
+from autopar.runtime.step import Step, root_of
 from autopar.schedules import Action, Schedule
 
 VOCABULARY = -1
@@ -44,7 +45,8 @@ VOCABULARY = -1
 class _State:
     """Microbatches under way; what an entry is for is done when it is taken out."""
 
-    parts: dict[int, Tensor] = field(default_factory=dict)  # of the embedding
+    parts: dict[int, Tensor] = field(default_factory=dict)  # of the embedding, until sent
+    roots: dict[int, GradientEdge | None] = field(default_factory=dict)  # where the backward of such a part begins
     returning: dict[int, Message] = field(default_factory=dict)  # gradients of the embedding
     hidden: dict[int, Message] = field(default_factory=dict)  # what the last stage made
     entered: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # the same, and as [t, h]
@@ -64,10 +66,11 @@ class VocabularyPasses:
         program: VocabularyProgram,
         schedule: Schedule,
         axes: Axes,
+        outbox: Outbox,
         scaler: LossScaler | None = None,
     ) -> None:
         self._module: Any = module
-        self._scaler = scaler
+        self._scaler, self._outbox = scaler, outbox
         self._program, self._axes, self._algorithm = program, axes, schedule.head
         self._is_early = schedule.head == "vocab-2" and program.hidden.needs_grad
         self._first, self._last = schedule.placement[0], schedule.placement[-1]
@@ -80,7 +83,6 @@ class VocabularyPasses:
         self._line, self._plane = _groups(axes)
         self._aside = _stream(axes.device)
         self._state = _State()
-        self._sending: list[tuple[dist.Work | None, Tensor]] = []
         self.handlers: dict[str, Callable[[Step, Action], None]] = {
             "E": self._embed,
             "SUM_E": self._sum_embedding,
@@ -95,17 +97,13 @@ class VocabularyPasses:
             "SUM_X": self._sum_gradient,
         }
 
-    def flush(self) -> None:
-        """Until everything that this rank gave to others is theirs."""
-        wait_all([work for work, _ in self._sending])
-        self._sending.clear()
-
     def _embed(self, step: Step, action: Action) -> None:
         self._axes.stream.microbatch = action.microbatch
-        self._state.parts[action.microbatch] = self._module.embed_ids(*self._inputs(step, action))
+        part = self._module.embed_ids(*self._inputs(step, action))
+        self._state.parts[action.microbatch], self._state.roots[action.microbatch] = part.detach(), root_of(part)
 
     def _sum_embedding(self, step: Step, action: Action) -> None:
-        total = self._state.parts[action.microbatch].detach().contiguous()
+        total = self._state.parts.pop(action.microbatch).contiguous()
         message = self._reduce(total, self._first, action)
         if self._index == self._first:
             step.arriving[0, action.microbatch] = message
@@ -120,10 +118,11 @@ class VocabularyPasses:
             self._state.returning[action.microbatch] = self._broadcast(own, wire, self._first, action)
 
     def _embedding_gradient(self, step: Step, action: Action) -> None:
-        part = self._state.parts.pop(action.microbatch)
+        root = self._state.roots.pop(action.microbatch)
         if action.microbatch in self._state.returning:
+            assert root is not None
             (gradient,) = self._received(self._state.returning.pop(action.microbatch))
-            torch.autograd.backward([part], [gradient])
+            torch.autograd.backward([root], [gradient])
 
     def _cast_hidden(self, step: Step, action: Action) -> None:
         own = None
@@ -214,9 +213,8 @@ class VocabularyPasses:
         """The sum over the pipeline, at its index ``destination``; others keep their term until it is sent."""
         with self._beside():
             work = reduce_to_(term, self._line.meant_for(action), destination)
-        if self._index != destination:
-            self._sending = [(w, t) for w, t in self._sending if w is not None and not w.is_completed()]
-            self._sending.append((work, term))
+        if self._index != destination and work is not None:
+            self._outbox.add(work, term)
         return _message(term, work)
 
     def _received(self, message: Message) -> tuple[Tensor, ...]:

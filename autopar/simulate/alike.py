@@ -5,8 +5,7 @@ become wider when the second is added, and begin to be summed over ranks with th
 gathered for each pass (:mod:`autopar.runtime.streaming`), a pass begins with what is gathered already, and ends with
 what the next pass of its stage begins with: both are in the key, as is whether activations go to the host meanwhile.
 Where a rank has several stages whose gradients are scattered in every backward, a backward waits for the messages of
-those before it, of whichever stage they were (:class:`autopar.runtime.grads.Reducer`). A send takes nothing, but lets
-go of the message before it, whichever that was (:meth:`autopar.runtime.pipe.Pipe.send`).
+those before it, of whichever stage they were (:class:`autopar.runtime.grads.Reducer`).
 
 Stages have the same name (a number) where their code is the same, on one rank or on several
 (:mod:`autopar.simulate.likeness`).
@@ -14,13 +13,13 @@ Stages have the same name (a number) where their code is the same, on one rank o
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from autopar.schedules import Action
 from autopar.schedules.actions import ABSENT
-from autopar.schedules.flow import BACKWARDS, is_send
+from autopar.schedules.flow import BACKWARDS
 from autopar.schedules.turns import backwards_before
 from autopar.schedules.weight_moves import PASSES, followers, scatters
 
@@ -52,10 +51,10 @@ _OWN: Final = -1  # the stage of an action itself, beside names of others
 class Key(NamedTuple):
     """``name``: of its stage, or a negative number where what it takes is said of its rank alone; ``microbatch``: that
     it is like; ``closes``: no backward of its stage follows; ``before``: what is gathered when it begins, of stages
-    with these names, and how often; ``follower``: the kind of the next pass, if that is of its stage; ``goes``: what
-    its microbatch keeps in its stage goes to the host; ``drops``: of a send, kind and stage's name of the pass that
-    made the message before it; ``after``: names of the stages whose gradients may be under way when it begins, and
-    whether these were reduced since."""
+    with these names, and how often; ``follower``: the kind of the next pass, if that is of its stage; ``goes``: which
+    stages have what they keep of its microbatch go to the host: its own, or for a pass that is no stage's any of the
+    rank's; ``after``: names of the stages whose gradients may be under way when it begins, and whether these were
+    reduced since."""
 
     kind: str
     name: int
@@ -63,8 +62,7 @@ class Key(NamedTuple):
     closes: bool = False
     before: frozenset[tuple[Gathered, int]] = frozenset()
     follower: str = ""
-    goes: bool = False
-    drops: tuple[str, int] | None = None
+    goes: tuple[int, ...] = ()
     after: tuple[tuple[int, bool], ...] = ()
 
     @property
@@ -83,16 +81,14 @@ def keys(
     streams = any(action.kind in _GATHERS for action in actions)
     rests = {action: rest for action, rest in resting(actions) if streams and action.kind in STREAMED}
     last = {action.stage: action for action in actions if action.kind in BACKWARDS}
-    away = {(action.stage, action.microbatch) for action in actions if action.kind == "OFFLOAD"}
+    away = _away(actions, names)
     sent = after(actions, names, sending)
-    sends, place = dropped(actions, names), {stage: ABSENT - 1 - number for number, stage in enumerate(names)}
+    place = {stage: ABSENT - 1 - number for number, stage in enumerate(names)}
 
     def named(stage: int, action: Action) -> int:
         return _OWN if stage == action.stage else names[stage]
 
     def key(action: Action) -> Key:
-        if action in sends:
-            return Key(action.kind, names[action.stage], 0, drops=sends[action])
         follower = following.get(action) if streams else None
         before = Counter(item._replace(stage=named(item.stage, action)) for item in rests.get(action, ()))
         like = _like(action.microbatch, microbatches)
@@ -103,21 +99,20 @@ def keys(
             action is last.get(action.stage),
             frozenset(before.items()),
             follower.kind if follower else "",
-            (action.stage, action.microbatch) in away,
+            away[action.stage, action.microbatch],
             after=sent.get(action, ()),
         )
 
     return {action: key(action) for action in actions}
 
 
-def dropped(actions: Iterable[Action], names: Names) -> dict[Action, tuple[str, int]]:
-    """:attr:`Key.drops` of each send among ``actions``; of the first, there is none before."""
-    made = {(a.stage, a.microbatch, "SEND_B"): a.kind for a in actions if a.kind in ("B", "I")}
-    found: dict[Action, tuple[str, int]] = {}
-    before = "", ABSENT
-    for action in filter(is_send, actions):
-        found[action] = before
-        before = made.get((action.stage, action.microbatch, action.kind), "F"), names[action.stage]
+def _away(actions: Iterable[Action], names: Names) -> defaultdict[Place, tuple[int, ...]]:
+    """:attr:`Key.goes` by place; passes that are no stage's hold on to what stages of the rank keep."""
+    places = [(action.stage, action.microbatch) for action in actions if action.kind == "OFFLOAD"]
+    found: defaultdict[Place, tuple[int, ...]] = defaultdict(tuple)
+    for stage, microbatch in sorted(places):
+        found[stage, microbatch] = (_OWN,)
+        found[ABSENT, microbatch] += (names[stage],)
     return found
 
 

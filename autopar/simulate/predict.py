@@ -8,7 +8,7 @@ is not run, but added up. Pipeline ranks whose code is the same but for names (:
 run once; of others, stages whose code was run before, on this rank or another, have two microbatches, for the
 gradients that they leave. Where weights change within a step, the whole list is run.
 
-Peers answer at once: a rank that waits for one to take a message holds that message longer than is predicted
+Peers answer at once: a rank that waits for them to take its messages holds these longer than is predicted
 (:func:`waiting_bytes`).
 """
 
@@ -26,10 +26,11 @@ from autopar.runtime.axes import Axes
 from autopar.runtime.executor import Executor
 from autopar.runtime.job import Job
 from autopar.runtime.modules import dtype_of
+from autopar.runtime.program import Tensor as Wire
 from autopar.schedules import Action
 from autopar.schedules.weight_moves import followers, moves_of
 from autopar.shapes import Shapes
-from autopar.simulate.alike import STREAMED, Key, Rest, after, dropped, enough, keys, left, resting, senders, stand_ins
+from autopar.simulate.alike import STREAMED, Key, Rest, after, enough, keys, left, resting, senders, stand_ins
 from autopar.simulate.likeness import likeness
 from autopar.simulate.measure import (
     BEGIN,
@@ -66,15 +67,8 @@ class Known:
         return self._names.setdefault(alike, len(self._names))
 
     def took(self, rank: int, key: Key) -> Phase | None:
-        """What an action of ``rank`` (a name) with this key took; a send that was never seen after that one, what
-        others took then, or what it took after others."""
-        phases = self.own[rank] if key.is_of_rank else self.phases
-        if key in phases or key.drops is None:
-            return phases.get(key)
-        sends = [other for other in phases if other.drops is not None]
-        alike = [other for other in sends if other.drops == key.drops]
-        alike += [other for other in sends if other[:2] == key[:2]]
-        return phases[alike[0]] if alike else None
+        """What an action of ``rank`` (a name) with this key took; None where that isn't known."""
+        return (self.own[rank] if key.is_of_rank else self.phases).get(key)
 
     def composed(self, rank: int, actions: Mapping[Action, Key]) -> RankMemory:
         """Of such a ``rank``, along its list."""
@@ -120,9 +114,9 @@ def predicted_memory(
             memory = tried(rank, ran)
             before.ranks.setdefault(alike, memory)
             by_label = {phase.label: phase for phase in memory.phases}
-            drops, sent = dropped(ran, names), after(ran, names, sending)  # others than among all actions
+            sent = after(ran, names, sending)  # another than among all actions
             for action in ran:
-                key = wanted[action]._replace(drops=drops.get(action), after=sent.get(action, ()))
+                key = wanted[action]._replace(after=sent.get(action, ()))
                 if key.is_of_rank:
                     before.own[alike].setdefault(key, by_label[str(action)])
                 elif action.stage in told:
@@ -205,16 +199,17 @@ class _Resting:
 
 
 def waiting_bytes(job: Job, rank: int) -> int:
-    """The largest message that ``rank`` sends, which it may hold beside the next one while its peer is busy."""
-    programs = [job.programs[stage].program for stage in job.stages(rank)]
-    messages = [(program.sends, program.stage + 1) for program in programs if not program.is_last]
-    messages += [(program.receives, program.stage - 1) for program in programs if program.stage]
-    sizes = [
-        sum(math.prod(tensor.shape) * dtype_of(tensor.dtype).itemsize for tensor in tensors)
-        for tensors, stage in messages
-        if stage not in job.stages(rank)
-    ]
-    return max(sizes, default=0)
+    """What ``rank`` sends and may hold until its peers take it: the largest message to a stage behind, and to one
+    ahead."""
+    here = job.stages(rank)
+    programs = [job.programs[stage].program for stage in here]
+    on = [_bytes(program.sends) for program in programs if not program.is_last and program.stage + 1 not in here]
+    back = [_bytes(program.receives) for program in programs if program.stage and program.stage - 1 not in here]
+    return max(on, default=0) + max(back, default=0)
+
+
+def _bytes(message: Sequence[Wire]) -> int:
+    return sum(math.prod(tensor.shape) * dtype_of(tensor.dtype).itemsize for tensor in message)
 
 
 @dataclass(frozen=True)
