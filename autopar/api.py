@@ -49,7 +49,7 @@ from autopar.runtime.weights import RecipeSource, Source, StateSource
 from autopar.schedules import Schedule
 from autopar.search import Pins, choose
 from autopar.search.watching import tell
-from autopar.simulate.predict import Known, predicted_memory, waiting_bytes
+from autopar.simulate.predict import Known, predictor, waiting_bytes
 from autopar.storages import BUFFERS, KINDS
 from autopar.verification import Verification, verify_job
 from autopar.write import write_directory
@@ -539,15 +539,15 @@ def _check_plan(model: Model, pins: Pins, plan: Plan | None) -> None:
         )
 
 
-def _measured(given: Training, known: Known, built: Built) -> Emitted:
-    """``built``, whose plan says what its ranks really hold, while one message waits for its peer."""
+def _measured(given: Training, known: Known, built: Built, enough: float) -> Emitted:
+    """``built``, whose plan says what its ranks really hold while messages wait for their peers: the fullest first, as
+    far as solvers know, until one holds more than ``enough`` bytes."""
     emitted = Emitted.of(built, given)
-    job = emitted.job
-    memory = predicted_memory(job, _shapes(built.plan), known, device_of(built.plan).kind)
-    ranks = []
-    for index, rank in enumerate(built.plan.rank_plans):
+    job, ranks = emitted.job, list(built.plan.rank_plans)
+    memory_of = predictor(job, _shapes(built.plan), known, device_of(built.plan).kind)
+    for index in sorted(range(len(ranks)), key=lambda index: -ranks[index].peak_bytes):
         first = job.mesh.rank(pp=index)
-        found, waiting = memory[first], waiting_bytes(job, first)
+        found, waiting = memory_of(first), waiting_bytes(job, first)
         kinds = Counter(found.peak.peak) + Counter({BUFFERS: waiting})
         update = {
             "kinds": {kind: kinds[kind] for kind in KINDS if kinds[kind]},
@@ -555,7 +555,9 @@ def _measured(given: Training, known: Known, built: Built) -> Emitted:
             "peak_bytes": found.peak_bytes + waiting,
             "host_bytes": found.host_peak_bytes,
         }
-        ranks.append(rank.model_copy(update=update))
+        ranks[index] = ranks[index].model_copy(update=update)
+        if ranks[index].peak_bytes > enough:
+            break
     return replace(emitted, plan=built.plan.model_copy(update={"rank_plans": ranks}).sealed())
 
 

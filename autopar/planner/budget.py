@@ -8,6 +8,7 @@ leanest one is measured itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
@@ -28,12 +29,15 @@ class HasPlan(Protocol):
 T = TypeVar("T", bound=HasPlan)
 
 
-def within_budget(lay_out: Callable[[int], T], exact: Callable[[T], T], budget_bytes: int, spared: int = 0) -> T:
-    """The plan of ``lay_out(spared)``, whose solvers leave ``spared`` bytes of the budget free, that really fits; at
-    first as many as are given.
+class Exact(Protocol[T]):
+    """Gives ``found`` with what its ranks hold: all of them, or until one holds more than ``enough`` bytes."""
 
-    ``exact`` gives it with what ranks hold. Raises BudgetError with a budget that would do.
-    """
+    def __call__(self, found: T, enough: float, /) -> T: ...
+
+
+def within_budget(lay_out: Callable[[int], T], exact: Exact[T], budget_bytes: int, spared: int = 0) -> T:
+    """The plan of ``lay_out(spared)``, whose solvers leave ``spared`` bytes of the budget free, that really fits; at
+    first as many as are given. Raises BudgetError with a budget that would do."""
     for left in reversed(range(_ROUNDS)):
         try:
             found = lay_out(spared)
@@ -42,7 +46,7 @@ def within_budget(lay_out: Callable[[int], T], exact: Callable[[T], T], budget_b
         counted = max(found.plan.peak_bytes)
         if counted <= _NEAR * budget_bytes:
             return found
-        found = exact(found)
+        found = exact(found, budget_bytes if left else math.inf)
         held = max(found.plan.peak_bytes)
         if held <= budget_bytes:
             return found
@@ -52,7 +56,7 @@ def within_budget(lay_out: Callable[[int], T], exact: Callable[[T], T], budget_b
     raise _refusal(found.plan, budget_bytes, counted)
 
 
-def _leanest(lay_out: Callable[[int], T], exact: Callable[[T], T], budget_bytes: int, least_bytes: int) -> T:
+def _leanest(lay_out: Callable[[int], T], exact: Exact[T], budget_bytes: int, least_bytes: int) -> T:
     """What the solver can do at least with ``least_bytes``, or with what it asks for then, if that really fits: where
     activations go to the host, what it asks for is a guess."""
     for left in reversed(range(_ROUNDS)):
@@ -65,7 +69,7 @@ def _leanest(lay_out: Callable[[int], T], exact: Callable[[T], T], budget_bytes:
                 raise
             least_bytes += more
     counted = max(found.plan.peak_bytes)
-    found = exact(found)
+    found = exact(found, math.inf)
     if max(found.plan.peak_bytes) > budget_bytes:
         raise _refusal(found.plan, budget_bytes, counted)
     return found

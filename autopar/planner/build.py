@@ -6,7 +6,7 @@ is emitted from) so that what is executed is what was costed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -30,7 +30,7 @@ from autopar.plan import BlockPlan, ExpertsPlan, InputPlan, Plan, RankPlan, Stag
 from autopar.planner.activations import Activations
 from autopar.planner.block_costs import BlockCost, Computed, Machine, block_cost, reached_results
 from autopar.planner.breakdown import Work, cost_plan, model_work
-from autopar.planner.budget import within_budget
+from autopar.planner.budget import Exact, within_budget
 from autopar.planner.compression import KeptBytes, check_compression, describe
 from autopar.planner.dispatch_forms import dispatch_forms
 from autopar.planner.earlier_axes import EarlierAxes
@@ -121,9 +121,7 @@ class Placed:
     rulings: Rulings
 
 
-def build(
-    model: Model, request: Request, pinned: Plan | None = None, measured: Callable[[Built], Built] | None = None
-) -> Built:
+def build(model: Model, request: Request, pinned: Plan | None = None, measured: Exact[Built] | None = None) -> Built:
     """Plan ``model`` (which is changed) for ``request``; with ``pinned``, take its decisions instead of solving.
     ``measured`` gives what was built with what its ranks really hold (None: a plan is held to what solvers count).
 
@@ -144,7 +142,7 @@ def finish(
     costs: list[BlockCost],
     activations: Activations,
     pinned: Plan | None = None,
-    measured: Callable[[Built], Built] | None = None,
+    measured: Exact[Built] | None = None,
     known: Mapping[int, Layout] | None = None,
     timelines: Timelines | None = None,
 ) -> Built:

@@ -14,6 +14,7 @@ from autopar.passes.split_vocabulary import split_vocabulary
 from autopar.passes.vocabulary import staged_calls
 from autopar.plan import SearchPlan, bytes_text
 from autopar.planner.block_costs import Machine
+from autopar.planner.budget import Exact
 from autopar.planner.build import Built, Request, build, finish
 from autopar.planner.wanted import Wanted
 from autopar.search.costing import Costing, Found, Outcome, parts_of
@@ -40,7 +41,7 @@ def choose(
     pins: Pins,
     cluster: Cluster,
     expert_load: Mapping[str, Sequence[float]],
-    measured: Callable[[Built], Built] | None = None,
+    measured: Exact[Built] | None = None,
     watch: Watcher | None = None,
     *,
     fronts: bool = False,
@@ -59,7 +60,7 @@ def choose(
     return replace(built, plan=plan)
 
 
-def _built(search: Search, measured: Callable[[Built], Built] | None) -> tuple[Built, Outcome, Search, Found]:
+def _built(search: Search, measured: Exact[Built] | None) -> tuple[Built, Outcome, Search, Found]:
     """The best that was built; searched again with as much memory less as was spared for what its ranks hold beside
     what was counted, where that made it slower, or where the best was still too large."""
     best: tuple[Built, Outcome, Search, Found] | None = None
@@ -205,9 +206,7 @@ def _microbatches(search: Search) -> int:
     )
 
 
-def _build(
-    search: Search, point: Point, measured: Callable[[Built], Built] | None, outcome: Outcome | None = None
-) -> Built:
+def _build(search: Search, point: Point, measured: Exact[Built] | None, outcome: Outcome | None = None) -> Built:
     """``outcome`` is how the search laid it out."""
     region, profiler = point.region, search.profiler
     options = search.costing.options_of(point)
@@ -233,7 +232,7 @@ class _Builder:
     """Builds what a ``search`` found, each once."""
 
     search: Search
-    measured: Callable[[Built], Built] | None
+    measured: Exact[Built] | None
     _known: dict[Point, Built | AutoparError] = field(default_factory=dict)
 
     def begin(self) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -86,6 +86,13 @@ def predicted_memory(
 ) -> list[RankMemory]:
     """Of every rank, on a ``device`` of this kind ("cpu" or "cuda"); of ``batch`` only shapes and dtypes count (the
     tensors may be on the meta device)."""
+    return of_each_index(job, predictor(job, batch, known, device))
+
+
+def predictor(
+    job: Job, batch: Mapping[str, Tensor], known: Known | None = None, device: str = "cpu"
+) -> Callable[[int], RankMemory]:
+    """:func:`predicted_memory` of those ranks that it is asked for."""
     before, job = known or Known(), without_values(job)
     common = before.name(device, _common(job, batch))
     tapes = before.tapes[device, job.mesh, job.options.model_dump_json()]
@@ -123,7 +130,7 @@ def predicted_memory(
                     before.phases.setdefault(key, by_label[str(action)])
         return before.composed(alike, wanted)
 
-    return of_each_index(job, predicted)
+    return predicted
 
 
 def _sending(job: Job, rank: int) -> set[int]:

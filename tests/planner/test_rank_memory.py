@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -125,7 +126,8 @@ def solver(budget: int, least: int, hidden: Callable[[int], int]) -> tuple[Calla
     return lay_out, asked
 
 
-def exact(found: Found) -> Found:
+def exact(found: Found, enough: float) -> Found:
+    """All ranks, as it may."""
     plan = found.plan
     return Found(replace(plan, rank_plans=[Rank(rank.peak_bytes + plan.hidden) for rank in plan.rank_plans]))
 
@@ -144,11 +146,24 @@ def test_a_little_more_is_spared_than_lacked() -> None:
 
 
 def test_far_below_the_budget_nothing_is_measured() -> None:
-    def refuse(found: Found) -> Found:
+    def refuse(found: Found, enough: float) -> Found:
         raise AssertionError
 
     plan = Found(FakePlan([Rank(50)], 0))
     assert within_budget(lambda spared: plan, refuse, 100) is plan
+
+
+def test_all_ranks_are_measured_of_what_is_given_or_refused() -> None:
+    """Before, it is enough to know one that holds too much: it is laid out again."""
+    asked: list[float] = []
+
+    def noted(found: Found, enough: float) -> Found:
+        asked.append(enough)
+        return exact(found, enough)
+
+    within_budget(solver(100, 60, lambda used: 7)[0], noted, 100)
+    within_budget(solver(100, 60, lambda used: 45 if used > 60 else 10)[0], noted, 100)
+    assert asked == [100, 100, 100, 100, math.inf]
 
 
 def test_a_guess_of_what_the_leanest_needs_is_corrected() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
 import pytest
 
+from autopar.planner.budget import Exact
 from autopar.planner.build import Built
 from autopar.search import choose
 from autopar.search import search as module
@@ -21,10 +21,10 @@ from tests.search.spaces import pins_of, prepared
 PINS = {"offload": (), "head_chunks": 1, "schedule": "1f1b"}
 
 
-def hiding(bytes_: int) -> Callable[[Built], Built]:
+def hiding(bytes_: int) -> Exact[Built]:
     """As if each rank held so many bytes that nothing counts."""
 
-    def measured(built: Built) -> Built:
+    def measured(built: Built, enough: float) -> Built:
         ranks = [rank.model_copy(update={"peak_bytes": rank.peak_bytes + bytes_}) for rank in built.plan.rank_plans]
         return replace(built, plan=built.plan.model_copy(update={"rank_plans": ranks}).sealed())
 
@@ -85,7 +85,7 @@ def test_where_the_best_is_refused_it_is_searched_for_again(
     budget, pins = 52_416, {"offload": (), "head_chunks": 1}
     first = best("mlp", budget, 0, **pins).plan
 
-    def measured(built: Built) -> Built:
+    def measured(built: Built, enough: float) -> Built:
         return hiding(hidden if built.plan.mesh == first.mesh else 0)(built)
 
     def recorded(self: Search, spared_bytes: int) -> Search:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 
@@ -11,6 +10,7 @@ import pytest
 import autopar
 from autopar.errors import StageError
 from autopar.plan import change_text
+from autopar.planner.budget import Exact
 from autopar.planner.build import Built
 from autopar.search.costing import Found, Outcome
 from autopar.search.fronts import _compare, _place_next, compared, gpus_front, memory_front, runners_up, unplaced, why
@@ -148,7 +148,7 @@ def test_what_turned_out_not_to_fit_is_no_runner_up(monkeypatch: pytest.MonkeyPa
     """All of the best degrees are refused as they are built, but for what isn't looked at."""
     case, refused = make("llama", 8), list[Outcome]()
 
-    def build(search: Search, point: Point, measured: Callable[[Built], Built], outcome: Outcome) -> Built:
+    def build(search: Search, point: Point, measured: Exact[Built], outcome: Outcome) -> Built:
         if not refused or point.region.mesh == refused[0].point.region.mesh:
             refused.append(outcome)
             raise StageError("too large")
@@ -169,7 +169,7 @@ def test_what_turned_out_not_to_fit_is_no_runner_up(monkeypatch: pytest.MonkeyPa
 def test_runners_up_are_compared_with_what_was_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is slower than as it was laid out, where its ranks hold more than was counted."""
 
-    def build(search: Search, point: Point, measured: Callable[[Built], Built], outcome: Outcome) -> Built:
+    def build(search: Search, point: Point, measured: Exact[Built], outcome: Outcome) -> Built:
         made = built(search, point, measured, outcome)
         cost = made.plan.cost.model_copy(update={"step_seconds": 1.005 * made.plan.step_seconds})
         return replace(made, plan=made.plan.model_copy(update={"cost": cost}))
