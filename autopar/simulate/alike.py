@@ -5,7 +5,8 @@ become wider when the second is added, and begin to be summed over ranks with th
 gathered for each pass (:mod:`autopar.runtime.streaming`), a pass begins with what is gathered already, and ends with
 what the next pass of its stage begins with: both are in the key, as is whether activations go to the host meanwhile.
 Where a rank has several stages whose gradients are scattered in every backward, a backward waits for the messages of
-those before it, of whichever stage they were (:class:`autopar.runtime.grads.Reducer`).
+those before it, of whichever stage they were (:class:`autopar.runtime.grads.Reducer`). Where a backward is in two
+parts, what each takes depends on which part came before it.
 
 Stages have the same name (a number) where their code is the same, on one rank or on several
 (:mod:`autopar.simulate.likeness`).
@@ -45,6 +46,8 @@ Names = Mapping[int, int]
 Place = tuple[int, int]
 """A stage and a microbatch."""
 
+_PARTS: Final = ("I", "W")
+
 _OWN: Final = -1  # the stage of an action itself, beside names of others
 
 
@@ -54,7 +57,7 @@ class Key(NamedTuple):
     with these names, and how often; ``follower``: the kind of the next pass, if that is of its stage; ``goes``: which
     stages have what they keep of its microbatch go to the host: its own, or for a pass that is no stage's any of the
     rank's; ``after``: names of the stages whose gradients may be under way when it begins, and whether these were
-    reduced since."""
+    reduced since; ``again``: of a part of a backward, whether the one of its stage before it was of the same kind."""
 
     kind: str
     name: int
@@ -64,6 +67,7 @@ class Key(NamedTuple):
     follower: str = ""
     goes: tuple[int, ...] = ()
     after: tuple[tuple[int, bool], ...] = ()
+    again: bool = False
 
     @property
     def is_of_rank(self) -> bool:
@@ -81,7 +85,7 @@ def keys(
     streams = any(action.kind in _GATHERS for action in actions)
     rests = {action: rest for action, rest in resting(actions) if streams and action.kind in STREAMED}
     last = {action.stage: action for action in actions if action.kind in BACKWARDS}
-    away = _away(actions, names)
+    away, repeats = _away(actions, names), again(actions)
     sent = after(actions, names, sending)
     place = {stage: ABSENT - 1 - number for number, stage in enumerate(names)}
 
@@ -101,9 +105,25 @@ def keys(
             follower.kind if follower else "",
             away[action.stage, action.microbatch],
             after=sent.get(action, ()),
+            again=action in repeats,
         )
 
     return {action: key(action) for action in actions}
+
+
+def again(actions: Iterable[Action]) -> set[Action]:
+    """:attr:`Key.again` is true of these."""
+    return {action for action, other in parts_before(actions) if other is not None and other.kind == action.kind}
+
+
+def parts_before(actions: Iterable[Action]) -> Iterator[tuple[Action, Action | None]]:
+    """Each part of a backward, with the one of its stage before it. An input's leaves gradients of small weights, to
+    which those after it add, until one of weights takes them."""
+    last: dict[int, Action] = {}
+    for action in actions:
+        if action.kind in _PARTS:
+            yield action, last.get(action.stage)
+            last[action.stage] = action
 
 
 def _away(actions: Iterable[Action], names: Names) -> defaultdict[Place, tuple[int, ...]]:

@@ -30,7 +30,20 @@ from autopar.runtime.program import Tensor as Wire
 from autopar.schedules import Action
 from autopar.schedules.weight_moves import followers, moves_of
 from autopar.shapes import Shapes
-from autopar.simulate.alike import STREAMED, Key, Rest, after, enough, keys, left, resting, senders, stand_ins
+from autopar.simulate.alike import (
+    STREAMED,
+    Key,
+    Rest,
+    after,
+    again,
+    enough,
+    keys,
+    left,
+    parts_before,
+    resting,
+    senders,
+    stand_ins,
+)
 from autopar.simulate.likeness import likeness
 from autopar.simulate.measure import (
     BEGIN,
@@ -117,13 +130,15 @@ def predictor(
         if new:
             # What is done once, or with the first microbatch, always runs.
             asked = [action for action in new if wanted[action].microbatch > 0 or not wanted[action].is_of_rank]
-            ran, told = enough(actions, asked, senders(actions, set(new), sending))
+            also = senders(actions, set(new), sending)
+            also |= {(o.stage, o.microbatch) for action, o in parts_before(actions) if o is not None and action in new}
+            ran, told = enough(actions, asked, also)
             memory = tried(rank, ran)
             before.ranks.setdefault(alike, memory)
             by_label = {phase.label: phase for phase in memory.phases}
-            sent = after(ran, names, sending)  # another than among all actions
+            sent, repeats = after(ran, names, sending), again(ran)  # others than among all actions
             for action in ran:
-                key = wanted[action]._replace(after=sent.get(action, ()))
+                key = wanted[action]._replace(after=sent.get(action, ()), again=action in repeats)
                 if key.is_of_rank:
                     before.own[alike].setdefault(key, by_label[str(action)])
                 elif action.stage in told:

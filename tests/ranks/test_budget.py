@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 import autopar
 from autopar.errors import BudgetError
 from autopar.schedules import Schedule, generate
+from autopar.simulate.measure import RankMemory
+from autopar.simulate.predict import predictor
 from tests.fast_cluster import FAST
 from tests.models import Float64, gpt2, llama, make, prepared
 from tests.pinned import compile_pinned
@@ -39,6 +42,28 @@ def test_no_rank_exceeds_its_budget(name: str, mesh: dict[str, int], options: di
     measured = job.memory(case.batch, measure="simulate").measured
     assert max(rank.peak_bytes for rank in measured) <= max(job.plan.peak_bytes) <= budget
     assert any(any(stage.recompute) for stage in job.plan.stage_plans)
+
+
+def test_ranks_are_measured_until_one_holds_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That plan is laid out again; of the one that is given, all are."""
+    asked: list[list[int]] = []
+
+    def recorded(*given: Any) -> Callable[[int], RankMemory]:
+        memory_of, ranks = predictor(*given), list[int]()
+        asked.append(ranks)
+        return lambda rank: (ranks.append(rank), memory_of(rank))[1]
+
+    case = prepared(lambda: llama(16, layers=8), torch.float32)
+
+    def compiled(**more: Any) -> autopar.Plan:
+        given = {"sample": case.batch, "mesh": {"pp": 4}, "microbatches": 8, "cluster": FAST}
+        return compile_pinned(case.model, 4, **given, **more).plan
+
+    most, least = (max(compiled(recompute=how).peak_bytes) for how in ("none", "full"))
+    monkeypatch.setattr("autopar.api.predictor", recorded)
+    plan = compiled(budget_bytes=least + (most - least) // 10)
+    first, *_, last = asked
+    assert len(first) < len(last) == len(plan.rank_plans)
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_where_the_best_is_refused_it_is_searched_for_again(
     first = best("mlp", budget, 0, **pins).plan
 
     def measured(built: Built, enough: float) -> Built:
-        return hiding(hidden if built.plan.mesh == first.mesh else 0)(built)
+        return hiding(hidden if built.plan.mesh == first.mesh else 0)(built, enough)
 
     def recorded(self: Search, spared_bytes: int) -> Search:
         spared.append(spared_bytes)

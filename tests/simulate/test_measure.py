@@ -169,6 +169,18 @@ def test_what_is_composed_where_stages_share_what_is_under_way(mesh: dict[str, i
     composed_as_whole(compile_pinned(Chain(12, 64), math.prod(mesh.values()), **given).job, batch)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"schedule": "zb-1p", "zero": 2, "recompute": "full"}, {"schedule": "zb-h1", "zero": 3, "precision": "bf16"}],
+    ids=str,
+)
+def test_what_is_composed_where_backwards_are_in_two_parts(options: dict[str, Any]) -> None:
+    """Gradients of small weights, which the first leaves for the second; gathered weights that passes between renew."""
+    given: dict[str, Any] = {"mesh": {"pp": 2, "dp": 4}, "microbatches": 12, "cluster": FAST, **options}
+    batch = {"x": torch.randn(96, 8)}
+    composed_as_whole(compile_pinned(Chain(10, 64), 8, sample=batch, **given).job, batch)
+
+
 @pytest.mark.slow
 def test_what_is_composed_where_ranks_have_several_stages() -> None:
     options = {"zero": 3, "schedule": "interleaved", "chunks": 2, "microbatches": 8}
