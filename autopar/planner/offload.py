@@ -115,3 +115,9 @@ def require_host(options: Options, device: Device, needed_bytes: int = 0) -> Non
         f"that {device.name!r} has {device.host_memory_bytes / 2**30:.3g} GiB; offload less, use ZeRO (zero=1 to 3) to "
         "split what lies there over dp, or raise host_memory_bytes if there is more"
     )
+
+
+def or_host(refusal: BudgetError, host_bytes: int) -> BudgetError:
+    """Where a rank's host has too little for more activations, too."""
+    text = f"{refusal}; or, for more activations, host memory above each rank's {host_bytes / 2**30:.3g} GiB"
+    return BudgetError(text, refusal.needed_bytes)

@@ -27,7 +27,7 @@ from autopar.planner.gradients import Accumulation
 from autopar.planner.host import Waited
 from autopar.planner.makespan_bounds import makespan_bound
 from autopar.planner.modes import mode_of
-from autopar.planner.offload import host_peak_bytes, offloaded
+from autopar.planner.offload import host_peak_bytes, offloaded, or_host
 from autopar.planner.pass_costs import Casts, Priced, Work, priced
 from autopar.planner.pass_memory import PassMemory, largest
 from autopar.planner.rank_memory import State, Storage, rank_state, vocabulary_state
@@ -41,7 +41,7 @@ from autopar.schedules import Costs, Schedule, Timeline, Timelines, generate, si
 from autopar.schedules.early_weights import with_early_weights
 from autopar.schedules.flow import COMPUTE
 from autopar.schedules.greedy import Job
-from autopar.schedules.kept import kept_stages
+from autopar.schedules.kept import embedded_ahead, kept_stages
 from autopar.schedules.offloads import Away, offload_activations
 from autopar.schedules.pass_times import PassTimes
 from autopar.schedules.registry import SCHEDULES
@@ -57,9 +57,8 @@ class Pipeline:
     keeps the most. ``bound_seconds`` is a proven bound on the slowest rank's passes of one microbatch. ``layout`` is
     how it fits, ``accumulations`` what stages' backwards take to add up gradients, ``slowed`` what collectives beside
     stages' passes add to them, ``casts`` what copies of masters in another dtype take, ``waiting`` what of stages'
-    passes is waiting for the host, ``transient_bytes`` what passes of each pipeline rank hold at
-    most beside what it keeps, ``summing_bytes`` gradients on their way once it keeps nothing, ``free_bytes`` what it
-    had left for activations."""
+    passes is waiting for the host, ``transient_bytes`` what each pipeline rank holds at most beside what it keeps,
+    ``summing_bytes`` gradients on their way once it keeps nothing, ``free_bytes`` what it had left for activations."""
 
     stages: tuple[tuple[int, ...], ...]
     schedule: Schedule
@@ -131,10 +130,18 @@ class _Parts:
     activations: Activations
     shared: _Shared
     turns: list[list[Turns]] | None = None
+    embedded_bytes: int = 0  # of what waits for the first stage
 
     @property
     def budget_bytes(self) -> int:
         return self.options.budget_bytes or self.machine.device.memory_bytes
+
+    def embedding(self, draft: Schedule) -> _Parts:
+        """With what waits for the first stage under this schedule, if the embedding is split."""
+        bytes_ = embedded_ahead(draft) * self.vocabulary.embedded_bytes if self.vocabulary else 0
+        first, *others = self.units
+        units = [replace(first, state_bytes=first.state_bytes + bytes_), *others]
+        return replace(self, units=units, embedded_bytes=bytes_)
 
     def sparing(self, bytes_: int) -> _Parts:
         """With so much less memory on each rank."""
@@ -183,10 +190,11 @@ def lay_out(
     parts = _Parts(model, calls, units, costs, machine, microbatches, wanted, options, vocabulary, activations, shared)
     if pins is not None and pins.actions is not None:
         written = Schedule.from_text(pins.actions)
-        return _pipeline(parts, written, pins, lambda costs, free_bytes: written)
+        return _pipeline(parts.embedding(written), written, pins, lambda costs, free_bytes: written)
     check_count(units, machine.sizes["pp"] * (wanted.chunks or 1), machine.sizes["pp"])  # before lists are as long
     if wanted.schedule != SYNTHESIZED:
         draft = _draft(parts, name := schedule_name(wanted, machine.sizes["pp"]))
+        parts = parts.embedding(draft)
         if _is_fixed(name, draft):
             parts = replace(parts, turns=list(map(turns_of, draft.lists)))
         schedule_for = partial(_named, parts, name, draft)
@@ -302,14 +310,8 @@ def _offloading(
         best = overfull if isinstance(without, BudgetError) else without
     if best is None:
         least = min(refusals, key=lambda refusal: refusal.needed_bytes)  # of the device
-        raise least if goes == lacks else _or_host(least, parts.machine.device.host_memory_bytes)
+        raise least if goes == lacks else or_host(least, parts.machine.device.host_memory_bytes)
     return best
-
-
-def _or_host(refusal: BudgetError, host_bytes: int) -> BudgetError:
-    """Where a rank's host has too little for more activations, too."""
-    text = f"{refusal}; or, for more activations, host memory above each rank's {host_bytes / 2**30:.3g} GiB"
-    return BudgetError(text, refusal.needed_bytes)
 
 
 def _excess(parts: _Parts, draft: Schedule, found: Pipeline) -> int:
@@ -462,7 +464,7 @@ def _best_synthesized(parts: _Parts, pins: Pins | None) -> Pipeline:
     found, refusals = [], []
     for draft in drafts:
         try:
-            found.append(_pipeline(parts, draft, pins, partial(_synthesized, draft)))
+            found.append(_pipeline(parts.embedding(draft), draft, pins, partial(_synthesized, draft)))
         except (StageError, ScheduleError) as error:
             refusals.append(error)  # another placement may fit into the memory
     if not found:
@@ -486,7 +488,7 @@ def _synthesized(draft: Schedule, costs: Costs, free_bytes: list[int]) -> Schedu
 def _transients(
     parts: _Parts, stages: Sequence[Sequence[int]], draft: Schedule, chosen: Mapping[int, Alternative]
 ) -> tuple[int, ...]:
-    """What passes of each pipeline rank hold at most beside what the rank keeps."""
+    """What each pipeline rank holds at most beside what it keeps: in passes, and ahead of the first stage."""
     found = [parts.vocabulary.transient_bytes if parts.vocabulary else 0] * draft.ranks
     for rank in range(draft.ranks):
         mine = [stage for home, stage in zip(draft.placement, stages, strict=True) if home == rank]
@@ -495,6 +497,7 @@ def _transients(
             held = [each + chosen[i].transient_bytes for i, each in zip(stage, beside, strict=True)]
             kept = [parts.activations.call_bytes(i, chosen[i]) for i in stage]
             found[rank] = max(found[rank], largest(held, kept))
+    found[draft.placement[0]] += parts.embedded_bytes
     return tuple(found)
 
 

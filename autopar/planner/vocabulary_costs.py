@@ -40,13 +40,15 @@ _CHUNK_COPIES = 2  # of a chunk's logits at once: as made, and in float32
 @dataclass(frozen=True)
 class VocabularyCost:
     """``seconds`` per pass and exchange, one value per pipeline rank. ``parameter_bytes`` are a rank's;
-    ``logits_bytes`` are kept from ``S`` to ``T``, ``chunk_bytes`` only while a pass runs."""
+    ``logits_bytes`` are kept from ``S`` to ``T``, ``chunk_bytes`` only while a pass runs; ``embedded_bytes`` from ``E``
+    to the first stage's forward, on its rank."""
 
     seconds: Mapping[str, tuple[float, ...]]
     logits_bytes: int
     chunk_bytes: int
     parameter_bytes: int
     has_embedding: bool
+    embedded_bytes: int = 0
 
     @property
     def pass_seconds(self) -> float:
@@ -84,6 +86,7 @@ def vocabulary_cost(
         chunk_bytes=0 if chunks == 1 else _CHUNK_COPIES * logits_bytes // chunks,
         parameter_bytes=sum(meta.bytes for meta in tables.values()) // ranks,
         has_embedding=calls.embedding is not None,
+        embedded_bytes=journeys.embedded_bytes,
     )
 
 

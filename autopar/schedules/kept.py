@@ -23,3 +23,15 @@ def kept_stages(schedule: Schedule) -> tuple[int, ...]:
                 for held, count in kept.items():
                     most[held] = count
     return tuple(most)
+
+
+def embedded_ahead(schedule: Schedule) -> int:
+    """How many microbatches a split embedding has looked up that the first stage hasn't begun, when its rank keeps the
+    most of all its stages."""
+    total = ahead = 0
+    most = 0, 0
+    for kind, _, stage, _ in schedule.lists[schedule.placement[0]]:
+        total += (kind == "F") - (kind in ("B", "W"))
+        ahead += (kind == "E") - (kind == "F" and stage == 0)
+        most = max(most, (total, ahead))
+    return most[1]
