@@ -8,6 +8,7 @@ faster. Where nothing has to be recomputed and no cut is faster than the one tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -32,6 +33,8 @@ from autopar.schedules.offloads import Away
 from autopar.schedules.turns import Turns
 
 _ROUNDS = 4  # of cutting and choosing; more have never changed anything
+_PARTS = 4  # of more memory, in which ranks need as few as they can
+_SLACK = 2e-3  # of the step: more isn't given for that
 
 
 @dataclass(frozen=True)
@@ -227,10 +230,20 @@ def _chosen(demand: Demand, cut: Partition, options: Mapping[int, tuple[Alternat
         taken = _taken(demand, stages)
         if taken is None:
             return None
-        for number, row in zip(numbers, taken, strict=True):
-            calls = _calls(demand, cut, number)
-            chosen |= {i: options[i][p] for i, p in zip(calls, row, strict=True)}
+        chosen |= _named(demand, cut, options, numbers, taken)
     return _timed(demand, cut, chosen)
+
+
+def _named(
+    demand: Demand,
+    cut: Partition,
+    options: Mapping[int, tuple[Alternative, ...]],
+    numbers: Sequence[int],
+    taken: Sequence[Sequence[int]],
+) -> dict[int, Alternative]:
+    """What the calls of these stages do, by which of their options are ``taken``."""
+    rows = zip(numbers, taken, strict=True)
+    return {i: options[i][p] for n, row in rows for i, p in zip(_calls(demand, cut, n), row, strict=True)}
 
 
 def _taken(demand: Demand, stages: Sequence[StageCalls]) -> list[list[int]] | None:
@@ -241,6 +254,34 @@ def _taken(demand: Demand, stages: Sequence[StageCalls]) -> list[list[int]] | No
         known[key] = taken = choose(stages, demand.free_bytes)
         assert taken is None or used_bytes(stages, taken) <= demand.free_bytes
     return known[key]
+
+
+def spending_slack(demand: Demand, found: Fit, more: int) -> Fit:
+    """``found``, which was fitted into ``more`` bytes than ``demand`` has, where ranks recompute to need fewer of them:
+    as few as they can without taking longer than the slowest one does, and the step longer by much."""
+    best, ranks = found, set(demand.placement)
+    for part in range(_PARTS):
+        level = replace(demand, budget_bytes=demand.budget_bytes + more * part // _PARTS)
+        rows = [(rank, mine) for rank, mine in _choices_by_rank(level, found.cut) if rank in ranks]
+        for rank, mine in sorted(rows, key=lambda row: _added(row[1], found)):
+            again = _timed(demand, found.cut, {**best.chosen, **mine})
+            if again.cut.slowest_seconds > found.cut.slowest_seconds or again.pace > found.pace * (1 + _SLACK):
+                break
+            best = again
+            ranks.remove(rank)
+    return replace(best, tight=found.tight)
+
+
+def _choices_by_rank(demand: Demand, cut: Partition) -> Iterator[tuple[int, dict[int, Alternative]]]:
+    """Of the ranks that fit with this cut, what their calls do."""
+    for numbers, stages in _ranks(demand, cut, demand.options):
+        if (taken := _taken(demand, stages)) is not None:
+            yield demand.placement[numbers[0]], _named(demand, cut, demand.options, numbers, taken)
+
+
+def _added(mine: Mapping[int, Alternative], found: Fit) -> float:
+    """Seconds by which calls are longer than as they were ``found``."""
+    return math.fsum(each.seconds - found.chosen[i].seconds for i, each in mine.items())
 
 
 def _timed(demand: Demand, cut: Partition, chosen: Mapping[int, Alternative]) -> Fit:

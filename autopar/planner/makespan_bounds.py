@@ -28,9 +28,18 @@ from graphlib import TopologicalSorter
 from typing import NamedTuple
 
 from autopar.planner.repeating_block import Pass, block_passes, pass_seconds
+from autopar.schedules import Costs, Schedule
 from autopar.schedules.actions import ABSENT, Action
 from autopar.schedules.exchanges import Exchange, exchanges
 from autopar.schedules.greedy import Job
+
+
+def order_bound(schedule: Schedule, costs: Costs) -> float:
+    """Of the passes of ``schedule``, in any order; 0 for an asynchronous one, which does other work."""
+    if schedule.is_asynchronous:
+        return 0.0
+    job = Job(schedule.placement, schedule.microbatches, costs, schedule.head, schedule.embedding, split=True)
+    return makespan_bound(job)
 
 
 def makespan_bound(job: Job) -> float:

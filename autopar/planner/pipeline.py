@@ -22,10 +22,10 @@ from autopar.planner.alike import Alike
 from autopar.planner.away_parts import Tried
 from autopar.planner.block_costs import BlockCost, Machine
 from autopar.planner.contention import Slowed
-from autopar.planner.fitting import Demand, Fit, Layout, Pins, fit, pinned
+from autopar.planner.fitting import Demand, Fit, Layout, Pins, fit, pinned, spending_slack
 from autopar.planner.gradients import Accumulation
 from autopar.planner.host import Waited
-from autopar.planner.makespan_bounds import makespan_bound
+from autopar.planner.makespan_bounds import order_bound
 from autopar.planner.modes import mode_of
 from autopar.planner.offload import host_peak_bytes, offloaded, or_host
 from autopar.planner.pass_costs import Casts, Priced, Work, priced
@@ -40,7 +40,6 @@ from autopar.planner.zero import weight_moves
 from autopar.schedules import Costs, Schedule, Timeline, Timelines, generate, simulate_timeline
 from autopar.schedules.early_weights import with_early_weights
 from autopar.schedules.flow import COMPUTE
-from autopar.schedules.greedy import Job
 from autopar.schedules.kept import embedded_ahead, kept_stages
 from autopar.schedules.offloads import Away, offload_activations
 from autopar.schedules.pass_times import PassTimes
@@ -84,7 +83,7 @@ class Pipeline:
     @cached_property
     def order_seconds(self) -> float:
         """A proven bound on the step of these stages, whatever the order of their passes (0: none was looked for)."""
-        return _order_bound(self.schedule, self.timeline.costs)
+        return order_bound(self.schedule, self.timeline.costs)
 
     def saved_bytes(self, stage: int) -> int:
         """What the stage keeps of a microbatch from its forward to its backward."""
@@ -321,11 +320,13 @@ def _excess(parts: _Parts, draft: Schedule, found: Pipeline) -> int:
 
 
 def _roomier(parts: _Parts, draft: Schedule, inflight: tuple[int, ...], more: int) -> Fit | None:
-    """Fitted into so many bytes more on each rank, if it can be: what that takes is no budget that would do."""
+    """Fitted into so many bytes more on each rank that needs them, if it can be: what that takes is no budget that
+    would do."""
     try:
-        return _fit(parts.sparing(-more), draft, None, inflight)
+        found = _fit(parts.sparing(-more), draft, None, inflight)
     except BudgetError:
         return None
+    return spending_slack(_demand(parts, draft, inflight), found, more)
 
 
 def _lacks(parts: _Parts, draft: Schedule, found: Fit, inflight: Sequence[int]) -> int:
@@ -421,14 +422,6 @@ def _priced(
         stages,
         chosen,
     )
-
-
-def _order_bound(schedule: Schedule, costs: Costs) -> float:
-    """An asynchronous schedule does other work than those that are bounded."""
-    if schedule.is_asynchronous:
-        return 0.0
-    job = Job(schedule.placement, schedule.microbatches, costs, schedule.head, schedule.embedding, split=True)
-    return makespan_bound(job)
 
 
 def _draft(parts: _Parts, name: str) -> Schedule:
@@ -558,14 +551,22 @@ def _generate(parts: _Parts, name: str, chunks: int | None, times: PassTimes | N
 
 def _fit(parts: _Parts, draft: Schedule, pins: Pins | None, inflight: tuple[int, ...]) -> Fit:
     """The cut, and what each call recomputes."""
-    asynchronous = draft.is_asynchronous
-    if asynchronous and parts.options.recompute in ("full", "selective"):
+    if draft.is_asynchronous and parts.options.recompute in ("full", "selective"):
         raise ArgumentError(
             f"recompute={parts.options.recompute!r}, but schedule {parts.wanted.schedule!r} is asynchronous: by its "
             "backward the weights are others than those to recompute with. Use a synchronous schedule, or "
             "recompute='none'"
         )
-    demand = Demand(
+    demand = _demand(parts, draft, inflight)
+    if pins is None:
+        return fit(demand)
+    choices = [parts.activations.choices[parts.model.calls[i].block] for i in parts.calls]
+    named = [choice.named(ends) for choice, ends in zip(choices, pins.recompute, strict=True)]
+    return pinned(demand, _pinned_cut(parts, draft.placement, pins.starts), dict(zip(parts.calls, named, strict=True)))
+
+
+def _demand(parts: _Parts, draft: Schedule, inflight: tuple[int, ...]) -> Demand:
+    return Demand(
         model=parts.model,
         calls=parts.calls,
         units=parts.units,
@@ -578,13 +579,8 @@ def _fit(parts: _Parts, draft: Schedule, pins: Pins | None, inflight: tuple[int,
         reserved_bytes=parts.reserved_bytes,
         turns=parts.turns,
         even=not mode_of(parts.wanted.vocabulary).balanced,
-        mode="none" if asynchronous else parts.options.recompute,
+        mode="none" if draft.is_asynchronous else parts.options.recompute,
     )
-    if pins is None:
-        return fit(demand)
-    choices = [parts.activations.choices[parts.model.calls[i].block] for i in parts.calls]
-    named = [choice.named(ends) for choice, ends in zip(choices, pins.recompute, strict=True)]
-    return pinned(demand, _pinned_cut(parts, draft.placement, pins.starts), dict(zip(parts.calls, named, strict=True)))
 
 
 def _pinned_cut(parts: _Parts, placement: Sequence[int], starts: Sequence[int]) -> Partition:

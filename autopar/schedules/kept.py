@@ -34,4 +34,4 @@ def embedded_ahead(schedule: Schedule) -> int:
         total += (kind == "F") - (kind in ("B", "W"))
         ahead += (kind == "E") - (kind == "F" and stage == 0)
         most = max(most, (total, ahead))
-    return most[1]
+    return max(0, most[1])
