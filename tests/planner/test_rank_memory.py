@@ -163,7 +163,7 @@ def test_all_ranks_are_measured_of_what_is_given_or_refused() -> None:
 
     within_budget(solver(100, 60, lambda used: 7)[0], noted, 100)
     within_budget(solver(100, 60, lambda used: 45 if used > 60 else 10)[0], noted, 100)
-    assert asked == [100, 100, 100, 100, math.inf]
+    assert asked == [100, 100, 100, math.inf]
 
 
 def test_a_guess_of_what_the_leanest_needs_is_corrected() -> None:
