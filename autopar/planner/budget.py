@@ -46,7 +46,7 @@ def within_budget(lay_out: Callable[[int], T], exact: Exact[T], budget_bytes: in
         counted = max(found.plan.peak_bytes)
         if counted <= _NEAR * budget_bytes:
             return found
-        found = exact(found, budget_bytes if left else math.inf)
+        found = exact(found, budget_bytes)
         held = max(found.plan.peak_bytes)
         if held <= budget_bytes:
             return found
