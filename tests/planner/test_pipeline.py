@@ -19,6 +19,7 @@ from autopar.planner import pipeline
 from autopar.planner.block_costs import Machine, block_cost
 from autopar.planner.budget import within_budget
 from autopar.planner.build import Built, Request, activations_of, build, finish, place
+from autopar.planner.fitting import Demand, Fit
 from autopar.planner.modes import MODES
 from autopar.planner.pipeline import kept_stages
 from autopar.planner.wanted import Wanted
@@ -58,6 +59,21 @@ def test_what_is_looked_up_ahead_of_the_first_stage() -> None:
     schedule = Schedule("made", 1, 6, (0,), tuple(tuple(map(parse_action, text.split())) for text in texts[:1]))
     assert embedded_ahead(schedule) == 3
     assert embedded_ahead(generate("1f1b", 4, 8)) == 0
+
+
+def test_what_is_looked_up_ahead_leaves_the_first_rank_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a microbatch of what the first stage is given for each."""
+    case = llama(16, layers=8)
+    model = prepare(case.model, case.batch)[0]
+    request = Request(Mesh(pp=2), 8, FAST, Wanted("1f1b", "vocab-2"), Options.of())
+    found = build(model.copy(), request).pipeline
+    ahead = embedded_ahead(found.schedule)
+    monkeypatch.setattr(pipeline, "embedded_ahead", lambda draft: 0)
+    without = build(model.copy(), request).pipeline
+    assert ahead > 0
+    assert found.vocabulary is not None
+    less = [a - b for a, b in zip(without.free_bytes, found.free_bytes, strict=True)]
+    assert less == [ahead * found.vocabulary.embedded_bytes, 0]
 
 
 def test_a_large_vocabulary_is_cheaper_split() -> None:
@@ -141,6 +157,25 @@ def test_ranks_that_have_time_recompute_instead(monkeypatch: pytest.MonkeyPatch)
     assert max(found.peak_bytes) <= 18_000 << 10
     monkeypatch.setattr(pipeline, "spending_slack", lambda demand, found, more: found)
     assert found.step_seconds < 0.95 * build(model.copy(), request).plan.step_seconds
+
+
+@pytest.mark.parametrize(("schedule", "budget_kib"), [("1f1b", 18_000), ("v-half", 16_500)])
+def test_ranks_take_no_longer_than_the_slowest(schedule: str, budget_kib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor a step much longer, where others' passes are waited for, too."""
+    model = prepare(Layers(16, 256), {"x": torch.randn(16384, 256)})[0]
+    options = Options.of(offload=("activations",), budget_bytes=budget_kib << 10)
+    spending, both = pipeline.spending_slack, list[tuple[Fit, Fit]]()
+
+    def recorded(demand: Demand, before: Fit, more: int) -> Fit:
+        both.append((before, spending(demand, before, more)))
+        return both[-1][1]
+
+    monkeypatch.setattr(pipeline, "spending_slack", recorded)
+    build(model, Request(Mesh(pp=4), 16, FAST, Wanted(schedule, "redistributed"), options))
+    assert any(after.chosen != before.chosen for before, after in both)
+    assert all(after.cut.slowest_seconds <= before.cut.slowest_seconds for before, after in both)
+    assert all(after.pace <= 1.002 * before.pace for before, after in both)
+    assert any(after.pace > before.pace for before, after in both) == (schedule == "v-half")
 
 
 def test_where_the_host_has_too_little_it_is_named() -> None:
