@@ -23,7 +23,7 @@ from autopar.simulate.alike import after, enough, keys, stand_ins
 from autopar.simulate.alone import run_alone
 from autopar.simulate.likeness import likeness
 from autopar.simulate.measure import RankMemory, fake_memory, measure, measured_memory, on_shapes
-from autopar.simulate.predict import Known, predicted_memory
+from autopar.simulate.predict import Known, predicted_memory, waiting_bytes
 from autopar.storages import Phase
 from tests.fast_cluster import FAST
 from tests.models import MLP, Case, make, mlp, prepared
@@ -238,6 +238,17 @@ def test_a_split_embedding_keeps_none_of_what_it_gave() -> None:
     for phase in whole.phases:
         if phase.label.startswith("SUM_E"):
             assert sum(phase.start.values()) - sum(phase.end.values()) == part
+
+
+def test_messages_wait_one_each_way() -> None:
+    """In the middle of a pipeline; between stages of one rank there are none."""
+    batch = {"x": torch.randn(16, 8)}
+    given: dict[str, Any] = {"sample": batch, "microbatches": 8, "cluster": FAST}
+    straight = compile_pinned(Chain(6), 3, mesh={"pp": 3}, **given).job
+    message = 4 * (16 // 8) * 16
+    assert [waiting_bytes(straight, rank) for rank in range(3)] == [message, 2 * message, message]
+    alone = compile_pinned(Chain(6), 1, mesh={"pp": 1}, schedule="interleaved", chunks=3, **given).job
+    assert waiting_bytes(alone, 0) == 0
 
 
 def composed_as_whole(job: Job, batch: dict[str, torch.Tensor]) -> None:
