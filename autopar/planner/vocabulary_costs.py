@@ -48,7 +48,7 @@ class VocabularyCost:
     chunk_bytes: int
     parameter_bytes: int
     has_embedding: bool
-    embedded_bytes: int = 0
+    embedded_bytes: int
 
     @property
     def pass_seconds(self) -> float:
