@@ -24,10 +24,12 @@ from autopar.search.wholesale import Layers
 class LayerTimes:
     """Of a profile, as far as it bounds others, five figures each: seconds of a layer's forward, of the part of its
     backward that the next one waits for, of its weights' gradients; of all other calls' forward and backward.
-    ``launches`` is the part that doesn't get shorter with the work."""
+    ``further`` are those of more ranks or of such that are further apart; ``launches`` is the part that doesn't get
+    shorter with the work."""
 
     key: Key
     seconds: Array
+    further: Array
     launches: Array
 
     @classmethod
@@ -35,7 +37,7 @@ class LayerTimes:
         launches = np.zeros(5)
         for number in (block, *(unit.block for unit in profile.units if unit.block != block)):
             launches[[0, 1] if number == block else [3, 4]] += profile.launches[number]
-        return cls(profile.key, figures(profile.further_units, block), launches)
+        return cls(profile.key, figures(profile.units, block), figures(profile.further_units, block), launches)
 
 
 def figures(units: Sequence[Unit], block: int) -> Array:

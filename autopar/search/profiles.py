@@ -7,12 +7,13 @@ those, and what a stage costs is read off it.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from torch import fx
 
@@ -36,6 +37,8 @@ from autopar.planner.wanted import Wanted
 from autopar.search.gradients import Kind, kinds_by_call
 from autopar.search.hulls import Array, hull
 from autopar.spmd import Type
+
+_INNERMOST_FIRST: Final = ("tp", "cp", "ep")
 
 
 class Key(NamedTuple):
@@ -119,8 +122,8 @@ class Profile:
 
     @cached_property
     def further_units(self) -> list[Unit]:
-        """What units take at least, of ranks that are further apart."""
-        pairs = ((unit, self.exchange_slack[unit.block]) for unit in self.units)
+        """What units take at least, of more ranks or of such that are further apart."""
+        pairs = ((unit, self.slack[unit.block]) for unit in self.units)
         return [replace(u, forward=u.forward - less[0], backward=u.backward - less[1]) for u, less in pairs]
 
     @cached_property
@@ -201,25 +204,33 @@ class Profile:
         return [min(costs, key=lambda cost: cost.seconds) for costs in tries]
 
     @cached_property
-    def exchange_slack(self) -> list[tuple[float, float]]:
-        """By block, by how much the passes of a call may be shorter, forward and backward, because tokens travel by way
-        of other nodes along ``ep``: at least as many as here, where ranks are further apart; as if all pass on as many
-        rows, and links within a node had all of its wires."""
-        request, own = self.placed.request, self.key.cp * self.key.tp
-        per_node, ways = request.cluster.devices_per_node, set[int]()
-        if self.key.ep > 1 and request.options.dispatch != FLAT:
-            strides = [*range(own, per_node, own), own * per_node]
-            ways = {nodes_of(("ep",), request.cluster, Mesh(ep=self.key.ep, cp=stride)) for stride in strides}
-        near = replace(request.cluster.intra_node, peer_bytes_per_second=0.0)
+    def slack(self) -> list[tuple[float, float]]:
+        """By block, by how much the passes of a call may be shorter, forward and backward, where more ranks share them,
+        or ranks are further apart: links within a node may have all of their wires, and tokens travel by way of other
+        nodes, at least as many as here, as if all passed on as many rows."""
+        request = self.placed.request
+        few = request.cluster.intra_node
+        near = replace(few, peer_bytes_per_second=0.0)
         machine = Machine.of(replace(request.cluster, intra_node=near), self.mesh(request.mesh))
         found = []
         for block, computed, cost in zip(self.model.blocks, self.computed, self.costs, strict=True):
             along = {axis for routing in travelling(block) for axis in exchange_axes(routing)}
-            tries = [block_cost(block, machine.at_least(way), computed) for way in ways - {1} if "ep" in along]
+            ways = list(self._ways_along(along)) if along and request.options.dispatch != FLAT else []
+            tries = [block_cost(block, machine.at_least(way), computed) for way in ways or [1] * (near != few)]
             forward = min((each.forward_seconds for each in tries), default=math.inf)
             backward = min((each.backward_seconds for each in tries), default=math.inf)
             found.append((max(0.0, cost.forward_seconds - forward), max(0.0, cost.backward_seconds - backward)))
         return found
+
+    def _ways_along(self, axes: Set[str]) -> Iterator[int]:
+        """Over how many nodes ranks along ``axes`` may lie: as here, or further apart because of what is inside."""
+        request = self.placed.request
+        mesh, inner = self.mesh(request.mesh), itertools.takewhile(axes.__contains__, _INNERMOST_FIRST)
+        ranks, stride = math.prod(map(mesh.size, axes)), min(map(mesh.stride, axes))
+        most = max(1, request.cluster.devices_per_node // stride)
+        on_node = [size for size in range(1, min(ranks, most) + 1) if ranks % size == 0]
+        least = min(on_node[-1], math.prod(map(mesh.size, inner)))  # nothing comes between these
+        return (ranks // size for size in on_node if size >= least)
 
     def hull(self, block: int, call: int, recompute: str) -> tuple[Array, Array]:
         """What ``block``, in its ``call``, may keep of a microbatch (bytes, falling) for how many seconds more."""

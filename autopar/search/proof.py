@@ -188,7 +188,7 @@ class Proof(Reckoning):
         if better > bound:
             self._push(better, region)
         elif profile is None:
-            if self._make(self.references.fastest(region)) or self.place(region) is not None:
+            if self._make(self.references.closer(region)) or self.place(region) is not None:
                 self._push(max(bound, self.at_first(region)), region)
         else:
             self._ahead.open(region)

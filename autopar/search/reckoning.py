@@ -233,7 +233,8 @@ class Reckoning:
     def place_reference(self, region: Region, *, likely: bool = False) -> bool:
         """Make one of the profiles that bound ``region`` and others, or of those that say what these are ``likely`` to
         take, if there is one to make."""
-        return self._make(self.references.wanted(region, likely=likely))
+        references = self.references
+        return self._make(references.likely(region) if likely else references.wanted(region))
 
     def _make(self, reference: Reference | None) -> bool:
         """Whether there is one to make."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from autopar.mesh import Mesh
 from autopar.search.profiles import Key, Profile, Profiler
@@ -16,49 +17,58 @@ from autopar.search.space import Region
 Reference: TypeAlias = tuple[Key, Mesh, int]
 """A profile to make: its key, and a mesh and a number of microbatches that it serves."""
 
+_Axis: TypeAlias = tuple[str, int, bool]
+"""Its name and size, and whether experts are split over it beside ep."""
+
 _SHARED: Final = 4  # regions that one has to serve which is made for its bound alone
 
 
 @dataclass(frozen=True)
 class References:
-    """Of a search, by how many regions have them: rows on all ranks of ep (``rows``), ``axes`` (name and size), and the
-    same ``ranks`` (all axes of a key). Its ``batch`` has so many rows."""
+    """Of a search, by how many regions they serve: those with so many rows on all ranks of ep (``rows``), of an axis
+    (name, size, and whether experts are split over it) as many ranks (``axes``) or a multiple of it (``parts``), and
+    the same ``ranks`` (all axes of a key). Its ``batch`` has so many rows."""
 
     profiler: Profiler
     batch: int
     rows: Mapping[int, int]
-    axes: Mapping[tuple[str, int], int]
+    axes: Mapping[_Axis, int]
+    parts: Mapping[_Axis, int]
     ranks: Mapping[Key, int]
 
     @classmethod
     def of(cls, profiler: Profiler, batch: int, keys: Mapping[Key, int]) -> References:
         """``keys`` are those of all regions, with how many have each."""
-        rows, axes, ranks = Counter[int](), Counter[tuple[str, int]](), Counter[Key]()
+        rows, axes, parts, ranks = Counter[int](), Counter[_Axis](), Counter[_Axis](), Counter[Key]()
         for key, count in keys.items():
             rows[key.rows * key.ep] += count
             ranks[_ranks(key)] += count
-            for axis in key.axes():
-                axes[axis, getattr(key, axis)] += count
-        return cls(profiler, batch, rows, axes, ranks)
+            for axis in _axes(key):
+                axes[axis] += count
+        for (name, size, borrowed), count in axes.items():
+            for part in _parts(size):
+                parts[name, part, borrowed] += count
+        return cls(profiler, batch, rows, axes, parts, ranks)
 
     def known(self) -> list[Profile]:
         """Those that bound others: placed for the fastest passes, with the head as it is."""
         known = self.profiler.known.items()
         return [p for k, p in known if k == k.plain and (k.tp == 1 or math.isinf(k.counted))]
 
-    def wanted(self, region: Region, *, likely: bool = False) -> Reference | None:
-        """One to make that bounds ``region`` and others, or that says what these are ``likely`` to take; None where
-        there is none."""
-        kinds = (self._alone, self._thin) if likely else (self._plain, self._alone)
-        return next(filter(None, (of(region) for of in kinds)), None)
+    def wanted(self, region: Region) -> Reference | None:
+        """One to make that bounds ``region`` and many others: the whole batch on a part of one of its axes, the
+        shortest first, which bounds the most; None where there is none."""
+        parts = ((part, name, borrowed) for name, size, borrowed in _axes(region.key) for part in _parts(size))
+        served = sorted(each for each in parts if self.parts[each[1], each[0], each[2]] >= _SHARED)
+        return next(filter(None, itertools.starmap(self._on, served)), None)
 
-    def fastest(self, region: Region) -> Reference | None:
-        """The fastest passes of the region's own rows on its own axes, which bound others with as many or fewer rows;
-        None where tp leaves no choice, few others have them, or it is made."""
-        key = region.key._replace(copies=False, counted=math.inf)
-        if key.tp == 1 or self.ranks.get(_ranks(key), 0) < _SHARED or self._is_known(key):
-            return None
-        return key, region.mesh, region.microbatches
+    def closer(self, region: Region) -> Reference | None:
+        """One that bounds it better and fewer others; None where there is none."""
+        return self._plain(region) or self._on_all(region)
+
+    def likely(self, region: Region) -> Reference | None:
+        """One to make that says what ``region`` and others are likely to take; None where there is none."""
+        return self._alone(region) or self._thin(region)
 
     def _plain(self, region: Region) -> Reference | None:
         """The rows of this region's ep without any axis."""
@@ -68,19 +78,38 @@ class References:
             return None
         return plain, Mesh(), self.batch // rows
 
+    def _on_all(self, region: Region) -> Reference | None:
+        """The whole batch on all of its axes."""
+        key = region.key
+        if self.ranks.get(_ranks(key), 0) < _SHARED:
+            return None
+        counted = math.inf if key.tp > 1 else 0
+        return self._whole(Key(self.batch // key.ep, key.ep, key.cp, key.tp, key.borrowed, counted=counted))
+
+    def _on(self, ranks: int, name: str, borrowed: bool = False) -> Reference | None:
+        """The whole batch on so many ranks of one axis; with experts over it, where that is ``borrowed``."""
+        sizes: dict[str, Any] = {name: ranks}
+        key = alone(name, Key(0, 1, 1, 1)._replace(**sizes), self.batch)
+        return self._whole(key._replace(borrowed=(name,) if borrowed else ()))
+
+    def _whole(self, key: Key) -> Reference | None:
+        """Of the whole batch, if there are as many rows as that takes and it isn't made."""
+        if key.rows * key.ep != self.batch or self._is_known(key):
+            return None
+        return key, Mesh(ep=key.ep, cp=key.cp, tp=key.tp, borrowed=key.borrowed), 1
+
     def _alone(self, region: Region) -> Reference | None:
-        """The whole batch with one of its axes alone."""
-        for axis in region.key.axes():
-            key, size = alone(axis, region.key, self.batch), getattr(region.key, axis)
-            is_shared = self.axes.get((axis, size), 0) >= _SHARED and self.batch % key.rows == 0
-            if is_shared and not self._is_known(key):
-                return key, Mesh(**{axis: size}), 1
+        """The whole batch with one of its axes alone, over which experts are not split."""
+        for name, size, _ in _axes(region.key):
+            served = sum(self.axes.get((name, size, each), 0) for each in (False, True))
+            if served >= _SHARED and (found := self._on(size, name)) is not None:
+                return found
         return None
 
     def _thin(self, region: Region) -> Reference | None:
         """A few rows on the region's tp alone."""
         tp = region.key.tp
-        if tp == 1 or self.axes.get(("tp", tp), 0) < _SHARED:
+        if tp == 1 or sum(self.axes.get(("tp", tp, each), 0) for each in (False, True)) < _SHARED:
             return None
         key = thin(region.key, self.batch)
         return None if self._is_known(key) else (key, Mesh(tp=tp), self.batch // key.rows)
@@ -92,3 +121,12 @@ class References:
 def _ranks(key: Key) -> Key:
     """The axes of ``key``, of any rows."""
     return Key(0, key.ep, key.cp, key.tp, key.borrowed)
+
+
+def _axes(key: Key) -> Iterator[_Axis]:
+    for name in key.axes():
+        yield name, getattr(key, name), name in key.borrowed
+
+
+def _parts(size: int) -> list[int]:
+    return [part for part in range(2, size + 1) if size % part == 0]

@@ -1,20 +1,24 @@
 """What microbatches of placements that aren't made take at least, by those that are: found for all of a search at once.
 
-A rank with 1/k of a microbatch takes 1/k of the time at least, launches aside (:mod:`autopar.search.bounds`). What an
-axis makes wait for messages, which is known where the whole batch is on that axis alone, comes to placements without
-any axis. With other axes inside, its ranks may be further apart, where messages are likely to take longer.
+A rank with 1/k of a microbatch takes 1/k of the time at least, launches aside (:mod:`autopar.search.bounds`), be it
+that k times as many ranks share it: what one rank does of two that do the same in half of the time, messages too, is
+what the two do. So a placement bounds all that have as many ranks on each axis or a multiple of it, with as many rows
+or a part of them, and experts over the same axes or over more. What an axis makes wait for messages, which is known
+where the whole batch is on that axis alone, comes to placements without any axis. With other axes inside, its ranks may
+be further apart, where messages are likely to take longer.
 
 One kind may take less there: tokens that travel once to each node and then within it. With n nodes of w ranks each,
 the hop across takes more the larger n is (a token reaches more nodes, and a smaller part of them is its own), the hop
-within less the smaller w is; and where experts are split over other axes, too, n and w of all their ranks are no
-smaller than those of ep alone, as far apart as these are there. So ranks that are as far apart as they may be are
+within less the smaller w is; and where experts are split over more ranks, n and w are no smaller than those of fewer
+ranks, as far apart as these are there. So ranks that are as far apart as they may be are
 tried, each pass of a block takes the least that any distance gives it, and what is bounded by it counts that much less
-(:attr:`autopar.search.profiles.Profile.exchange_slack`). A placement that gathers tokens is taken to be no slower where
+(:attr:`autopar.search.profiles.Profile.slack`). So do messages within nodes of which a pair of devices has few of the
+wires: more ranks have more. A placement that gathers tokens is taken to be no slower where
 ranks are closer.
 
-Where experts are over an axis, what is known of others on it says nothing: tokens that travel along it may be faster.
-Experts that ranks of ep share get tokens of all these ranks: one rank with all experts bounds them if it has as many
-rows as they have together; with fewer it may take longer, to read weights for few tokens.
+Where experts are whole on an axis, what is known of that says nothing where they are split over it: tokens that travel
+along it may be faster. Experts that ranks of ep share get tokens of all these ranks: one rank with all experts bounds
+them if it has as many rows as they have together; with fewer it may take longer, to read weights for few tokens.
 
 Solvers minimize passes and what a step does once (sums over tp, updates), as one in so many microbatches, and
 what each of these adds to a weight. Where ``tp``
@@ -66,6 +70,7 @@ class Scaling:
         self._borrows = {axis: np.array([axis in key.borrowed for key in self._place], dtype=bool) for axis in _AXES}
         shape = len(self._place), _TOTAL + 1
         self._plain, self._split, self._sent = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        self._sent_on: dict[str, Array] = {}  # by axis; all of these together are what is sent
         self._on: dict[tuple[str, int], list[Profile]] = {}  # by the one axis that they are on, and its size
         self._issued: dict[str, Array] = {}  # of a layer's passes, on any placement with that one axis
         self._sent_over: dict[tuple[Key, Link], Array] = {}
@@ -142,55 +147,57 @@ class Scaling:
 
     def _add(self, profile: Profile) -> None:
         share, axes = self._shares(profile.key)[:, None], profile.key.axes()
-        seconds, launches = self._figures(profile)
-        found = np.where(share > 0, share * (seconds - launches) + launches, 0.0)
+        seconds, further, launches = self._figures(profile)
+        least = np.where(self._on_same_axes(profile.key)[:, None], seconds, further)
+        found = np.where(share > 0, share * (least - launches) + launches, 0.0)
         kept = self._split if axes else self._plain
         np.maximum(kept, found, out=kept)
         if len(axes) == 1 and not profile.key.borrowed:
-            here = self._sizes[axes[0]] == getattr(profile.key, axes[0])
             if profile.key == alone(axes[0], profile.key, self._root.key.rows):
-                self._sent += np.where(here[:, None], share * self._least_messages(profile, axes[0]), 0.0)
+                sent = share * self._least_messages(profile, axes[0])
+                self._sent_on[axes[0]] = np.maximum(self._sent_on.get(axes[0], 0.0), sent)
+                self._sent = np.sum(list(self._sent_on.values()), axis=0)
             self._on.setdefault((axes[0], getattr(profile.key, axes[0])), []).append(profile)
             if self._times(profile) is not None:
                 assert self._block is not None
                 most = self._issued.setdefault(axes[0], np.zeros(2))
                 np.maximum(most, profile.host_passes(self._block), out=most)
 
+    def _on_same_axes(self, known: Key) -> Array:
+        """Whether ranks of each key are as many and as far apart, and send to the same ones."""
+        same = np.all([self._sizes[axis] == getattr(known, axis) for axis in _AXES], axis=0)
+        same &= np.all([self._borrows[axis] == (axis in known.borrowed) for axis in _AXES], axis=0)
+        found: Array = same
+        return found
+
     def _shares(self, known: Key) -> Array:
         """Of the microbatch of ``known``, what each key's is at least; 0 where it is no part of it, or that one does
         more because there are other microbatches, or other ranks with rows, or experts aren't over its axes."""
-        together = self._rows if known.ep > 1 else self._rows * self._sizes["ep"]  # experts get tokens of all of ep
-        smaller = known.rows % together == 0
+        smaller = known.rows * known.ep % (self._rows * self._sizes["ep"]) == 0  # experts get tokens of all of ep
         smaller &= self._several | (not known.several)
         smaller &= self._copies | (not known.copies)
-        for axis in ("cp", "tp"):
+        for axis in _AXES:
             smaller &= self._sizes[axis] % getattr(known, axis) == 0
-        if known.ep > 1:
-            smaller &= self._sizes["ep"] == known.ep
-        for axis in ("cp", "tp"):
             if axis in known.borrowed:
                 smaller &= self._borrows[axis]
-            elif known.borrowed or getattr(known, axis) > 1:
+            elif getattr(known, axis) > 1:
                 smaller &= ~self._borrows[axis]  # each rank may compute for experts of its own there
-        if known.borrowed:  # what is sent depends on where ranks are
-            for axis in _AXES:
-                smaller &= self._sizes[axis] == getattr(known, axis)
         inner = self._sizes["cp"] * self._sizes["tp"] / known.inner
         found: Array = np.where(smaller, self._rows / known.rows / inner, 0.0)
         return found
 
-    def _figures(self, profile: Profile) -> tuple[Array, Array]:
-        """Seconds, and the part of them that is launches."""
-        seconds, launches = np.zeros(_TOTAL + 1), np.zeros(_TOTAL + 1)
-        units = profile.further_units
-        seconds[_TOTAL], launches[_TOTAL] = math.fsum(unit.seconds for unit in units), profile.fixed_seconds
+    def _figures(self, profile: Profile) -> tuple[Array, Array, Array]:
+        """Seconds, those of more ranks or of such that are further apart, and the part of them that is launches."""
+        seconds, further, launches = np.zeros((3, _TOTAL + 1))
+        seconds[_TOTAL], launches[_TOTAL] = profile.seconds, profile.fixed_seconds
+        further[_TOTAL] = math.fsum(unit.seconds for unit in profile.further_units)
         if (times := self._times(profile)) is not None:
-            seconds[:_TOTAL], launches[:_TOTAL] = times.seconds, times.launches
-        return seconds, launches
+            seconds[:_TOTAL], further[:_TOTAL], launches[:_TOTAL] = times.seconds, times.further, times.launches
+        return seconds, further, launches
 
     def _least_messages(self, profile: Profile, axis: str) -> Array:
         """The six figures of messages between ranks that are neighbours, or further apart."""
-        pairs = zip(profile.sent_between(axis), profile.exchange_slack, strict=True)
+        pairs = zip(profile.sent_between(axis), profile.slack, strict=True)
         return self._of_blocks(profile, [(max(0.0, f - less), max(0.0, b - back)) for (f, b), (less, back) in pairs])
 
     def _messages(self, profile: Profile, axis: str, stride: int) -> Array:
