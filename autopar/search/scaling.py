@@ -1,29 +1,28 @@
 """What microbatches of placements that aren't made take at least, by those that are: found for all of a search at once.
 
-A rank with 1/k of a microbatch takes 1/k of the time at least, launches aside (:mod:`autopar.search.bounds`), be it
-that k times as many ranks share it: what one rank does of two that do the same in half of the time, messages too, is
-what the two do. So a placement bounds all that have as many ranks on each axis or a multiple of it, with as many rows
-or a part of them, and experts over the same axes or over more. What an axis makes wait for messages, which is known
-where the whole batch is on that axis alone, comes to placements without any axis. With other axes inside, its ranks may
-be further apart, where messages are likely to take longer.
+A rank with 1/k of a microbatch takes 1/k of the time at least, launches aside (:mod:`autopar.search.bounds`). The
+same where k times as many ranks share a microbatch: what k of them do, one could do in k times the time, with fewer
+messages. So a placement bounds all that have as many ranks on each axis or several times as many, as many rows or a
+part of them, and experts over the same axes or over more. What an axis makes wait for messages, which is known where
+the whole batch is on that axis alone, comes to placements without any axis. With other axes inside, its ranks may be
+further apart, where messages are likely to take longer.
 
-One kind may take less there: tokens that travel once to each node and then within it. With n nodes of w ranks each,
-the hop across takes more the larger n is (a token reaches more nodes, and a smaller part of them is its own), the hop
-within less the smaller w is; and where experts are split over more ranks, n and w are no smaller than those of fewer
-ranks, as far apart as these are there. So ranks that are as far apart as they may be are
-tried, each pass of a block takes the least that any distance gives it, and what is bounded by it counts that much less
-(:attr:`autopar.search.profiles.Profile.slack`). So do messages within nodes of which a pair of devices has few of the
-wires: more ranks have more. A placement that gathers tokens is taken to be no slower where
-ranks are closer.
+Two kinds of messages may take less there. Tokens may travel once to each node and then within it. With n nodes of w
+ranks each, the hop across takes more the larger n is (a token reaches more nodes, and a smaller part of them is its
+own), the hop within less the smaller w is; and where experts are split over more ranks, n and w are no smaller than
+those of fewer ranks, as far apart as these are there. So ranks that are as far apart as they may be are tried, and each
+pass of a block takes the least that any distance gives it. And where a pair of devices has few of the wires within a
+node, more ranks have more of them: messages are taken to have all. What is bounded by a placement on other axes counts
+that much less (:attr:`autopar.search.profiles.Profile.slack`). A placement that gathers tokens is taken to be no slower
+where ranks are closer.
 
 Where experts are whole on an axis, what is known of that says nothing where they are split over it: tokens that travel
 along it may be faster. Experts that ranks of ep share get tokens of all these ranks: one rank with all experts bounds
 them if it has as many rows as they have together; with fewer it may take longer, to read weights for few tokens.
 
-Solvers minimize passes and what a step does once (sums over tp, updates), as one in so many microbatches, and
-what each of these adds to a weight. Where ``tp``
-may leave parameters whole or split them, passes are as fast as they can be only where the latter doesn't count
-(:attr:`autopar.search.profiles.Key.counted`): no other placement on tp bounds any.
+Solvers minimize passes and what a step does once (sums over tp, updates), as one in so many microbatches, and what each
+of these adds to a weight. Where ``tp`` may leave parameters whole or split them, passes are as fast as they can be only
+where the latter doesn't count (:attr:`autopar.search.profiles.Key.counted`): no other placement on tp bounds any.
 
 Of fewer rows than ranks, some may have to be sent that the whole batch, cut by rows, has not. That is no bound: what is
 placed there may send less.
