@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Final, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from torch import fx
 
@@ -21,7 +21,7 @@ from autopar.cluster import Cluster
 from autopar.cost_models import step
 from autopar.errors import AutoparError
 from autopar.graph import AxisRef, Info, Model, info
-from autopar.mesh import Mesh
+from autopar.mesh import AXES, Mesh
 from autopar.options import Options
 from autopar.passes.expert_roads import exchange_axes, nodes_of, travelling
 from autopar.passes.hoist import parameter_sums, unhoisted
@@ -37,8 +37,6 @@ from autopar.planner.wanted import Wanted
 from autopar.search.gradients import Kind, kinds_by_call
 from autopar.search.hulls import Array, hull
 from autopar.spmd import Type
-
-_INNERMOST_FIRST: Final = ("tp", "cp", "ep")
 
 
 class Key(NamedTuple):
@@ -215,8 +213,11 @@ class Profile:
         found = []
         for block, computed, cost in zip(self.model.blocks, self.computed, self.costs, strict=True):
             along = {axis for routing in travelling(block) for axis in exchange_axes(routing)}
-            ways = list(self._ways_along(along)) if along and request.options.dispatch != FLAT else []
-            tries = [block_cost(block, machine.at_least(way), computed) for way in ways or [1] * (near != few)]
+            if along and request.options.dispatch != FLAT:
+                ways = list(self._ways_along(along))
+            else:
+                ways = [] if near == few else [1]
+            tries = [block_cost(block, machine.at_least(way), computed) for way in ways]
             forward = min((each.forward_seconds for each in tries), default=math.inf)
             backward = min((each.backward_seconds for each in tries), default=math.inf)
             found.append((max(0.0, cost.forward_seconds - forward), max(0.0, cost.backward_seconds - backward)))
@@ -225,7 +226,7 @@ class Profile:
     def _ways_along(self, axes: Set[str]) -> Iterator[int]:
         """Over how many nodes ranks along ``axes`` may lie: as here, or further apart because of what is inside."""
         request = self.placed.request
-        mesh, inner = self.mesh(request.mesh), itertools.takewhile(axes.__contains__, _INNERMOST_FIRST)
+        mesh, inner = self.mesh(request.mesh), itertools.takewhile(axes.__contains__, reversed(AXES))
         ranks, stride = math.prod(map(mesh.size, axes)), min(map(mesh.stride, axes))
         most = max(1, request.cluster.devices_per_node // stride)
         on_node = [size for size in range(1, min(ranks, most) + 1) if ranks % size == 0]

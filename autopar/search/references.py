@@ -25,29 +25,28 @@ _SHARED: Final = 4  # regions that one has to serve which is made for its bound 
 
 @dataclass(frozen=True)
 class References:
-    """Of a search, by how many regions they serve: those with so many rows on all ranks of ep (``rows``), of an axis
-    (name, size, and whether experts are split over it) as many ranks (``axes``) or a multiple of it (``parts``), and
-    the same ``ranks`` (all axes of a key). Its ``batch`` has so many rows."""
+    """Of a search, by how many regions they serve: those with so many rows on all ranks of ep (``rows``), as many ranks
+    on an axis (``axes``) or a multiple of that, with experts over it or not (``parts``), and the same ``ranks`` (all
+    axes of a key). Its ``batch`` has so many rows, of which each rank of ep has as many."""
 
     profiler: Profiler
     batch: int
     rows: Mapping[int, int]
-    axes: Mapping[_Axis, int]
+    axes: Mapping[tuple[str, int], int]
     parts: Mapping[_Axis, int]
     ranks: Mapping[Key, int]
 
     @classmethod
     def of(cls, profiler: Profiler, batch: int, keys: Mapping[Key, int]) -> References:
         """``keys`` are those of all regions, with how many have each."""
-        rows, axes, parts, ranks = Counter[int](), Counter[_Axis](), Counter[_Axis](), Counter[Key]()
+        rows, axes, parts, ranks = Counter[int](), Counter[tuple[str, int]](), Counter[_Axis](), Counter[Key]()
         for key, count in keys.items():
             rows[key.rows * key.ep] += count
             ranks[_ranks(key)] += count
-            for axis in _axes(key):
-                axes[axis] += count
-        for (name, size, borrowed), count in axes.items():
-            for part in _parts(size):
-                parts[name, part, borrowed] += count
+            for name, size, borrowed in _axes(key):
+                axes[name, size] += count
+                for part in _parts(size):
+                    parts[name, part, borrowed] += count
         return cls(profiler, batch, rows, axes, parts, ranks)
 
     def known(self) -> list[Profile]:
@@ -93,23 +92,20 @@ class References:
         return self._whole(key._replace(borrowed=(name,) if borrowed else ()))
 
     def _whole(self, key: Key) -> Reference | None:
-        """Of the whole batch, if there are as many rows as that takes and it isn't made."""
-        if key.rows * key.ep != self.batch or self._is_known(key):
-            return None
-        return key, Mesh(ep=key.ep, cp=key.cp, tp=key.tp, borrowed=key.borrowed), 1
+        """Of the whole batch, if it isn't made."""
+        return None if self._is_known(key) else (key, Mesh(ep=key.ep, cp=key.cp, tp=key.tp, borrowed=key.borrowed), 1)
 
     def _alone(self, region: Region) -> Reference | None:
         """The whole batch with one of its axes alone, over which experts are not split."""
         for name, size, _ in _axes(region.key):
-            served = sum(self.axes.get((name, size, each), 0) for each in (False, True))
-            if served >= _SHARED and (found := self._on(size, name)) is not None:
+            if self.axes.get((name, size), 0) >= _SHARED and (found := self._on(size, name)) is not None:
                 return found
         return None
 
     def _thin(self, region: Region) -> Reference | None:
         """A few rows on the region's tp alone."""
         tp = region.key.tp
-        if tp == 1 or sum(self.axes.get(("tp", tp, each), 0) for each in (False, True)) < _SHARED:
+        if tp == 1 or self.axes.get(("tp", tp), 0) < _SHARED:
             return None
         key = thin(region.key, self.batch)
         return None if self._is_known(key) else (key, Mesh(tp=tp), self.batch // key.rows)
