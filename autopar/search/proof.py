@@ -22,9 +22,10 @@ from autopar.errors import AutoparError, BudgetError
 from autopar.search import work as units
 from autopar.search.ahead import Ahead
 from autopar.search.costing import Outcome, laid_on, splits_further
+from autopar.search.profiles import Profile
 from autopar.search.reckoning import Reckoning
 from autopar.search.space import Family, Point, Region, Savers, savers
-from autopar.search.waiting import Item, What, work_beside
+from autopar.search.waiting import Item, What, near, work_beside
 
 _AIM: Final = 1.3  # times what the best plan is likely to take
 _LIKELY: Final = 128  # regions that say so
@@ -221,15 +222,7 @@ class Proof(Reckoning):
         """Lay it out, if what is known of it by itself leaves it the best."""
         if self._plain(point) in self._roomy:
             return  # to save memory is no use where there is enough
-        profile = self.profile(point.region)
-        assert profile is not None
-        known = laid_on(point, profile, self.profiler)
-        passes = max(bound, self.costing.bound(point, known))
-        kept = passes if self.is_beaten(passes) else self.costing.memory_bound(point, known)
-        if kept > passes:
-            self._save(passes, [point])
-        if max(passes, kept) > bound:
-            self._push(max(passes, kept), point)
+        if self._is_bettered(bound, point):
             return
         if self.aim < math.inf or (self.outcomes and not self._can_better(bound)):
             self._is_over = True
@@ -240,14 +233,45 @@ class Proof(Reckoning):
         except AutoparError as error:
             if isinstance(error, BudgetError):
                 self._save(bound, [point])
-                if error.needed_bytes <= self.costing.whole_budget_bytes + max(known.activations.working_bytes):
+                working = self._laid_on(point).activations.working_bytes
+                if error.needed_bytes <= self.costing.whole_budget_bytes + max(working):
                     self._pass(bound, point)  # what its largest op needs was an estimate: that proves nothing
             return
         if outcome.is_tight:
             self._save(bound, [point])
 
+    def _is_bettered(self, bound: float, point: Point) -> bool:
+        """Whether it waits again with a better bound, by what is known of it by itself."""
+        known = self._laid_on(point)
+        passes = max(bound, self.costing.bound(point, known))
+        kept = passes if self.is_beaten(passes) else self.costing.memory_bound(point, known)
+        if kept > passes:
+            self._save(passes, [point])
+        if max(passes, kept) > bound:
+            self._push(max(passes, kept), point)
+            return True
+        return False
+
+    def _laid_on(self, point: Point) -> Profile:
+        """What says most of it by itself."""
+        profile = self.profile(point.region)
+        assert profile is not None
+        return laid_on(point, profile, self.profiler)
+
     def _can_better(self, bound: float) -> bool:
         """Whether the work that is left would do for a better bound than this."""
+        if self._has_work(bound):
+            return True
+        beside = near(self._waiting, bound)
+        self._waiting = [item for item in self._waiting if item.what not in beside]
+        heapq.heapify(self._waiting)
+        for point, least in beside.items():
+            if not self._is_bettered(least, point):
+                self._push(least, point)
+        return self._has_work(bound)
+
+    def _has_work(self, bound: float) -> bool:
+        """For all points that are bounded by nearly as much as that."""
         return work_beside(self._waiting, bound, self._length) <= self.most_work - self._work
 
     def _save(self, bound: float, points: Iterable[Point]) -> None:

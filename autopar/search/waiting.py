@@ -22,8 +22,12 @@ class Item(NamedTuple):
     what: What
 
 
+def near(waiting: Iterable[Item], bound: float) -> dict[Point, float]:
+    """The points that have to be laid out before much more than ``bound`` is proven, with their bounds."""
+    pairs = ((item.what, item.bound) for item in waiting if item.bound < bound * (1 + _STEP))
+    return {what: least for what, least in pairs if isinstance(what, Point)}
+
+
 def work_beside(waiting: Iterable[Item], bound: float, length: float) -> float:
-    """Of laying out all points whose bounds are nearly ``bound``, of a model of such a ``length``: until that is done,
-    no better one is proven."""
-    near = (item.what for item in waiting if item.bound < bound * (1 + _STEP))
-    return sum(work_of(what, length) for what in near if isinstance(what, Point))
+    """Of laying out all points whose bounds are nearly ``bound``, of a model of such a ``length``."""
+    return sum(work_of(point, length) for point in near(waiting, bound))

@@ -38,15 +38,26 @@ def begun(**given: Any) -> Proof:
 
 
 @pytest.mark.parametrize(("left", "goes_on"), [(0.9, False), (1.1, True)])
-def test_what_is_left_of_the_work_goes_into_no_point_where_more_are_alike(left: float, goes_on: bool) -> None:
+def test_what_is_left_of_the_work_goes_into_no_point_where_more_are_alike(
+    left: float, goes_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless more is known of these by themselves."""
     proof, point = begun(), point_of(0)
     outcome = proof.lay_out(point)
     alike = [point._replace(zero=zero) for zero in (1, 2, 3)]
     bound = outcome.step_seconds / 2
-    proof._waiting = [Item(bound, number, other) for number, other in enumerate(alike)]
+    items = [Item(bound, number, other) for number, other in enumerate(alike)]
+    proof._waiting = list(items)
     proof.most_work = proof._work + left * sum(work_of(other, proof._length) for other in alike)
-    assert proof._can_better(bound) == goes_on
-    assert proof._can_better(bound / 2), "nothing has to be laid out"
+    with monkeypatch.context() as patched:
+        patched.setattr(Proof, "_is_bettered", lambda *_: False)
+        assert proof._can_better(bound) == goes_on
+        assert {(item.bound, item.what) for item in proof._waiting} == {(bound, other) for other in alike}
+        assert proof._can_better(bound / 2), "nothing has to be laid out"
+    assert proof._can_better(bound)
+    waiting = {item.what: item.bound for item in proof._waiting}
+    assert set(alike) <= set(waiting)
+    assert goes_on or min(waiting[other] for other in alike) > 1.1 * bound
 
 
 def test_a_proof_ends_before_points_that_it_has_not_the_work_for(monkeypatch: pytest.MonkeyPatch) -> None:
