@@ -26,12 +26,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.search.hulls import Array
+from autopar.search.hulls import Array, amounts
 from autopar.search.interleaving import Counts
 from autopar.search.profiles import Key, Unit
 
 _BISECTIONS = 40
-_VALUES = 16  # of what layers keep that are told apart where the rest is copied
 
 
 def scaled(known: Key, wanted: Key) -> float | None:
@@ -142,7 +141,7 @@ class Held:
     """What each unit takes and holds, in order: seconds of its passes and of its forward, bytes of its state, bytes
     that it keeps of a microbatch at least, and whether it is one of the ``layers``: those of the block that is called
     most, each of which may keep ``saved`` bytes (falling) for ``extra`` seconds more (rising, convex). ``working``:
-    bytes of each unit's largest op."""
+    bytes of each unit's largest op. A rank has passes of so many seconds ``beside`` its units'."""
 
     seconds: Array
     forward: Array
@@ -152,6 +151,7 @@ class Held:
     working: Array
     saved: Array
     extra: Array
+    beside: float = 0.0
 
     def inner(self) -> Held:
         """Without the first unit and the last."""
@@ -176,7 +176,7 @@ class Held:
         room = budget - state - self._largest
         found = seconds + self._again(room - kept.most * least, kept.most, layers)
         if kept.spills:
-            found = np.maximum(found, self._spilled(room, layers, seconds, kept.spills))
+            found = np.maximum(found, self._spilled(room, layers, kept.spills, self.beside))
         return np.where(seconds >= 0, found, np.inf)
 
     @cached_property
@@ -203,18 +203,21 @@ class Held:
             room, working = room - self.state[-1] - self.least[-1], max(working - self.least[-1], self.working[-1])
         room = room - working * (last or layers > 0)
         found = seconds + self._again(room, kept.most, layers)
-        return np.maximum(found, self._spilled(room, layers, seconds, kept.spills)) if kept.spills else found
+        if not kept.spills:
+            return found
+        others = self.beside + float((self.seconds * (self.layers == 0)).sum())
+        return np.maximum(found, self._spilled(room, layers, kept.spills, others))
 
-    def _spilled(self, room: Array, layers: Array, seconds: Array, spills: Sequence[Spill]) -> Array:
-        """Of the passes and of the copies beside them, for the best of what layers may keep: between two values of
-        that, no less is recomputed than with the larger one, and no less copied than with the smaller one."""
-        saved = np.linspace(self.saved[-1], self.saved[0], _VALUES + 1)
-        extra = np.interp(-saved, -self.saved, self.extra)
-        passes = seconds[..., None] + layers[..., None] * extra[1:]
+    def _spilled(self, room: Array, layers: Array, spills: Sequence[Spill], others: float) -> Array:
+        """Of the layers' passes and of the copies beside these and ``others``, which count elsewhere, for the best of
+        what layers may keep: between two values of that, no less is recomputed than with the larger one, and no less
+        copied than with the smaller one."""
+        saved, extra = amounts(self.saved, self.extra, self._layer("seconds"))
+        passes = layers[..., None] * (self._layer("seconds") + extra[:-1])
         forward = layers[..., None] * self._layer("forward")
         best = passes
         for spill in spills:
-            copy = spill.seconds * np.maximum(0.0, spill.kept * layers[..., None] * saved[:-1] - room[..., None])
+            copy = spill.seconds * np.maximum(0.0, spill.kept * layers[..., None] * saved[1:] - room[..., None])
             ahead, most = (
                 (forwards * forward + backwards * (passes - forward)) / spill.microbatches
                 for forwards, backwards in (
@@ -222,8 +225,9 @@ class Held:
                     (spill.most_forwards, spill.most_backwards),
                 )
             )
-            parts = np.maximum(ahead, copy) + np.maximum(passes - most, copy)
-            best = np.maximum(best, np.maximum(parts, spill.times * copy))
+            behind = copy + passes - most - spill.most_forwards / spill.microbatches * others
+            whole = np.maximum(copy + np.maximum(ahead, copy), spill.times * copy) - others
+            best = np.maximum(best, np.maximum(behind, whole))
         least: Array = best.min(axis=-1)
         return least
 

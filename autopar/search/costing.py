@@ -25,7 +25,7 @@ from autopar.planner.rank_memory import MOMENTS, Storage
 from autopar.planner.wanted import Wanted
 from autopar.schedules import Timelines
 from autopar.schedules.registry import SCHEDULES, swaps_both_ways
-from autopar.search.bounds import Held, by_paths, folded, recomputed, shared_out, straight
+from autopar.search.bounds import Held, by_paths, folded, recomputed, scaled, shared_out, straight
 from autopar.search.ends import left_seconds, most_parameters
 from autopar.search.gradients import Sums
 from autopar.search.held import held_by
@@ -99,7 +99,7 @@ class _Loaded:
 @dataclass
 class Costing:
     """Costs of points of one search; ``spared_bytes`` of a budget are left for what no solver counts. ``root`` is
-    the profile of the whole batch on one rank.
+    the profile of the whole batch on one rank, ``logits_seconds`` what the product takes there that makes its logits.
 
     What several points share is kept: passes of a cut, microbatches in flight, what layers may keep, timelines.
     """
@@ -108,6 +108,7 @@ class Costing:
     options: Options
     spared_bytes: int = 0
     root: Profile | None = None
+    logits_seconds: float = 0.0
     _passes: dict[tuple[object, ...], float] = field(default_factory=dict)
     _hosts: dict[tuple[object, ...], float] = field(default_factory=dict)
     _machines: dict[tuple[Mesh, int], Machine] = field(default_factory=dict)
@@ -139,8 +140,8 @@ class Costing:
 
     def aside(self) -> Costing:
         """The same, for another who reckons with it: work counts for each, though lists and timelines are in common."""
-        other = Costing(self.cluster, self.options, self.spared_bytes, self.root, keeping=self.keeping.aside())
-        return replace(other, interleaving=self.interleaving, timelines=self.timelines)
+        other = Costing(self.cluster, self.options, self.spared_bytes, self.root, self.logits_seconds)
+        return replace(other, keeping=self.keeping.aside(), interleaving=self.interleaving, timelines=self.timelines)
 
     def options_of(self, point: Point) -> Options:
         searched = {name: getattr(point, name) for name in ("zero", "zero_ranks", "offload", "head_chunks")}
@@ -242,7 +243,7 @@ class Costing:
         sums, chunks = self._sums(point, profile), row.chunks or point.chunks
         split = (row.splits_backward, splits_head(point.family), row.placement)
         sent = self.sent_seconds(profile, mesh)
-        key = (profile.key, sums, mesh.pp, microbatches, chunks, split, sent)
+        key = (profile.key, sums, mesh.pp, microbatches, chunks, split, sent, point.head_chunks)
         if key not in self._passes:
             self._passes[key] = self._pipeline_seconds(self._loaded(point, profile).units, point.family, sent)
         return max(mean, self._passes[key])
@@ -256,14 +257,23 @@ class Costing:
         return Sums(shards, point.zero, tuple(point.offload), microbatches, split)
 
     def _loaded(self, point: Point, profile: Profile) -> _Loaded:
-        sums = self._sums(point, profile)
-        key = profile.key, sums
+        sums, again = self._sums(point, profile), self.again_seconds(point, profile)
+        key = profile.key, sums, again
         if key not in self._loads:
             options, device = self.options_of(point), self.cluster.device
             kinds = {id(each): each for each in profile.unit_parameters}  # few: most units are alike
-            added = {number: sums.seconds(each, options, device) for number, each in kinds.items()}
-            self._loads[key] = _Loaded.of(profile.units, (added[id(each)] for each in profile.unit_parameters))
+            each = {number: sums.seconds(each, options, device) for number, each in kinds.items()}
+            added = [each[id(kinds)] for kinds in profile.unit_parameters]
+            added[-1] += again
+            self._loads[key] = _Loaded.of(profile.units, added)
         return self._loads[key]
+
+    def again_seconds(self, point: Point, profile: Profile) -> float:
+        """What a microbatch takes longer at least where the head is computed in chunks, and in the profile it isn't:
+        its logits are made twice."""
+        if point.head_chunks == 1 or profile.key.chunks > 1 or self.root is None:
+            return 0.0
+        return self.logits_seconds * (scaled(self.root.key, profile.key) or 0.0)
 
     def _pipeline_seconds(self, units: Sequence[Unit], family: Family, sent: tuple[float, float]) -> float:
         row, ranks, microbatches = SCHEDULES[family.schedule], family.region.mesh.pp, family.region.microbatches
@@ -305,9 +315,9 @@ class Costing:
         row, pp, microbatches = SCHEDULES[family.schedule], family.region.mesh.pp, family.region.microbatches
         beside, split = 0.0, row.splits_backward or splits_head(family)
         if splits_head(family) and len(held.seconds) > 2:
-            beside, held = microbatches * float(held.seconds[-1]) / pp, held.inner()
-        head = MODES[family.vocabulary].head
-        asked = (family.schedule, pp, microbatches, family.chunks, head)
+            head = float(held.seconds[-1]) / pp
+            beside, held = microbatches * head, replace(held.inner(), beside=head)
+        asked = (family.schedule, pp, microbatches, family.chunks, MODES[family.vocabulary].head)
         rate = self.swap_rate([family.schedule], microbatches)
         kept = self.keeping.away(*asked, rate) if away and rate else self.keeping.here(*asked)
         if pp == 1 or (row.chunks or family.chunks) == 1:

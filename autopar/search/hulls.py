@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,12 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 Figure = float | Array
+
+_LITTLE: Final = (*(0.0025 * n for n in range(1, 9)), 0.025, 0.03, 0.04, 0.05, 0.065, 0.085, 0.11, 0.15)
+"""Parts of a pass by which it may take longer, that bounds tell apart: plans that are far from the best needn't be told
+from each other as closely."""
+_EVEN: Final = 12  # more of them, evenly spread
+_FEW: Final = 8  # amounts, evenly spread: enough for what is likely
 
 
 def hull(points: Sequence[tuple[float, float]]) -> tuple[Array, Array]:
@@ -29,3 +36,17 @@ def hull(points: Sequence[tuple[float, float]]) -> tuple[Array, Array]:
 def _is_above(left: tuple[float, float], middle: tuple[float, float], right: tuple[float, float]) -> bool:
     """Whether ``middle`` lies on or above the line between the others."""
     return (middle[1] - left[1]) * (left[0] - right[0]) >= (right[1] - left[1]) * (left[0] - middle[0])
+
+
+def amounts(saved: Array, extra: Array, passes: float) -> tuple[Array, Array]:
+    """Points of a hull, by falling ``saved`` bytes and rising ``extra`` seconds: both its ends, some between, and the
+    more where they are little above the first one, of passes of so many seconds."""
+    more = extra[0] + passes * np.array(_LITTLE)
+    taken = np.sort([*np.linspace(extra[0], extra[-1], _EVEN + 1), *more[more < extra[-1]]])
+    return np.interp(taken, extra, saved), taken
+
+
+def few_amounts(saved: Array, extra: Array) -> tuple[Array, Array]:
+    """The same, a few with as many bytes between them."""
+    kept = np.linspace(saved[0], saved[-1], _FEW + 1)
+    return kept, np.interp(-kept, -saved, extra)

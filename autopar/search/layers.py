@@ -11,7 +11,11 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.graph import Meta, ParameterInfo, info
-from autopar.planner.rank_memory import stored_elements
+from autopar.options import Options
+from autopar.planner.block_costs import Machine
+from autopar.planner.pass_memory import passing_bytes
+from autopar.planner.rank_memory import Storage, stored_elements
+from autopar.planner.zero import MoveCosts
 from autopar.schedules.weight_moves import MESSAGES
 from autopar.search.bounds import scaled
 from autopar.search.gradients import Kind
@@ -108,6 +112,20 @@ def weights_of_layer(profile: Profile, block: int) -> list[LayerWeight]:
         if known.trainable and not known.is_buffer:
             split = tuple(axis for axis, kind in data.types().items() if kind.is_shard)
             found.append(LayerWeight(split, known, data.meta))
+    return found
+
+
+def comes_and_goes(profile: Profile, block: int, options: Options, machine: Machine) -> dict[str, float]:
+    """Of the weights of a call of ``block``, as figures of :class:`~autopar.search.wholesale.Stored`: bytes that are
+    gathered for each pass, and those of the last messages of its gradients; seconds of casts and copies in each pass
+    that weights are gathered for."""
+    calls, storage = profile.model.calls, Storage(options, machine.mesh)
+    call = next(i for i, each in enumerate(calls) if each.block == block)
+    gathered, flying = passing_bytes(profile.model, call, storage)
+    found: dict[str, float] = {"gathered_bytes": gathered, "flying_bytes": flying}
+    if storage.streams:
+        moves = MoveCosts(replace(profile.model, calls=[calls[call]]), options, machine)
+        found["copied"] = moves.cast_seconds((0,)) + moves.unpack_seconds((0,))
     return found
 
 

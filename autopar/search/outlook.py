@@ -15,8 +15,6 @@ import numpy as np
 from autopar.mesh import Mesh
 from autopar.options import activations_on_host, masters_on_host, weights_streamed
 from autopar.planner.modes import MODES
-from autopar.planner.pass_memory import passing_bytes
-from autopar.planner.rank_memory import Storage
 from autopar.schedules.placements import looped as going_round
 from autopar.schedules.placements import v_shaped
 from autopar.schedules.registry import SCHEDULES
@@ -28,7 +26,7 @@ from autopar.search.gradients import Adding, Kind, Sums, adding
 from autopar.search.hulls import Array
 from autopar.search.interleaving import Counts
 from autopar.search.keeping import Ratios, folded_kept, looped_kept, looped_messages, straight_kept, straight_messages
-from autopar.search.layers import LayerWeight, Messages, Scaler, layer_weights, weights_of_layer
+from autopar.search.layers import LayerWeight, Messages, Scaler, comes_and_goes, layer_weights, weights_of_layer
 from autopar.search.profiles import Key, Profile, Weights
 from autopar.search.ranks import even, kind_of, kinds_of, last_rank, ranks_of, unevenness, waited, with_last
 from autopar.search.scaling import Times
@@ -57,7 +55,6 @@ from autopar.search.wholesale import (
 _STAGES: Final = 8  # of a rank at most, where several are likely
 _STEADY: Final = 2  # times the ranks: of fewer microbatches, none are taken to wait as those of a steady state do
 _BOUNDLESS: Final = 1e30
-_VALUES: Final = 8  # amounts of what layers keep, for what is likely where nothing is placed
 _TINY: Final = 1e-30
 
 
@@ -239,7 +236,7 @@ class Outlook:
             kinds.append(replace(even(layers, looped_kept(pp, count, chunks), (0.0, 0.0), chunks), stages=chunks))
         kinds = [with_last(ranks, last, "straight") for ranks in kinds]
         hosts = [self._host(ranks, region, (), away=away) for ranks in kinds]
-        hosts = [host and host._replace(values=_VALUES) for host in hosts]
+        hosts = [host and host._replace(roughly=True) for host in hosts]
         budget = self.costing.budget_bytes
         every = [
             _with_moves(least_seconds(layers, stored, ranks, count, budget, host), layers, stored, ranks, count)
@@ -256,6 +253,7 @@ class Outlook:
             return np.array([self.costing.bound(point, profile) for point in points])
         region, count = family.region, family.region.microbatches
         layers = self.scaler.placed(profile) if kept else self.scaler.timed(profile)
+        layers = layers.with_head(self.costing.again_seconds(points[0], profile))
         layers = self._sending(layers.waiting(*profile.host_passes(self.scaler.block)), region, profile)
         stored = [self._of_point(point, profile) for point in points]
         asked = (family.schedule, region.mesh.pp, count, family.chunks, MODES[family.vocabulary].head)
@@ -285,19 +283,25 @@ class Outlook:
         family = points[0].family
         if family.schedule not in SCHEDULES or not self.scaler.suits(profile):
             return np.zeros(len(points))
-        passes = self._by_passes(points, profile)
-        return np.maximum(passes, self._by_memory(points, profile)) if memory else passes
+        found = np.empty(len(points))
+        for chunks in {point.head_chunks for point in points}:
+            places = [place for place, point in enumerate(points) if point.head_chunks == chunks]
+            some = [points[place] for place in places]
+            passes = self._by_passes(some, profile)
+            found[places] = np.maximum(passes, self._by_memory(some, profile)) if memory else passes
+        return found
 
     def _by_passes(self, points: Sequence[Point], profile: Profile) -> Array:
         """As if all fitted."""
         family, region = points[0].family, points[0].region
+        again = self.costing.again_seconds(points[0], profile)
 
         def found() -> Array:
-            layers = self._sending(self.scaler.timed(profile), region, profile)
+            layers = self._sending(self.scaler.timed(profile).with_head(again), region, profile)
             kinds, ways = self._all_ranks(family, layers, np.ones(region.mesh.pp)), self._ways_of(points, profile)
             return bounds_of_each(ways, without_memory(layers), kinds, region.microbatches, _BOUNDLESS)
 
-        passes = self._once((profile.key, *kind_of(points)), found)
+        passes = self._once((profile.key, again, *kind_of(points)), found)
         return np.maximum(passes, [self.costing.host_seconds(point, profile) for point in points])
 
     def _by_memory(self, points: Sequence[Point], profile: Profile) -> Array:
@@ -306,28 +310,23 @@ class Outlook:
         asked = (family.schedule, region.mesh.pp, region.microbatches, family.chunks, MODES[family.vocabulary].head)
         kept, host = keeping.least(*asked), self._copies(points[0])
         beside = keeping.beside(*asked, away=host is not None)
-        chunked = [point.head_chunks > 1 or splits_head(family) for point in points]
+        again = self.costing.again_seconds(points[0], profile)
+        is_whole = points[0].head_chunks == 1 and not splits_head(family)
 
         def found() -> Array:
-            layers = self._sending(self.scaler.placed(profile), region, profile)
+            layers = self._sending(self.scaler.placed(profile).with_head(again), region, profile)
             kinds, ways = self._all_ranks(family, layers, kept), self._ways_of(points, profile)
             if host is not None:
                 kinds = [ranks_of(family, layers, kept)]  # copies take time where paths are elsewhere
             kinds = [replace(ranks, passing=(int(layers.behind <= 1), 0), beside=beside) for ranks in kinds]
-            last, placement = np.array(self.scaler.placed_last_bytes(profile)), SCHEDULES[family.schedule].placement
-            least = np.empty(len(points))
-            for each in set(chunked):
-                places = [place for place, other in enumerate(chunked) if other == each]
-                some = kinds if each else [with_last(ranks, last, placement) for ranks in kinds]
-                those = [ways[place] for place in places]
-                least[places] = bounds_of_each(
-                    those, layers, some, region.microbatches, self.costing.budget_bytes, host
-                )
-            return least
+            if is_whole:
+                last, placement = np.array(self.scaler.placed_last_bytes(profile)), SCHEDULES[family.schedule].placement
+                kinds = [with_last(ranks, last, placement) for ranks in kinds]
+            return bounds_of_each(ways, layers, kinds, region.microbatches, self.costing.budget_bytes, host)
 
         if host is not None:
             return found()
-        held = kept.tobytes(), None if beside is None else beside.tobytes(), tuple(chunked)
+        held = kept.tobytes(), None if beside is None else beside.tobytes(), is_whole, again
         return self._once((profile.key, *kind_of(points), *held), found)
 
     def _once(self, key: tuple[object, ...], found: Callable[[], Array]) -> Array:
@@ -456,12 +455,10 @@ class Outlook:
         return self._ways[key]._replace(added=self._added[*key, split].each(microbatches))
 
     def _passing(self, mesh: Mesh, way: Way, profile: Profile) -> dict[str, float]:
-        """Bytes of a layer's weights and gradients that come and go."""
-        call = next(i for i, call in enumerate(profile.model.calls) if call.block == self.scaler.block)
-        zero, zero_ranks, offload = way
-        options = self.costing.options.model_copy(update={"zero": zero, "zero_ranks": zero_ranks, "offload": offload})
-        gathered, flying = passing_bytes(profile.model, call, Storage(options, mesh))
-        return {"gathered_bytes": gathered, "flying_bytes": flying}
+        """Of a layer's weights and gradients, what comes and goes."""
+        options = self.costing.options.model_copy(update=way._asdict())
+        machine = self.costing.machine_of(mesh, way.zero_ranks)
+        return comes_and_goes(profile, self.scaler.block, options, machine)
 
     def _least_passing(self, mesh: Mesh, way: Way, sizes: Sequence[int], weights: Weights) -> dict[str, float]:
         """The same if weights of these ``sizes`` were split as far as axes go."""

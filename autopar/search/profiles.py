@@ -19,11 +19,12 @@ from torch import fx
 
 from autopar.cluster import Cluster
 from autopar.cost_models import step
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, StageError
 from autopar.graph import AxisRef, Info, Model, info
 from autopar.mesh import AXES, Mesh
 from autopar.options import Options
 from autopar.passes.expert_roads import exchange_axes, nodes_of, travelling
+from autopar.passes.find_head import find_head
 from autopar.passes.hoist import parameter_sums, unhoisted
 from autopar.passes.pad_head import Table, table_of
 from autopar.passes.vocabulary import staged_calls
@@ -33,6 +34,7 @@ from autopar.planner.block_costs import BlockCost, Computed, Machine, block_cost
 from autopar.planner.build import Local, Placed, Request, activations_of, begin, place_inner, split_rows
 from autopar.planner.dispatch_forms import FLAT
 from autopar.planner.rulings import Rulings
+from autopar.planner.vocabulary_passes import op_seconds
 from autopar.planner.wanted import Wanted
 from autopar.search.gradients import Kind, kinds_by_call
 from autopar.search.hulls import Array, hull
@@ -406,6 +408,15 @@ class Profiler:
         """Whether it is placed, or refused."""
         key = self.key_for(key, mesh)
         return key in self.known or key in self.refused
+
+    def logits_seconds(self) -> float:
+        """Of the product that makes the logits of the whole batch, on one device; 0 without one before a loss."""
+        try:
+            *_, head = find_head(self.models[False])
+        except StageError:
+            return 0.0
+        forward, _ = op_seconds(head.product, self.cluster.device)
+        return forward
 
     def cuts_rows(self, batch: int) -> bool:
         """Whether a ``batch`` may be cut into microbatches: its rows are computed each by itself, and of the whole

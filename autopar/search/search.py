@@ -126,6 +126,7 @@ class Search(Reckoning):
         self.costing.root = self.profiler.of(Key(self.sizes.batch, 1, 1, 1), Mesh(), 1)  # it bounds everything
         if self.costing.root is None:
             raise next(iter(self.profiler.refused.values()))
+        self.costing.logits_seconds = self.profiler.logits_seconds()
         self.regions = sorted(regions(self.sizes, self.pins), key=simplicity)
         self.points = sum(map(self.count, self.regions))
         if any(region.mesh.cp > 1 for region in self.regions) and self.profiler.cuts_rows(self.sizes.batch):

@@ -16,11 +16,10 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from autopar.search.hulls import Array, Figure, Flags
+from autopar.search.hulls import Array, Figure, Flags, amounts, few_amounts
 from autopar.search.interleaving import Counts, messages
 
 _NOTHING: Final = np.zeros(1)
-_VALUES: Final = 16  # amounts of what layers keep that are told apart, for a bound
 _TINY: Final = 1e-30  # of a share: there may be none
 _WIDE: Final = 3  # times its even share of the layers that a rank is looked at with
 _PARTS: Final = (0.16, 0.08, 0.04, 0.02, 0.01, 0.005)  # by which a bound may turn out to be higher
@@ -63,6 +62,11 @@ class Layers:
             beside=(np.maximum(self.beside[0], other.beside[0]), np.maximum(self.beside[1], other.beside[1])),
         )
 
+    def with_head(self, more: float) -> Layers:
+        """Where the last call, which is the head, takes so many seconds ``more``."""
+        forward, backward = self.beside
+        return replace(self, beside=(forward, backward + more), last=self.last + more)
+
     def waiting(self, forward: float, backward: float) -> Layers:
         """With passes that the host needs so long for, where it has no lead."""
         return replace(self, forward=np.maximum(self.forward, forward), issued=backward)
@@ -73,7 +77,8 @@ class Stored(NamedTuple):
     pass (0: they are there), of a SCATTER of its gradients for each microbatch, and of adding these up; the share of a
     device's multiprocessors that both hold (:mod:`autopar.planner.contention`); bytes of a layer's weights that come
     and go (``gathered_bytes``), of the last messages of its gradients (``flying_bytes``), and of its state on the host
-    (``hosted``). What is likely alone: seconds of gathering them ``before`` all passes, of summing gradients ``after``
+    (``hosted``); what each pass takes for casts and copies of weights that are gathered for it (``copied``). What is
+    likely alone: seconds of gathering them ``before`` all passes, of summing gradients ``after``
     them, of that for ``each`` microbatch, and of their update."""
 
     state: float
@@ -84,6 +89,7 @@ class Stored(NamedTuple):
     gathered_bytes: float = 0.0
     flying_bytes: float = 0.0
     hosted: float = 0.0
+    copied: float = 0.0
     before: float = 0.0
     after: float = 0.0
     each: float = 0.0
@@ -140,7 +146,8 @@ class Host(NamedTuple):
     of its state is there. For some numbers of microbatches that a rank would keep (``kept``, ``[level, rank]``): how
     often in a step what it has no room for of these is copied (``times``), beside how many forwards and backwards
     (``ahead``, at least, and ``most``) that is for the first time. Of some microbatches nothing goes: ``stays`` of each
-    rank. So many ``values`` of what layers keep are told apart: with fewer, copies are taken to be somewhat shorter."""
+    rank. It is told apart closely what layers recompute, or (``roughly``) in a few steps, by one of which it may be
+    less."""
 
     rate: float
     room: float
@@ -149,7 +156,7 @@ class Host(NamedTuple):
     ahead: tuple[Array, Array]
     most: tuple[Array, Array]
     stays: Array
-    values: int = _VALUES
+    roughly: bool = False
 
 
 def straight(layers: Layers, ranks: int, microbatches: int, kept: Array, *, ends: bool) -> Ranks:
@@ -238,7 +245,7 @@ def least_seconds(
     """
     stored = np.array(ways, dtype=np.float64)
     beside, (forward, backward) = _beside(layers, ranks, microbatches), passes_of(layers, stored)
-    inputs = np.maximum(layers.inputs, layers.issued - layers.weights - stored[:, 3])
+    inputs = np.maximum(layers.inputs + stored[:, 8], layers.issued - layers.weights - stored[:, 3])
     waited = ranks.idle[0] * forward + ranks.idle[1] * backward
     waited = waited + (ranks.messages[0] * layers.sent[0] + ranks.messages[1] * layers.sent[1])
     until = backward if ranks.ends else inputs
@@ -253,8 +260,8 @@ def least_seconds(
 
 def passes_of(layers: Layers, stored: Array) -> tuple[Array, Array]:
     """By way, seconds of a layer's forward and backward, which wait for no gather: what others wait for."""
-    forward = layers.forward + np.zeros(len(stored))
-    backward = np.maximum(layers.inputs + layers.weights + stored[:, 3], layers.issued)
+    forward = layers.forward + stored[:, 8]
+    backward = np.maximum(layers.inputs + layers.weights + stored[:, 3] + stored[:, 8], layers.issued)
     held = stored[:, 4]
     return forward + _slowed(forward, stored[:, 1], held) if held.any() else forward, backward
 
@@ -423,11 +430,11 @@ def _layer_passes(layers: Layers, stored: Array, ranks: Ranks, count: Array, ext
     """Of one microbatch, ``[…, way, rank, n]``: seconds of each of n layers' forward, and of both passes with ``extra``
     seconds in the backward. Passes of one stage last as long as its weights are gathered for them. A scatter runs
     beside the pass that completes gradients but for those of each stage's first layer."""
-    gathered, scattered, added, held = (stored[:, i, None, None] for i in (1, 2, 3, 4))
+    gathered, scattered, added, held, copied = (stored[:, i, None, None] for i in (1, 2, 3, 4, 8))
     gathers, holds = (bool(stored[:, i].any()) for i in (1, 4))
     completing = _by_way(layers.weights) + added
-    forward = _by_way(layers.forward) + np.zeros_like(gathered)
-    backward = _by_way(layers.inputs) + extra + (0.0 if ranks.puts_off else completing)
+    forward = _by_way(layers.forward) + copied
+    backward = _by_way(layers.inputs) + copied + extra + (0.0 if ranks.puts_off else completing)
     if holds:
         beside = np.maximum(0.0, 1 - ranks.stages / count) * np.minimum(
             scattered, completing if ranks.puts_off else backward
@@ -461,12 +468,16 @@ def _copied(
 ) -> Array:
     """The passes and the copies beside them, for the best of what layers may keep: between two values of that, no less
     is recomputed than with the larger one, and no less copied than with the smaller one. What is copied ahead of the
-    first time that a rank keeps the most is copied back after it."""
-    values = np.linspace(layers.saved[-1], layers.saved[0], host.values + 1)
-    each, share = np.interp(-values, -layers.saved, layers.extra), _by_way(layers.share)
-    saved, extra = (share * some[:, None, None, None] for some in (values[:-1], each[1:]))  # [value, way, rank, n]
+    first time that a rank keeps the most is copied back after it. Other calls may run beside copies, too."""
+    share = _by_way(layers.share)
+    if host.roughly:
+        values, each = few_amounts(layers.saved, layers.extra)
+    else:
+        alone = (layers.forward + layers.inputs + layers.weights) / np.maximum(layers.share, _TINY)
+        values, each = amounts(layers.saved, layers.extra, float(np.min(alone)))
+    saved, extra = (share * some[:, None, None, None] for some in (values[1:], each[:-1]))  # [value, way, rank, n]
     forward, passes = (microbatches * count * each for each in _layer_passes(layers, stored, ranks, count, extra))
-    room, left = rooms
+    (room, left), others = rooms, _others(layers, ranks, microbatches)
     best = np.broadcast_to(passes, np.broadcast_shapes(passes.shape, room.shape)).copy()
     most = host.room - stored[:, 7, None, None] * count
     for kept, times, *ahead in zip(host.kept, host.times, *host.ahead, *host.most, strict=True):
@@ -481,11 +492,24 @@ def _copied(
             for forwards, backwards in (ahead[:2], ahead[2:])
         )
         # Passes ahead of the copy out and behind it, each of which may take less than a copy.
-        np.maximum(best, copy + np.maximum(before, passes - after), out=best)
+        ahead_of_it = ahead[2][:, None] / microbatches * others
+        np.maximum(best, copy + np.maximum(before - others, passes - after - ahead_of_it), out=best)
         copy *= np.maximum(2.0, times)[:, None]
-        np.maximum(best, copy, out=best)
+        np.maximum(best, copy - others, out=best)
     found: Array = best.min(axis=0)
     return found
+
+
+def _others(layers: Layers, ranks: Ranks, microbatches: int) -> Array:
+    """``[way, rank, 1]``: seconds of a step, at most, of calls that are no layers, as :func:`_beside` counts them."""
+    if ranks.skips_head:
+        return np.zeros((1, 1, 1))
+    seconds = microbatches * _by_way(layers.beside[0] + layers.beside[1])
+    rank = np.arange(ranks.count)[:, None]
+    if ranks.spreads_head:
+        return seconds / ranks.count + np.zeros(rank.shape)
+    is_end = (rank < max(layers.ahead, layers.behind)) | (rank >= ranks.count - layers.behind)
+    return np.where(is_end, seconds, 0.0)
 
 
 def without_memory(layers: Layers) -> Layers:
