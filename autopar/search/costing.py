@@ -262,8 +262,8 @@ class Costing:
         if key not in self._loads:
             options, device = self.options_of(point), self.cluster.device
             kinds = {id(each): each for each in profile.unit_parameters}  # few: most units are alike
-            each = {number: sums.seconds(each, options, device) for number, each in kinds.items()}
-            added = [each[id(kinds)] for kinds in profile.unit_parameters]
+            seconds = {number: sums.seconds(each, options, device) for number, each in kinds.items()}
+            added = [seconds[id(each)] for each in profile.unit_parameters]
             added[-1] += again
             self._loads[key] = _Loaded.of(profile.units, added)
         return self._loads[key]

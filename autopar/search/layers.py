@@ -118,12 +118,13 @@ def weights_of_layer(profile: Profile, block: int) -> list[LayerWeight]:
 def comes_and_goes(profile: Profile, block: int, options: Options, machine: Machine) -> dict[str, float]:
     """Of the weights of a call of ``block``, as figures of :class:`~autopar.search.wholesale.Stored`: bytes that are
     gathered for each pass, and those of the last messages of its gradients; seconds of casts and copies in each pass
-    that weights are gathered for."""
+    that weights are gathered for, if each call has its own."""
     calls, storage = profile.model.calls, Storage(options, machine.mesh)
-    call = next(i for i, each in enumerate(calls) if each.block == block)
+    call, *others = (i for i, each in enumerate(calls) if each.block == block)
     gathered, flying = passing_bytes(profile.model, call, storage)
     found: dict[str, float] = {"gathered_bytes": gathered, "flying_bytes": flying}
-    if storage.streams:
+    has_own = not any(set(calls[call].parameters) & set(calls[other].parameters) for other in others)
+    if storage.streams and has_own:
         moves = MoveCosts(replace(profile.model, calls=[calls[call]]), options, machine)
         found["copied"] = moves.cast_seconds((0,)) + moves.unpack_seconds((0,))
     return found

@@ -263,6 +263,7 @@ class Proof(Reckoning):
         if self._has_work(bound):
             return True
         beside = near(self._waiting, bound)
+        self._work += units.BETTERED * len(beside)
         self._waiting = [item for item in self._waiting if item.what not in beside]
         heapq.heapify(self._waiting)
         for point, least in beside.items():

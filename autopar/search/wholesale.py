@@ -78,8 +78,8 @@ class Stored(NamedTuple):
     device's multiprocessors that both hold (:mod:`autopar.planner.contention`); bytes of a layer's weights that come
     and go (``gathered_bytes``), of the last messages of its gradients (``flying_bytes``), and of its state on the host
     (``hosted``); what each pass takes for casts and copies of weights that are gathered for it (``copied``). What is
-    likely alone: seconds of gathering them ``before`` all passes, of summing gradients ``after``
-    them, of that for ``each`` microbatch, and of their update."""
+    likely alone: seconds of gathering them ``before`` all passes, of summing gradients ``after`` them, of that for
+    ``each`` microbatch, and of their update."""
 
     state: float
     gathered: float
@@ -146,8 +146,7 @@ class Host(NamedTuple):
     of its state is there. For some numbers of microbatches that a rank would keep (``kept``, ``[level, rank]``): how
     often in a step what it has no room for of these is copied (``times``), beside how many forwards and backwards
     (``ahead``, at least, and ``most``) that is for the first time. Of some microbatches nothing goes: ``stays`` of each
-    rank. It is told apart closely what layers recompute, or (``roughly``) in a few steps, by one of which it may be
-    less."""
+    rank. What layers recompute is told apart closely, or (``roughly``) in a few steps: it may be less by one."""
 
     rate: float
     room: float

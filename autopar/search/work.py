@@ -18,6 +18,9 @@ FAMILY: Final = 90
 PASSES: Final = 45
 """Of those by their passes alone."""
 
+BETTERED: Final = 50
+"""Of what is known of a point by itself."""
+
 LIKELY: Final = 60
 """Of estimates of them."""
 

@@ -74,6 +74,8 @@ def test_a_layer_copies_as_much_alone_as_in_a_stage(name: str, master: torch.dty
     assert found[3]["copied"] > 0
     assert len(layers) * found[3]["copied"] == pytest.approx(of_stage)
     assert (moves.cast_seconds(layers) > 0) == (master is not None)
+    calls[layers[1]] = replace(calls[layers[1]], parameters=calls[layers[0]].parameters)
+    assert "copied" not in comes_and_goes(profile, block, options, machine), "a stage gathers what layers share once"
 
 
 def step_of(count: int, head: tuple[float, float], rate: float, room: float) -> float:
