@@ -501,8 +501,6 @@ def _copied(
 
 def _others(layers: Layers, ranks: Ranks, microbatches: int) -> Array:
     """``[way, rank, 1]``: seconds of a step, at most, of calls that are no layers, as :func:`_beside` counts them."""
-    if ranks.skips_head:
-        return np.zeros((1, 1, 1))
     seconds = microbatches * _by_way(layers.beside[0] + layers.beside[1])
     rank = np.arange(ranks.count)[:, None]
     if ranks.spreads_head:
