@@ -38,6 +38,7 @@ from autopar.search.ways import (
     bounds_of_each,
     least_of,
     least_of_rows,
+    of_weights,
     undominated,
     with_sums,
 )
@@ -136,7 +137,8 @@ class Outlook:
             layers = self._sending(self.scaler.scaled(view.region.key, view.times), view.region)
             best = self._best_ways(mesh, view.ways)
             return _Row(layers, with_sums(best.proven, microbatches), with_sums(best.roomy, microbatches))
-        every = [self._of_way(mesh, profile, way, microbatches, split=True).proven for way in view.ways]
+        ways = of_weights(view.ways)
+        every = [self._of_way(mesh, profile, way, microbatches, split=True).proven for way in ways]
         stored = [every[place] for place in undominated(every)]
         free_of_state = [way._replace(state=0.0) for way in stored]
         roomy = [free_of_state[place] for place in undominated(free_of_state)]
@@ -396,9 +398,10 @@ class Outlook:
 
     def _best_ways(self, mesh: Mesh, ways: Sequence[Way]) -> BestWays:
         """Of regions with this mesh."""
-        key = (mesh.dp, mesh.ep, mesh.cp, mesh.tp, mesh.borrowed, tuple(ways))
+        apart = of_weights(ways)
+        key = (mesh.dp, mesh.ep, mesh.cp, mesh.tp, mesh.borrowed, apart)
         if key not in self._best:
-            self._best[key] = BestWays([self._split_in(mesh, way) for way in ways])
+            self._best[key] = BestWays([self._split_in(mesh, way) for way in apart])
         return self._best[key]
 
     def _of_region(self, mesh: Mesh, way: Way, microbatches: int) -> Stored:
@@ -429,6 +432,7 @@ class Outlook:
         return self._of_way(point.region.mesh, profile, point.way, microbatches, split=row.splits_backward)
 
     def _of_way(self, mesh: Mesh, profile: Profile, way: Way, microbatches: int, *, split: bool) -> Stored:
+        way = way.of_weights
         if splits_further(way, profile):  # as far as it may
             return self._of_region(mesh, way, microbatches)
         return self._of_profile(mesh, profile, way, microbatches, split=split)

@@ -176,6 +176,11 @@ class Way(NamedTuple):
     zero_ranks: int
     offload: tuple[str, ...]
 
+    @property
+    def of_weights(self) -> Way:
+        """The same without what says nothing of weights: activations on the host."""
+        return self._replace(offload=tuple(each for each in self.offload if not activations_on_host((each,))))
+
 
 class Point(NamedTuple):
     """A region, and everything else that is searched."""

@@ -104,6 +104,11 @@ def _best_of(pairs: Sequence[Adds]) -> list[Adds]:
     return [pairs[place] for place in undominated([(*stored, *adding) for stored, adding in pairs])]
 
 
+def of_weights(ways: Iterable[Way]) -> tuple[Way, ...]:
+    """Those that differ in what they say of weights."""
+    return tuple(dict.fromkeys(way.of_weights for way in ways))
+
+
 def any_away(ways: Iterable[Way]) -> bool:
     return any(activations_on_host(offload) for _, _, offload in ways)
 
