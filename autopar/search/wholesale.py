@@ -484,12 +484,10 @@ def _copied(
         if left is not None:  # each time that so many wait, a backward ends beside the others
             np.maximum(copy, ((kept[:, None] - 1) * count) * saved - left, out=copy)
         np.maximum(copy, 0.0, out=copy)
-        copy[copy > most] = np.inf
+        if copy.max() > most.min():
+            copy[copy > most] = np.inf
         copy /= host.rate
-        before, after = (
-            ((forwards - backwards)[:, None] * forward + backwards[:, None] * passes) / microbatches
-            for forwards, backwards in (ahead[:2], ahead[2:])
-        )
+        before, after = (_until(each, forward, passes) / microbatches for each in (ahead[:2], ahead[2:]))
         # Passes ahead of the copy out and behind it, each of which may take less than a copy.
         ahead_of_it = ahead[2][:, None] / microbatches * others
         np.maximum(best, copy + np.maximum(before - others, passes - after - ahead_of_it), out=best)
@@ -497,6 +495,13 @@ def _copied(
         np.maximum(best, copy - others, out=best)
     found: Array = best.min(axis=0)
     return found
+
+
+def _until(ahead: Sequence[Array], forward: Array, passes: Array) -> Array:
+    """``[value, way, rank, n]``: seconds of so many of a microbatch's forwards and backwards, by rank."""
+    forwards, backwards = (each[:, None] for each in ahead)
+    found: Array = (forwards - backwards) * forward
+    return found + backwards * passes if backwards.any() else found
 
 
 def _others(layers: Layers, ranks: Ranks, microbatches: int) -> Array:

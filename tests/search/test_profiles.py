@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from autopar.search import outlook, profiles, space
 from autopar.search.costing import laid_on, splits_further
 from autopar.search.profiles import Key, Profile
 from autopar.search.space import Region, moves_each_time, regions
-from autopar.search.ways import beside_each_other
+from autopar.search.ways import beside_each_other, of_weights
 from autopar.search.wholesale import Ranks, Stored, folded
 from tests.fast_cluster import BUSY, FAST
 from tests.search.spaces import every_point, search_of
@@ -152,6 +153,23 @@ def test_what_is_laid_out_on_another_placement_is_bounded_as_if_all_were_split(
     assert least <= moved
     assert search.costing.bound(point, plain) == search.costing._pass_seconds(point, plain), "not what it doesn't move"
     assert search.costing.memory_bound(point, plain) == 0.0
+
+
+def test_activations_on_the_host_say_nothing_of_weights() -> None:
+    """So ways to store these that differ in that alone are looked at once."""
+    search = search_of("gpt2", 8, 4, BUSY, mesh={"dp": 2, "tp": 2})
+    search.glance()
+    region = Region(Mesh(dp=2, tp=2), 2, 2)
+    placed, outlook = search.place(region), search._outlook
+    assert placed is not None
+    assert outlook is not None
+    split = partial(outlook._split_in, region.mesh)
+    own = partial(outlook._of_profile, region.mesh, placed, microbatches=2, split=False)
+    ways = search._ways(region, saving=True)
+    for way in ways:
+        for stored in (split, own):
+            assert stored(way) == stored(way.of_weights)
+    assert len(of_weights(ways)) == len(ways) / 2
 
 
 def test_once_that_placement_is_there_it_is_what_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
