@@ -7,9 +7,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from autopar.audit.matrices import Matrices
@@ -36,7 +37,7 @@ from autopar.runtime.axes import Axes, Axis
 from autopar.runtime.executor import Executor
 from autopar.runtime.grads import Reducer
 from autopar.runtime.job import Job, start
-from autopar.runtime.program import VocabularyProgram
+from autopar.runtime.program import Program, VocabularyProgram
 from autopar.runtime.store import Unit
 from autopar.runtime.vocabulary import VOCABULARY
 from autopar.schedules.actions import Action, Schedule
@@ -134,8 +135,8 @@ def _watch(executor: Executor, log: Log, microbatches: Collection[int], *, on_ho
     executor.on_action = log.begin
     for name, phase in (("_totals", TOTALS), ("_count_loads", LOADS), ("_loss", LOSS)):
         setattr(executor, name, _within(phase, getattr(executor, name), log))
-    for module in executor.stages.values():
-        module.register_forward_hook(lambda _, given, made: _hand_on(log, made))
+    for stage, module in executor.stages.items():
+        module.register_forward_hook(partial(_hand_on, log, executor.programs[stage]))
     for stage, reducer in executor.reducers.items():
         _watch_sums(reducer, stage, log)
     known: set[Unit] = set()
@@ -153,10 +154,12 @@ def _watch(executor: Executor, log: Log, microbatches: Collection[int], *, on_ho
         namespace.update(watched(namespace, log))
 
 
-def _hand_on(log: Log, made: Tensor | tuple[Tensor, ...]) -> None:
-    """A gradient comes back of what a stage gives."""
-    for tensor in made if isinstance(made, tuple) else (made,):
-        log.used(tensor)
+def _hand_on(log: Log, program: Program, _: nn.Module, given: object, made: Tensor | tuple[Tensor, ...]) -> None:
+    """A gradient comes back of what a stage gives, but for what later stages only look at."""
+    tensors = made if isinstance(made, tuple) else (made,)
+    for tensor, sent in zip_longest(tensors, program.sends):  # the last one sends none of its own
+        if sent is None or sent.needs_grad:
+            log.used(tensor)
 
 
 def _watch_tokens(module: Any, program: VocabularyProgram, axes: Axes, log: Log) -> None:

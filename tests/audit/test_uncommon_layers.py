@@ -154,6 +154,30 @@ class Decayed(Base):
         return super().forward(x) + self.into.weight.square().sum()
 
 
+class Both(nn.Module):
+    """What it makes, and what that is made of, which two of its ops use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        inner = self.into(x).relu()
+        return self.out(inner) + inner, inner
+
+
+class Looked(Base):
+    """Layers behind a cut only look at what several ops ahead of it use, so no gradient of it comes back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Both()
+
+    def forward(self, x: Tensor) -> Tensor:
+        made, inner = self.first(x)
+        return (self.last(made) * inner.detach().sigmoid()).square().mean()
+
+
 PLANS: list[tuple[type[Base], dict[str, int], dict[str, Any]]] = [
     (Halves, {"dp": 2}, {"cluster": BUSY}),
     (Gate, {"dp": 2}, {}),
@@ -166,6 +190,7 @@ PLANS: list[tuple[type[Base], dict[str, int], dict[str, Any]]] = [
     (Folded, {"pp": 2}, {"microbatches": 1}),
     (Copies, {"dp": 2}, {"recompute": "selective", "microbatches": 1}),
     (Decayed, {"pp": 2, "dp": 2}, {"schedule": "zb-h1"}),
+    (Looked, {"pp": 2}, {}),
     (Queries, {"pp": 2, "dp": 2}, {"schedule": "zb-h1", "zero": 3}),
 ]
 
