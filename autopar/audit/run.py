@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor, nn
@@ -155,10 +154,10 @@ def _watch(executor: Executor, log: Log, microbatches: Collection[int], *, on_ho
 
 
 def _hand_on(log: Log, program: Program, _: nn.Module, given: object, made: Tensor | tuple[Tensor, ...]) -> None:
-    """A gradient comes back of what a stage gives, but for what later stages only look at."""
+    """A gradient comes back of what a stage sends, but for what later stages only look at."""
     tensors = made if isinstance(made, tuple) else (made,)
-    for tensor, sent in zip_longest(tensors, program.sends):  # the last one sends none of its own
-        if sent is None or sent.needs_grad:
+    for tensor, sent in zip(tensors, program.sends, strict=False):  # nothing is sent of a loss
+        if sent.needs_grad:
             log.used(tensor)
 
 

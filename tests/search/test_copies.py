@@ -124,6 +124,22 @@ def test_copies_are_waited_for_where_the_head_is_short() -> None:
     assert long == pytest.approx(4 * 3.0 + 30.0), "all copies run beside the head's passes"
 
 
+@pytest.mark.parametrize(
+    ("ahead", "most", "expected"),
+    [((2, 1), (2, 1), 20 + (48 - 16)), ((3, 3), (4, 4), 20 + 36), ((2, 0), (2, 0), 20 + (48 - 8))],
+)
+def test_backwards_that_come_ahead_of_copies_take_time_too(
+    ahead: tuple[int, int], most: tuple[int, int], expected: float
+) -> None:
+    """Of four microbatches, which take 12 s each, 4 of them forward; a copy takes 20 s."""
+    layers = replace(layers_of(4), saved=np.array([1.0]), extra=np.array([0.0]))
+    ranks, one = straight(layers, 1, 4, np.ones(1), ends=False), np.ones((1, 1))
+    first, last = ((forwards * one, backwards * one) for forwards, backwards in (ahead, most))
+    host = Host(0.2, math.inf, one, one, first, last, np.zeros(1))
+    (bound,) = least_seconds(layers, [FREE], ranks, 4, 0.0, host)
+    assert bound == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("vocabulary", ["redistributed", "vocab-1"])
 def test_logits_in_chunks_are_made_twice(vocabulary: str) -> None:
     search = search_of("llama", 8, 4, BUSY)
