@@ -206,7 +206,7 @@ def put_away(search: Search, learned: Learned) -> None:
             estimate, point = min(found, key=lambda pair: learned.likely(pair[1], pair[0]))
             away.append((estimate, number, region, point))
     for _, _, region, point in sorted(away)[:_AWAY_TRIED]:
-        _try_likely(search, region, [[point]], math.inf, learned)
+        _try_likely(search, region, [[point]], math.inf, learned, hope=promise(point))  # one try is worth the doubt
 
 
 def _as_laid_out(search: Search, point: Point) -> list[Point]:

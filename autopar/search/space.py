@@ -386,9 +386,13 @@ def _chunks_alone(sizes: Sizes, pins: Pins) -> Sequence[int | None]:
     if pins.chunks is not None:
         least = 1 if pins.schedule else 2
         return [pins.chunks] if least <= pins.chunks <= sizes.units else []
-    counts = {math.ceil((sizes.units - _ENDS) / units) for units in _UNITS}
-    several = sorted((count for count in counts if count > 1), reverse=True)
+    several = sorted((count for count in _by_units(1, sizes) if count > 1), reverse=True)
     return several or ([None] if pins.schedule else [])
+
+
+def _by_units(pp: int, sizes: Sizes) -> set[int]:
+    """Numbers of a rank's stages of one of ``_UNITS`` each."""
+    return {math.ceil((sizes.units - _ENDS) / (pp * units)) for units in _UNITS}
 
 
 def _chunks(name: str, pp: int, sizes: Sizes, pins: Pins) -> list[int | None]:
@@ -400,8 +404,8 @@ def _chunks(name: str, pp: int, sizes: Sizes, pins: Pins) -> list[int | None]:
         return [None]
     if row.chunks:
         return [None] if row.chunks * pp <= sizes.units or pins.schedule else []
-    most = min(_MOST_CHUNKS, sizes.units // pp)
-    return [*range(2, most + 1)] or ([None] if pins.schedule else [])
+    counts = {*range(2, _MOST_CHUNKS + 1), *_by_units(pp, sizes)}
+    return sorted(count for count in counts if 1 < count <= sizes.units // pp) or ([None] if pins.schedule else [])
 
 
 def _vocabularies(name: str, pins: Pins, heads_: Sequence[str]) -> list[str]:
