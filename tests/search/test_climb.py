@@ -235,13 +235,26 @@ def test_activations_go_to_the_host_under_schedules_that_were_laid_out_elsewhere
     assert search.lay_out(here).recomputes
     search.lay_out(elsewhere)
     tried = list[Point]()
-    monkeypatch.setattr(climb_, "_try_likely", lambda _, __, families, *___: tried.extend(families[0]))
+    monkeypatch.setattr(climb_, "_try_likely", lambda _, __, families, *___, **____: tried.extend(families[0]))
     for bad, good in ((here, there), (there, here)):
         learned = Learned()
         learned.known[kinds(bad._replace(offload=("activations",)))[0]] += [100.0] * 2
         put_away(search, learned)
         assert [point for point in tried if point.region == region] == [good._replace(offload=("activations",))]
         tried.clear()
+
+
+@pytest.mark.parametrize(("times", "is_tried"), [(0.999, True), (1.001, False)])
+def test_the_best_is_tried_with_activations_on_the_host_whatever_is_said_of_such_plans(
+    times: float, is_tried: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That they take a little longer than they are estimated at; not if that is longer already."""
+    search, region = short_of_memory()
+    best = search.lay_out(Point(region, "interleaved", 2, "redistributed", 1, 0, (), 1)).step_seconds
+    monkeypatch.setattr(search, "estimates", lambda points, _: [times * best] * len(points))
+    put_away(search, Learned())
+    tried = {outcome.point for outcome in search.outcomes} | set(search.refusals)
+    assert (len(tried) > 1) == is_tried
 
 
 def test_what_goes_to_the_host_keeps_its_vocabulary() -> None:

@@ -131,6 +131,25 @@ def test_stages_of_a_rank_alone_are_those_pinned(given: dict[str, object], expec
     assert [(name, chunks) for name, chunks, _ in found] == expected
 
 
+@pytest.mark.parametrize(
+    ("units", "pp", "expected"),
+    [
+        (82, 2, [2, 3, 4, 5, 6, 7, 8, 10, 20, 40]),
+        (82, 4, [2, 3, 4, 5, 6, 7, 8, 10, 20]),
+        (128, 8, [2, 3, 4, 5, 6, 7, 8, 16]),
+        (128, 16, [2, 3, 4, 5, 6, 7, 8]),
+        (6, 2, [2, 3]),
+        (6, 4, []),
+    ],
+)
+def test_stages_of_a_pipeline_are_few_or_as_small_as_layers(units: int, pp: int, expected: list[int]) -> None:
+    """Of one layer, two, four or eight each, beside any number of them up to eight."""
+    search = search_of("gpt2", BATCH, pp, FAST, mesh={"pp": pp}, **PLAIN)
+    sizes = replace(search.sizes, units=units)
+    found = schedules(Region(Mesh(pp=pp), 1, BATCH), sizes, search.pins, ())
+    assert [chunks for name, chunks, _ in found if name == "interleaved"] == expected
+
+
 def test_what_is_pinned_is_tried_anyway() -> None:
     """So that its error says why it can't run."""
     search = search_of("llama", BATCH, 6, FAST, mesh={"pp": 6}, vocabulary="vocab-1", **PLAIN)
