@@ -54,9 +54,10 @@ _ROUND: Final = "interleaved"
 SPLIT_HEADS: Final = ("vocab-1", "vocab-2")
 _HEAD_CHUNKS: Final = (1, 8)
 _MOST_CHUNKS: Final = 8
-"""Stages per rank that are tried: each halves the bubble that is left, and doubles the messages."""
+"""Stages per rank of a pipeline that are tried in any case: each halves the bubble that is left, and doubles the
+messages."""
 _UNITS: Final = (1, 2, 4, 8)
-"""Of each stage, about so many are tried without a pipeline: memory comes and goes by stages, gradients go sooner."""
+"""Of each stage, about so many are tried: memory comes and goes by stages, gradients go sooner."""
 _ENDS: Final = 2  # units that are no layers: the first and the last
 
 
