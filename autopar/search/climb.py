@@ -107,7 +107,9 @@ def _likely_best(search: Search, region: Region, best: Point, learned: Learned) 
     if there is anything on the host, those of the best's schedule with as many chunks."""
     profile = search.profile(region)
     if profile is None or not (best.offload or region in search.promising):
-        return learned.laid_out(Kind.of(search, region, best.offload), search.likely(region, best.offload))
+        likely = search.likely(region, best.offload)
+        is_known = region.mesh == best.region.mesh  # by the best itself
+        return likely if is_known else learned.laid_out(Kind.of(search, region, best.offload), likely)
     if not best.offload:
         found = [search.promising[region]]
     else:
