@@ -61,11 +61,15 @@ def worth_away(search: Search, best: Outcome) -> tuple[str, ...]:
 
 def climb(search: Search, around: Around, learned: Learned, offload: tuple[str, ...]) -> None:
     """Lay out the likely best of regions that differ from the best in a few degrees, while that finds any: of those
-    that put as much on the host; first of those that differ in their rows alone, of which most is known."""
+    that put as much on the host, of which the best's own may have better; first of those that differ in their rows
+    alone, of which most is known."""
     seen: set[Region] = set()
     limit = search.work + search.most_work
     while (best := search.ranked()[0].point).region not in seen:
         seen.add(best.region)
+        if offload:
+            _step_to(search, best.region, best._replace(offload=offload), limit, learned)
+            best = search.ranked()[0].point
         known = seen | {o.point.region for o in search.outcomes if o.point.offload == offload}
         like = best._replace(offload=offload)
         near = sorted(
@@ -108,8 +112,9 @@ def _likely_best(search: Search, region: Region, best: Point, learned: Learned) 
     profile = search.profile(region)
     if profile is None or not (best.offload or region in search.promising):
         likely = search.likely(region, best.offload)
-        is_known = region.mesh == best.region.mesh  # by the best itself
-        return likely if is_known else learned.laid_out(Kind.of(search, region, best.offload), likely)
+        if region.mesh == best.region.mesh:  # the best says how far that is off
+            return learned.likely(best._replace(region=region), likely)
+        return learned.laid_out(Kind.of(search, region, best.offload), likely)
     if not best.offload:
         found = [search.promising[region]]
     else:

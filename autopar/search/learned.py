@@ -66,7 +66,8 @@ class Learned:
             here = (self.known[kind] for kind in (*kinds(point._replace(offload=())), place_of(point)))
             alike = [*(self.known[kind] for kind in others), next(filter(None, here), [])]
         known = min(filter(None, alike), key=min, default=[1.0])
-        off = max(0.0, min(known) * (1 - _DOUBT) - 1.0)
+        least = min(known)
+        off = min(least, max(1.0, least * (1 - _DOUBT))) - 1.0
         return estimate * (1.0 + (off if len(known) >= SEVERAL else off / 2))
 
     def is_tried(self, point: Point, estimate: float) -> bool:

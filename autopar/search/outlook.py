@@ -318,8 +318,6 @@ class Outlook:
         def found() -> Array:
             layers = self._sending(self.scaler.placed(profile).with_head(again), region, profile)
             kinds, ways = self._all_ranks(family, layers, kept), self._ways_of(points, profile)
-            if host is not None:
-                kinds = [ranks_of(family, layers, kept)]  # copies take time where paths are elsewhere
             kinds = [replace(ranks, passing=(int(layers.behind <= 1), 0), beside=beside) for ranks in kinds]
             if is_whole:
                 last, placement = np.array(self.scaler.placed_last_bytes(profile)), SCHEDULES[family.schedule].placement

@@ -114,7 +114,9 @@ class Ranks:
     whatever its layers do, and holds the gathered weights of so many layers and the messages of so many (``passing``).
     What a layer computes again may be taken to be there as a whole in its backward (``transient``). ``last`` is the
     rank that has the last call, if that isn't spread. ``beside``: so many microbatches wait for a backward while what
-    weights' gradients of another one of a stage need is there (None: backwards leave nothing)."""
+    weights' gradients of another one of a stage need is there (None: backwards leave nothing). What is waited for may be
+    said of passes alone (``by_passes``): not of copies to the host, which may have taken the time in which a path is
+    elsewhere."""
 
     share: Array
     waits: tuple[Array, Array]
@@ -135,6 +137,7 @@ class Ranks:
     beside: Array | None = None
     messages: tuple[float, float] = (0.0, 0.0)
     hops: int = 0
+    by_passes: bool = False
 
     @property
     def count(self) -> int:
@@ -218,8 +221,7 @@ def _with_messages(ranks: Ranks, hops: int) -> Ranks:
 def placed(
     layers: Layers, placement: Sequence[int], counts: Counts, microbatches: int, kept: Array, *, ends: bool
 ) -> Ranks:
-    """Several stages on each rank, of which paths have these ``counts``. That is said of passes alone: not of copies to
-    the host, which may have taken the time in which a path is elsewhere."""
+    """Several stages on each rank, of which paths have these ``counts``."""
     stage = np.argsort(placement, kind="stable").reshape(len(kept), -1)
     forward, backward = counts.forward[stage], counts.backward[stage]
     share = backward.min(axis=1) / microbatches
@@ -227,7 +229,8 @@ def placed(
     must = (stage >= layers.ahead) & (stage < forward.size - layers.behind)
     found = Ranks(share, (next(waits), next(waits)), must, (0.0, 0.0), _ahead(layers, len(kept)), ends, False, kept)
     hops = int(messages(placement)[-1])
-    return replace(found, goes_on=True, stages=stage.shape[1], messages=counts.messages, hops=hops)
+    found = replace(found, goes_on=True, stages=stage.shape[1], by_passes=True)
+    return replace(found, messages=counts.messages, hops=hops)
 
 
 def _ahead(layers: Layers, ranks: int) -> Array:
@@ -288,44 +291,95 @@ def _beside(layers: Layers, ranks: Ranks, microbatches: int) -> Figure:
     return counts[0] * forward + counts[1] * backward
 
 
-class _Takes(NamedTuple):
-    """Of ranks with 1 to n layers, ``[way, rank, n]``: seconds until each is done (``starts``), and what the
-    last of its layers adds to the mean (``more``), but for those that a rank has in any case, which are ``fixed``;
-    ``left`` are the others. One rank takes so long ``alone``, whatever layers it has."""
+@dataclass(frozen=True)
+class _Takes:
+    """Of ranks with 1 to n layers, ``[way, rank, n]``: seconds until each is done (``starts``). One rank takes so long
+    ``alone``, whatever layers it has. ``ranks`` wait for a layer's ``passes`` (forward, backward). ``choices`` are what
+    layers may recompute: seconds of a rank's passes, and with copies."""
 
     starts: Array
-    more: Array
-    fixed: Array
-    left: int
     alone: float
+    ranks: Ranks
+    passes: tuple[Array, Array]
+    choices: _Choices
 
     def least(self, count: int, rest: Array) -> Array:
         """No step with ``count`` layers is below, by way, which waits for ``rest`` in the mean.
 
-        In a step of T seconds no rank has layers that take it longer, so the others have what is left; if the mean
-        isn't below T then, no step is. T is found by halving, from what ranks take each on their own.
+        In a step of T seconds no rank has layers that take it longer, so the others have what is left, and none
+        recomputes so little that its copies take longer; if the mean isn't below T then, no step is. T is found by
+        halving, from what ranks take each on their own.
         """
+        added = self._added(self.choices.within(None))
         low = np.maximum(self.alone, _lowest(self.starts, count)[:, -1])
-        low = np.maximum(low, self._mean(self.more) + rest)
-        if (self._within(low) + rest > low).any():  # a longer step allows more, so its mean is no higher
+        low = np.maximum(low, added.mean(count) + rest)
+        if (self._within(low, added, count) + rest > low).any():  # a longer step allows more, so its mean is no higher
             for part in _PARTS:
                 step = low * (1 + part)
-                low = np.maximum(low, np.minimum(step, self._within(step) + rest))
-        if self.more.shape[-1] == count:
+                low = np.maximum(low, np.minimum(step, self._within(step, added, count) + rest))
+        if self.starts.shape[-1] == count:
             return low
         # Or else a rank has more layers, each of which adds no less.
-        cheapest = self.more[:, :, -1].min(axis=1)
-        mean = self._mean(np.minimum(self.more, cheapest[:, None, None])) + rest
+        cheapest = added.more[:, :, -1].min(axis=1)
+        mean = added._replace(more=np.minimum(added.more, cheapest[:, None, None])).mean(count) + rest
         found: Array = np.minimum(low, np.maximum(self.starts[:, :, -1].min(axis=1), mean))
         return found
 
-    def _within(self, step: Array) -> Array:
+    def _within(self, step: Array, added: _Added, count: int) -> Array:
         """The mean where no rank has layers that take it longer than a ``step``."""
-        return self._mean(np.where(self.starts <= step[:, None, None], self.more, np.inf))
+        if self.choices.copied is not None:
+            added = self._added(self.choices.within(step))
+        return added._replace(more=np.where(self.starts <= step[:, None, None], added.more, np.inf)).mean(count)
 
-    def _mean(self, more: Array) -> Array:
-        """By way, with the layers that add the least."""
-        found: Array = self.fixed + _lowest(more, self.left).sum(axis=1)
+    def _added(self, rows: Array) -> _Added:
+        """By ranks whose passes take so long."""
+        ranks, (forward, backward) = self.ranks, self.passes
+        more = rows.copy()
+        with np.errstate(invalid="ignore"):
+            more[:, :, 1:] -= rows[:, :, :-1]
+            more *= ranks.share[:, None]
+        more[~np.isfinite(rows)] = np.inf
+        fixed = np.zeros(len(rows))
+        if any(waits.any() for waits in ranks.waits):
+            waited = np.multiply.outer(forward, ranks.waits[0]) + np.multiply.outer(backward, ranks.waits[1])
+            nearest = waited.min(axis=2)
+            more += nearest[:, :, None]
+            fixed = ((waited - nearest[:, :, None]) * ranks.must).sum(axis=(1, 2))
+        if not ranks.must.any():
+            return _Added(more, fixed, 0)
+        first = np.arange(rows.shape[-1]) < ranks.must.sum(axis=1)[:, None]  # [rank, n]: layers that it has in any case
+        fixed = np.where(first, more, 0.0).sum(axis=(1, 2)) + fixed
+        return _Added(np.where(first, np.inf, more), fixed, int(first.sum()))
+
+
+class _Added(NamedTuple):
+    """``[way, rank, n]``: what the last of n layers adds to the mean (``more``), but for so many (``had``) that ranks
+    have in any case, which are ``fixed``."""
+
+    more: Array
+    fixed: Array
+    had: int
+
+    def mean(self, count: int) -> Array:
+        """By way, with ``count`` layers: those that add the least."""
+        found: Array = self.fixed + _lowest(self.more, count - self.had).sum(axis=1)
+        return found
+
+
+class _Choices(NamedTuple):
+    """``[way, rank, n]``: seconds of the ``passes`` of a rank with n layers; or, where activations may go to the host,
+    ``[value, way, rank, n]`` for each of some things that layers may recompute, which take so long with copies
+    (``copied``)."""
+
+    passes: Array
+    copied: Array | None = None
+
+    def within(self, step: Array | None) -> Array:
+        """``[way, rank, n]``: the least whose copies take no longer than a ``step`` (None: than any); inf: none."""
+        if self.copied is None:
+            return self.passes
+        fits = np.isfinite(self.copied) if step is None else self.copied <= step[:, None, None]
+        found: Array = np.where(fits, self.passes, np.inf).min(axis=0)
         return found
 
 
@@ -339,32 +393,19 @@ def _takes(layers: Layers, stored: Array, ranks: Ranks, microbatches: int, budge
     state = (stored[:, :1] * count)[:, None, :]
     room = budget - working[..., None] - passing[:, None, None] - state  # [way, rank, n]
     beside = None if ranks.beside is None else _beside_later(layers, ranks, budget - state, count)
-    rows = _rows(layers, stored, ranks, microbatches, (room, beside), count, host)
-    more = rows.copy()
-    with np.errstate(invalid="ignore"):
-        more[:, :, 1:] -= rows[:, :, :-1]
-        more *= ranks.share[:, None]
-    more[~np.isfinite(rows)] = np.inf
-    starts = rows
+    choices = _choices(layers, stored, ranks, microbatches, (room, beside), count, host)
+    starts = choices.passes if choices.copied is None else choices.copied.min(axis=0)
+    if not ranks.by_passes:
+        choices = _Choices(starts)
     if ranks.ahead.any():
-        starts = rows + ((forward + (backward if ranks.ends else 0.0))[:, None] * ranks.ahead)[:, :, None]
+        starts = starts + ((forward + (backward if ranks.ends else 0.0))[:, None] * ranks.ahead)[:, :, None]
     if ranks.hops:
         each = np.asarray(layers.sent[0]) + (layers.sent[1] if ranks.ends else 0.0)
         starts = starts + np.multiply.outer(np.broadcast_to(each, len(stored)), np.arange(ranks.count))[..., None]
     if alone := microbatches * layers.last if ranks.last is not None else 0.0:
         starts = starts.copy()
         starts[:, ranks.last] += alone
-    left, fixed = layers.count, np.zeros(len(stored))
-    if any(waits.any() for waits in ranks.waits):
-        waited = np.multiply.outer(forward, ranks.waits[0]) + np.multiply.outer(backward, ranks.waits[1])
-        nearest = waited.min(axis=2)
-        more += nearest[:, :, None]
-        fixed = ((waited - nearest[:, :, None]) * ranks.must).sum(axis=(1, 2))
-    if ranks.must.any():
-        first = np.arange(most) < ranks.must.sum(axis=1)[:, None]  # [rank, n]: layers that it has in any case
-        left -= int(first.sum())
-        fixed, more = np.where(first, more, 0.0).sum(axis=(1, 2)) + fixed, np.where(first, np.inf, more)
-    return _Takes(starts, more, fixed, left, alone)
+    return _Takes(starts, alone, ranks, (forward, backward), choices)
 
 
 def _lowest(values: Array, count: int) -> Array:
@@ -378,7 +419,7 @@ def _beside_later(layers: Layers, ranks: Ranks, room: Array, count: Array) -> Ar
     return room - _by_way(layers.later) * np.ceil(count / ranks.stages)
 
 
-def _rows(
+def _choices(
     layers: Layers,
     stored: Array,
     ranks: Ranks,
@@ -386,9 +427,9 @@ def _rows(
     rooms: tuple[Array, Array | None],
     count: Array,
     host: Host | None,
-) -> Array:
-    """``[way, rank, n]``: seconds of the passes of a rank with n layers, for which it has so much room: in passes, and
-    where a stage's weights' gradients are due."""
+) -> _Choices:
+    """Of ranks with n layers, for which they have so much room: in passes, and where a stage's weights' gradients are
+    due."""
     room, left = rooms
     each = _room_of_each(layers, ranks, room, count, host.stays if host is not None else ranks.kept)
     if left is not None:
@@ -400,10 +441,11 @@ def _rows(
     if ranks.count > 1 and not ranks.goes_on and stored[:, 1].any():
         # The first gather is over when the first forward begins.
         rows = rows - count * np.maximum(0.0, stored[:, 1] - layers.forward)[:, None, None]
-    if host is not None:
-        rows = np.maximum(rows, _copied(layers, stored, ranks, microbatches, rooms, count, host))
-    result: Array = np.where(each < share * layers.saved[-1] * (1 - 1e-9), np.inf, rows)
-    return result
+    rows = np.where(each < share * layers.saved[-1] * (1 - 1e-9), np.inf, rows)
+    if host is None:
+        return _Choices(rows)
+    passes, copied = _copied(layers, stored, ranks, microbatches, rooms, count, host)
+    return _Choices(np.maximum(passes, rows), np.maximum(copied, rows))
 
 
 def _room_of_each(layers: Layers, ranks: Ranks, room: Array, count: Array, kept: Array) -> Array:
@@ -464,10 +506,11 @@ def _copied(
     rooms: tuple[Array, Array | None],
     count: Array,
     host: Host,
-) -> Array:
-    """The passes and the copies beside them, for the best of what layers may keep: between two values of that, no less
-    is recomputed than with the larger one, and no less copied than with the smaller one. What is copied ahead of the
-    first time that a rank keeps the most is copied back after it. Other calls may run beside copies, too."""
+) -> tuple[Array, Array]:
+    """``[value, way, rank, n]``: the passes, and with the copies beside them, for some values of what layers may keep:
+    between two of these, no less is recomputed than with the larger one, and no less copied than with the smaller one.
+    What is copied ahead of the first time that a rank keeps the most is copied back after it. Other calls may run
+    beside copies, too."""
     share = _by_way(layers.share)
     if host.roughly:
         values, each = few_amounts(layers.saved, layers.extra)
@@ -493,8 +536,7 @@ def _copied(
         np.maximum(best, copy + np.maximum(before - others, passes - after - ahead_of_it), out=best)
         copy *= np.maximum(2.0, times)[:, None]
         np.maximum(best, copy - others, out=best)
-    found: Array = best.min(axis=0)
-    return found
+    return passes, best
 
 
 def _until(ahead: Sequence[Array], forward: Array, passes: Array) -> Array:
