@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ _POLISHED = 4  # points like the best
 _REGIONS_POLISHED = 2
 _HOPE, _HOPES = 1.05, 0.03  # times the best that may turn out to be better; of the work of a whole search, for these
 _AWAY_TRIED = 3  # points with activations on the host
-_LOOKED = 4  # regions next to the best that are placed
+_LOOKED = 4  # regions next to the best that are placed, with a pipeline or without one
 _ROWS_LOOKED = 3  # those that differ from it in their rows alone
 _FACTORS, _CHANGES = (8, 3, 3, 3, 3), 3  # by which those differ at most in each of their sizes, and in how many
 _STORED = 0.3  # of the work of a whole search, for other ways to store what is on the host
@@ -83,17 +84,18 @@ def climb(search: Search, around: Around, learned: Learned, offload: tuple[str, 
                 _step_to(search, region, like, limit, learned)
         if search.ranked()[0].point != best:
             continue
-        placed, waiting = 0, _by_mesh(item for item in near if item not in rows)  # sorted, so it is a heap
+        placed = Counter[bool]()  # with a pipeline and without one: estimates of these are off by other amounts
+        waiting = _by_mesh(item for item in near if item not in rows)  # sorted, so it is a heap
         while waiting and waiting[0][0] < search.best_seconds and search.work < limit:
             seconds, number, region = heapq.heappop(waiting)
-            is_new = search.profile(region) is None
+            is_new, is_cut = search.profile(region) is None, region.mesh.pp > 1
             if is_new and placed:  # others with its axes may say more by now
                 likely = _likely_best(search, region, like, learned)
                 if likely > seconds:
                     heapq.heappush(waiting, (likely, number, region))
                     continue
-            placed += is_new
-            if not is_new or placed <= _LOOKED:
+            placed[is_cut] += is_new
+            if not is_new or placed[is_cut] <= _LOOKED:
                 _step_to(search, region, like, limit, learned)
 
 

@@ -15,7 +15,7 @@ from autopar.mesh import Mesh
 from autopar.search import climb as climb_
 from autopar.search.climb import Around, climb, polish_away, put_away, worth_away
 from autopar.search.costing import Outcome
-from autopar.search.learned import Learned, kinds
+from autopar.search.learned import Kind, Learned, kinds
 from autopar.search.search import Search
 from autopar.search.space import Point, Region, regions
 from tests.fast_cluster import FAST
@@ -196,6 +196,52 @@ def test_what_is_next_to_the_best_is_looked_at_by_its_own_estimates_where_it_is_
     here = families[0][0]._replace(offload=())
     search.note(here, 123.0)
     assert climb_._likely_best(search, region, best._replace(offload=()), learned) == 123.0
+
+
+def test_other_rows_of_the_best_are_not_doubted_for_what_others_took() -> None:
+    """What the best itself took says how far they are off."""
+    search, region = short_of_memory()
+    learned, best = Learned(), Point(region, "1f1b", None, "redistributed", 1, 0, ("activations",), 1)
+    rows, other = region._replace(rows=2, microbatches=2), Region(Mesh(pp=4), 1, 8)
+    kind = Kind.of(search, other, best.offload)
+    for each in (kind, kind._replace(is_like_others=True)):
+        learned.placed[each] += [2.0] * 3
+    assert climb_._likely_best(search, other, best, learned) > 1.9 * search.likely(other, best.offload)
+    assert climb_._likely_best(search, rows, best, learned) == search.likely(rows, best.offload)
+    learned.known[kinds(best)[0]] += [1.5] * 2
+    assert climb_._likely_best(search, rows, best, learned) > 1.4 * search.likely(rows, best.offload)
+
+
+def test_the_best_with_activations_on_the_host_may_have_better_on_its_own_degrees(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    search, region = short_of_memory()
+    search.lay_out(Point(region, "1f1b", None, "redistributed", 1, 0, ("activations",), 1))
+    looked = list[tuple[Region, tuple[str, ...]]]()
+    monkeypatch.setattr(climb_, "_likely_best", lambda *_: math.inf)
+    monkeypatch.setattr(climb_, "_step_to", lambda _, region, like, *__: looked.append((region, like.offload)))
+    climb(search, Around.of(search.regions), Learned(), ())
+    assert not looked, "what is on the device is polished"
+    climb(search, Around.of(search.regions), Learned(), ("activations",))
+    assert looked == [(region, ("activations",))]
+
+
+def test_as_many_are_placed_with_a_pipeline_as_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much better those with one look: estimates of these are off by other amounts."""
+    search, placed = space("gpt2", 8, "h100"), list[Region]()
+    here = next(region for region in search._begin() if region.mesh.pp == 2 and region.mesh.dp == 4)
+    search.place(here)
+    best = search.lay_out(next(search.points_of(here)))
+
+    def likely(_search: object, region: Region, *_: object) -> float:
+        return best.step_seconds * (0.9 if region.mesh == here.mesh or region.mesh.pp == 1 else 0.5)
+
+    monkeypatch.setattr(climb_, "_likely_best", likely)
+    monkeypatch.setattr(climb_, "_LOOKED", 1)
+    monkeypatch.setattr(climb_, "_ROWS_LOOKED", 0)
+    monkeypatch.setattr(type(search), "place", lambda _, region: placed.append(region))
+    climb(search, Around.of(search.regions), Learned(), ())
+    assert [region.mesh.pp > 1 for region in placed] == [True, False]
 
 
 def test_what_is_like_the_best_has_any_number_of_chunks() -> None:

@@ -1,5 +1,8 @@
 """What ranks with few layers say of all: none has so many that they take it longer than a step."""
 
+import itertools
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -8,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autopar.search import wholesale
-from autopar.search.wholesale import Stored, folded, least_seconds, straight
+from autopar.search.wholesale import Host, Stored, folded, least_seconds, straight
 from tests.search.test_wholesale import EXTRA, FREE, ROUNDED, SAVED, layers_of, shares_of
 
 
@@ -50,3 +53,49 @@ def test_a_rank_may_have_more_layers_than_it_is_looked_at_with() -> None:
     assert four * 6 * 3.0 <= found <= four * 8 * 3.0 + works.ahead[-1] * 3.0
     (mean,) = least_seconds(layers, [FREE], replace(works, idle=(100.0, 100.0)), four, 40.0)
     assert mean == pytest.approx(four * 8 * 3.0 / 4 + 100 * 3.0)
+
+
+RATE, ROOM = 0.5, 6.0
+
+
+def choices(count: int) -> Iterator[tuple[float, float]]:
+    """Seconds of the passes of a rank with so many layers and one microbatch, without and with copies, for all that
+    these may keep: what there is no room for goes out ahead of the first backward, and comes back behind it."""
+    for saved in np.linspace(SAVED[-1], SAVED[0], 401):
+        backward = count * (2.0 + float(np.interp(-saved, -np.array(SAVED), EXTRA)))
+        copy = max(0.0, count * saved - ROOM) / RATE
+        yield count * 1.0 + backward, copy + max(count * 1.0, backward, copy)
+
+
+@settings(max_examples=40)
+@given(st.floats(0.0, 12.0), st.integers(4, 10))
+@example(idle=4.0, count=8)
+def test_ranks_that_wait_for_others_recompute_what_their_copies_take_too_long_for(idle: float, count: int) -> None:
+    """Where what is waited for is said of passes, copies may run meanwhile, if they take no longer than the step."""
+    layers, kept, one, none = layers_of(count), np.ones(2), np.ones((1, 2)), np.zeros((1, 2))
+    host = Host(RATE, math.inf, one, one, (one, none), (one, none), none[0])
+    works = replace(folded(layers, 2, kept, ends=False, stages=2, hops=0), idle=(idle, idle), ahead=np.zeros(2))
+    together = replace(works, by_passes=True)
+    (found,) = least_seconds(layers, [FREE], together, 1, ROOM, host)
+    steps = [
+        max(*(copied for _, copied in some), sum(passes for passes, _ in some) / 2 + idle * 3.0, count * (1.0 + 1.2))
+        for shares in shares_of(count, 2)
+        for some in itertools.product(*(list(choices(number))[::8] for number in shares))
+    ]
+    assert found <= min(steps) * ROUNDED
+    assert found >= 0.97 * min(steps)
+    (waiting,) = least_seconds(layers, [FREE], works, 1, 1e9)
+    (copying,) = least_seconds(layers, [FREE], replace(together, idle=(0.0, 0.0)), 1, ROOM, host)
+    assert found >= max(waiting, copying) * (1 - 1e-9)
+
+
+def test_what_is_recomputed_for_copies_adds_to_what_is_waited_for() -> None:
+    """They take less than a step by themselves, so each alone says less than both."""
+    layers, one, none = layers_of(8), np.ones((1, 2)), np.zeros((1, 2))
+    host = Host(RATE, math.inf, one, one, (one, none), (one, none), none[0])
+    works = replace(folded(layers, 2, np.ones(2), ends=False, stages=2, hops=0), idle=(3.0, 3.0), ahead=np.zeros(2))
+    together = replace(works, by_passes=True)
+    (waiting,) = least_seconds(layers, [FREE], works, 1, 1e9)
+    (copying,) = least_seconds(layers, [FREE], replace(together, idle=(0.0, 0.0)), 1, ROOM, host)
+    (found,) = least_seconds(layers, [FREE], together, 1, ROOM, host)
+    assert found > max(waiting, copying) * 1.005
