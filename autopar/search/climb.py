@@ -53,9 +53,9 @@ def may_put_away(search: Search, region: Region) -> bool:
 
 
 def worth_away(search: Search, best: Outcome) -> tuple[str, ...]:
-    """What is on the host of points that may be better than the ``best``: as much as of that, or activations where it
-    is short of memory; nothing of these where that can't be."""
-    if best.point.offload or not best.is_tight:
+    """What is on the host of points that may be better than the ``best``: as much as of that, or activations; nothing
+    of these where that can't be."""
+    if best.point.offload:
         return best.point.offload
     return ACTIVATIONS if may_put_away(search, best.point.region) else ()
 
