@@ -196,8 +196,8 @@ def polish_away(search: Search, learned: Learned) -> None:
     away = [(region, outcome) for region, outcome in _by_region(search).items() if outcome.point.offload]
     for region, outcome in away[:_REGIONS_POLISHED]:
         families = _alike(search, region, outcome.point)
-        for zero in sorted({point.zero for points in families for point in points} - {outcome.point.zero}):
-            some = [[point for point in points if point.zero == zero] for points in families]
+        for way in sorted({point.way for points in families for point in points} - {outcome.point.way}):
+            some = [[point for point in points if point.way == way] for points in families]
             _try_likely(search, region, some, limit, learned, tries=1)
 
 
