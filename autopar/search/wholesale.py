@@ -114,8 +114,8 @@ class Ranks:
     whatever its layers do, and holds the gathered weights of so many layers and the messages of so many (``passing``).
     What a layer computes again may be taken to be there as a whole in its backward (``transient``). ``last`` is the
     rank that has the last call, if that isn't spread. ``beside``: so many microbatches wait for a backward while what
-    weights' gradients of another one of a stage need is there (None: backwards leave nothing). What is waited for may be
-    said of passes alone (``by_passes``): not of copies to the host, which may have taken the time in which a path is
+    weights' gradients of another one of a stage need is there (None: backwards leave nothing). What is waited for may
+    be said of passes alone (``by_passes``): not of copies to the host, which may have taken the time in which a path is
     elsewhere."""
 
     share: Array
