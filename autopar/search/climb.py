@@ -62,13 +62,14 @@ def worth_away(search: Search, best: Outcome) -> tuple[str, ...]:
 
 def climb(search: Search, around: Around, learned: Learned, offload: tuple[str, ...]) -> None:
     """Lay out the likely best of regions that differ from the best in a few degrees, while that finds any: of those
-    that put as much on the host, of which the best's own may have better; first of those that differ in their rows
-    alone, of which most is known."""
+    that put as much on the host, of which the best's own may have better where it is short of memory; first of those
+    that differ in their rows alone, of which most is known."""
     seen: set[Region] = set()
     limit = search.work + search.most_work
-    while (best := search.ranked()[0].point).region not in seen:
+    while (outcome := search.ranked()[0]).point.region not in seen:
+        best = outcome.point
         seen.add(best.region)
-        if offload:
+        if offload and outcome.is_tight:
             _step_to(search, best.region, best._replace(offload=offload), limit, learned)
             best = search.ranked()[0].point
         known = seen | {o.point.region for o in search.outcomes if o.point.offload == offload}
@@ -261,9 +262,12 @@ def _try_likely(
         if not math.isinf(estimate):
             search.note(point, estimate)
     tried = {outcome.point for outcome in search.outcomes} | set(search.refusals)
+    roomy = {outcome.point for outcome in search.outcomes if not outcome.is_tight}
     for estimate, _, point in sorted(waiting):
         if not tries or search.work >= limit:
             return
+        if point._replace(offload=()) in roomy:
+            continue  # to save memory is no use where there is enough
         is_new = point not in tried and not learned.is_tried(point, estimate)
         if is_new and learned.likely(point, estimate) < hope * search.best_seconds:
             tries -= 1

@@ -214,18 +214,31 @@ def test_other_rows_of_the_best_are_not_doubted_for_what_others_took() -> None:
     assert climb_._likely_best(search, rows, best, learned) > 1.4 * search.likely(rows, best.offload)
 
 
-def test_the_best_with_activations_on_the_host_may_have_better_on_its_own_degrees(
+def test_the_best_may_have_better_with_activations_on_the_host_on_its_own_degrees(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Where it is short of memory."""
     search, region = short_of_memory()
-    search.lay_out(Point(region, "1f1b", None, "redistributed", 1, 0, ("activations",), 1))
+    best = search.lay_out(Point(region, "1f1b", None, "redistributed", 1, 0, (), 1))
     looked = list[tuple[Region, tuple[str, ...]]]()
     monkeypatch.setattr(climb_, "_likely_best", lambda *_: math.inf)
     monkeypatch.setattr(climb_, "_step_to", lambda _, region, like, *__: looked.append((region, like.offload)))
-    climb(search, Around.of(search.regions), Learned(), ())
-    assert not looked, "what is on the device is polished"
-    climb(search, Around.of(search.regions), Learned(), ("activations",))
+    for is_tight, offload in ((True, ()), (False, ("activations",)), (True, ("activations",))):
+        search.outcomes = [replace(best, is_tight=is_tight)]
+        assert not looked, "what is on the device is polished"
+        climb(search, Around.of(search.regions), Learned(), offload)
     assert looked == [(region, ("activations",))]
+
+
+def test_what_has_room_is_not_tried_with_activations_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    search, region = short_of_memory()
+    here = Point(region, "1f1b", None, "redistributed", 1, 0, (), 1)
+    best, away = search.lay_out(here), here._replace(offload=("activations",))
+    monkeypatch.setattr(search, "estimates", lambda points, _: [0.5 * best.step_seconds] * len(points))
+    for is_tight in (False, True):
+        search.outcomes = [replace(best, is_tight=is_tight)]
+        climb_._try_likely(search, region, [[away]], math.inf, Learned())
+        assert (away in {outcome.point for outcome in search.outcomes} | set(search.refusals)) == is_tight
 
 
 def test_as_many_are_placed_with_a_pipeline_as_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
