@@ -52,12 +52,10 @@ def may_put_away(search: Search, region: Region) -> bool:
     return any(ACTIVATIONS in ways_away(search, family) for family in search.families_of(region))
 
 
-def worth_away(search: Search, best: Outcome) -> tuple[str, ...]:
+def worth_away(search: Search, best: Point) -> tuple[str, ...]:
     """What is on the host of points that may be better than the ``best``: as much as of that, or activations; nothing
     of these where that can't be."""
-    if best.point.offload:
-        return best.point.offload
-    return ACTIVATIONS if may_put_away(search, best.point.region) else ()
+    return best.offload or (ACTIVATIONS if may_put_away(search, best.region) else ())
 
 
 def climb(search: Search, around: Around, learned: Learned, offload: tuple[str, ...]) -> None:
@@ -262,14 +260,13 @@ def _try_likely(
         if not math.isinf(estimate):
             search.note(point, estimate)
     tried = {outcome.point for outcome in search.outcomes} | set(search.refusals)
-    roomy = {outcome.point for outcome in search.outcomes if not outcome.is_tight}
     for estimate, _, point in sorted(waiting):
         if not tries or search.work >= limit:
             return
-        if point._replace(offload=()) in roomy:
-            continue  # to save memory is no use where there is enough
         is_new = point not in tried and not learned.is_tried(point, estimate)
-        if is_new and learned.likely(point, estimate) < hope * search.best_seconds:
+        if not is_new or search.has_room(point._replace(offload=())):
+            continue
+        if learned.likely(point, estimate) < hope * search.best_seconds:
             tries -= 1
             with suppress(AutoparError):
                 learned.lay_out(search, point, estimate)

@@ -135,7 +135,7 @@ def _look_further(search: Search, every: _Every, learned: Learned, looked: set[t
             share = _OTHERWISE if best.point.offload else _ELSEWHERE
             some = every.away if activations_on_host(state) else every.near
             _Dive(search, state, learned, share, worth=_WORTH).run(some)
-    if offload := worth_away(search, search.ranked()[0]):
+    if offload := worth_away(search, search.ranked()[0].point):
         polish_away(search, learned)
         climb(search, around, learned, offload)
         polish_away(search, learned)

@@ -67,7 +67,7 @@ class Learned:
             alike = [*(self.known[kind] for kind in others), next(filter(None, here), [])]
         known = min(filter(None, alike), key=min, default=[1.0])
         least = min(known)
-        off = min(least, max(1.0, least * (1 - _DOUBT))) - 1.0
+        off = min(least, max(1.0, least * (1 - _DOUBT))) - 1.0  # less than was estimated only where others took less
         return estimate * (1.0 + (off if len(known) >= SEVERAL else off / 2))
 
     def is_tried(self, point: Point, estimate: float) -> bool:

@@ -112,7 +112,6 @@ class Proof(Reckoning):
     def _finish(self, known: Tried) -> Proven:
         """Go on with what is ``known``, instead of the aim."""
         self.outcomes, self.refusals = list(known.outcomes), dict(known.refusals)
-        self._roomy = {outcome.point for outcome in known.outcomes if not outcome.is_tight}
         passed, self._passed = self._passed, []
         for item in passed:
             self._push(item.bound, item.what)
@@ -220,8 +219,8 @@ class Proof(Reckoning):
 
     def _try(self, bound: float, point: Point) -> None:
         """Lay it out, if what is known of it by itself leaves it the best."""
-        if self._plain(point) in self._roomy:
-            return  # to save memory is no use where there is enough
+        if self.has_room(self._plain(point)):
+            return
         if self._is_bettered(bound, point):
             return
         if self.aim < math.inf or (self.outcomes and not self._can_better(bound)):

@@ -56,7 +56,6 @@ class Reckoning:
     tolerance: float = TOLERANCE
     outcomes: list[Outcome] = field(default_factory=list)
     refusals: dict[Point, AutoparError] = field(default_factory=dict)
-    _roomy: set[Point] = field(default_factory=set, init=False)  # what was laid out, and fits as it is
     _work: float = field(default=0.0, init=False)
     _keys: dict[Region, Key] = field(default_factory=dict, init=False)  # of regions that are placed in a tight budget
     _references: References | None = field(default=None, init=False)
@@ -350,10 +349,12 @@ class Reckoning:
             self.refusals[point] = error
             raise
         self._work -= 0.0 if outcome.recomputes else units.AT_ONCE * units.work_of(point, self._length)
-        if not outcome.is_tight:
-            self._roomy.add(point)
         self.outcomes.append(outcome)
         return outcome
+
+    def has_room(self, point: Point) -> bool:
+        """Whether it was laid out, and fits as it is: to save memory is no use then."""
+        return any(outcome.point == point and not outcome.is_tight for outcome in self.outcomes)
 
     def ranked(self) -> list[Outcome]:
         """All outcomes, the best first."""

@@ -99,7 +99,7 @@ class Search(Reckoning):
         other = copy(self)
         other.watch, other.profiler = None, self.profiler.aside()
         other.outcomes, other.refusals = list(self.outcomes), dict(self.refusals)
-        other.promising, other._keys, other._roomy = dict(self.promising), dict(self._keys), set(self._roomy)
+        other.promising, other._keys = dict(self.promising), dict(self._keys)
         other.reckon_with(self.regions)
         return other
 

@@ -229,8 +229,7 @@ def placed(
     must = (stage >= layers.ahead) & (stage < forward.size - layers.behind)
     found = Ranks(share, (next(waits), next(waits)), must, (0.0, 0.0), _ahead(layers, len(kept)), ends, False, kept)
     hops = int(messages(placement)[-1])
-    found = replace(found, goes_on=True, stages=stage.shape[1], by_passes=True)
-    return replace(found, messages=counts.messages, hops=hops)
+    return replace(found, goes_on=True, stages=stage.shape[1], messages=counts.messages, hops=hops, by_passes=True)
 
 
 def _ahead(layers: Layers, ranks: int) -> Array:

@@ -348,12 +348,10 @@ def test_what_goes_to_the_host_keeps_its_vocabulary() -> None:
 def test_others_may_be_better_with_activations_on_the_host() -> None:
     """However much room the best has: others may have more rows."""
     search, region = short_of_memory()
-    here = search.lay_out(Point(region, "1f1b", None, "redistributed", 1, 0, (), 1))
-    for is_tight in (True, False):
-        assert worth_away(search, replace(here, is_tight=is_tight)) == ("activations",)
-    away = replace(here, point=here.point._replace(offload=("optimizer", "activations")))
-    assert worth_away(search, away) == ("optimizer", "activations")
-    alone = replace(here, point=here.point._replace(region=Region(Mesh(dp=4), 1, 2)))
+    here = Point(region, "1f1b", None, "redistributed", 1, 0, (), 1)
+    assert worth_away(search, here) == ("activations",)
+    assert worth_away(search, here._replace(offload=("optimizer", "activations"))) == ("optimizer", "activations")
+    alone = here._replace(region=Region(Mesh(dp=4), 1, 2))
     assert worth_away(search, alone) == ("activations",), "of several stages"
     search.pins = replace(search.pins, schedule="1f1b")
     assert worth_away(search, alone) == (), "one stage has no time to copy any"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -11,12 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.errors import BudgetError
 from autopar.mesh import Mesh
 from autopar.passes.vocabulary import staged_calls
 from autopar.planner.zero import MoveCosts
 from autopar.search.bounds import Kept, Spill, recomputed
 from autopar.search.hulls import amounts, few_amounts
 from autopar.search.layers import comes_and_goes
+from autopar.search.outlook import Outlook
 from autopar.search.space import Point, Region
 from autopar.search.wholesale import Host, least_seconds, straight
 from tests.fast_cluster import BUSY, FAST
@@ -138,6 +141,32 @@ def test_backwards_that_come_ahead_of_copies_take_time_too(
     host = Host(0.2, math.inf, one, one, first, last, np.zeros(1))
     (bound,) = least_seconds(layers, [FREE], ranks, 4, 0.0, host)
     assert bound == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("interleaved", 2), ("v-half", None)])
+def test_pipelines_recompute_beside_what_they_wait_for(
+    schedule: str, chunks: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where activations may go to the host, too: each alone is less; and no plan that fits is below."""
+    host = replace(FAST, device=replace(FAST.device, host_memory_bytes=10**12, host_bytes_per_second=3e9))
+    region, laid_out, every = Region(Mesh(pp=2, dp=2), 1, 4), 0, Outlook._all_ranks
+    point = Point(region, schedule, chunks, "redistributed", 1, 0, ("activations",), 1)
+    for budget in (800_000, 1_200_000):
+        search = search_of("gpt2", 8, 4, host, budget_bytes=budget, head_chunks=1)
+        search._begin()
+        profile = search.place(region)
+        assert profile is not None
+        assert search._outlook is not None
+        (together,) = search._outlook.bounds([point], profile)
+        with suppress(BudgetError):
+            assert together <= search.lay_out(point).step_seconds * ROUNDED
+            laid_out += 1
+        with monkeypatch.context() as patched:
+            patched.setattr(Outlook, "_all_ranks", lambda *given: every(*given)[:1])  # by memory alone
+            (alone,) = search._outlook._by_memory([point], profile)
+        waiting = max(alone, *search._outlook.bounds([point], profile, memory=False))
+        assert together > 1.003 * waiting if budget == 800_000 else together >= waiting
+    assert laid_out
 
 
 @pytest.mark.parametrize("vocabulary", ["redistributed", "vocab-1"])

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from autopar.schedules.placements import looped
 from autopar.search import wholesale
-from autopar.search.wholesale import Host, Stored, folded, least_seconds, straight
+from autopar.search.interleaving import Interleaving
+from autopar.search.wholesale import Host, Stored, folded, least_seconds, placed, straight
 from tests.search.test_wholesale import EXTRA, FREE, ROUNDED, SAVED, layers_of, shares_of
 
 
@@ -99,3 +101,13 @@ def test_what_is_recomputed_for_copies_adds_to_what_is_waited_for() -> None:
     (copying,) = least_seconds(layers, [FREE], replace(together, idle=(0.0, 0.0)), 1, ROOM, host)
     (found,) = least_seconds(layers, [FREE], together, 1, ROOM, host)
     assert found > max(waiting, copying) * 1.005
+
+
+def test_what_paths_wait_for_comes_beside_copies() -> None:
+    """These may run while a path is elsewhere."""
+    layers = replace(layers_of(4), saved=np.array([1.0]), extra=np.array([0.0]))
+    counts, one, none = Interleaving().counts(2, 2, 8, 4, ends=True), np.ones((1, 2)), np.zeros((1, 2))
+    works = replace(placed(layers, looped(2, 2), counts, 8, np.ones(2), ends=True), idle=(100.0, 100.0))
+    host = Host(0.01, math.inf, one, one, (one, none), (one, none), none[0])
+    (found,) = least_seconds(layers, [FREE], works, 8, 0.0, host)
+    assert found == pytest.approx(2 * 2 / 0.01 + 3.0), "two layers of the second rank, which waits for one"
