@@ -172,24 +172,25 @@ class Costing:
         passes, pp = self._pass_seconds(point, profile), point.region.mesh.pp
         if splits_further(point.way, profile):
             return passes
-        passes = max(passes, self.host_seconds(point, profile))
+        passes, issued = max(passes, self.host_waits(point, profile)), self.least_issued(point, profile)
         update, streamed = self._update_seconds(point, profile), self._streamed_seconds(point, profile)
         if pp == 1:
-            return max(passes, streamed) + update
+            return max(issued, max(passes, streamed) + update)
         # The rank with the longest passes may have the least to update; both are at least their means.
-        return max(passes, max(self._mean_seconds(point, profile), streamed) + update)
+        return max(issued, passes, max(self._mean_seconds(point, profile), streamed) + update)
 
-    def host_seconds(self, point: Point, profile: Profile) -> float:
+    def least_issued(self, point: Point, profile: Profile) -> float:
         """What hosts take to issue the passes of ``point``, on the average of pipeline ranks: without those of the
-        first and the last call, which may be others than the profile's."""
+        first and the last call, which may be others than the profile's. Devices wait for none of it, so what they do
+        after their passes doesn't come after it."""
         if splits_further(point.way, profile):
             return 0.0
-        return max(self.passes_issued(point.region, profile.inner_calls), self._host_waits(point, profile))
+        return self.passes_issued(point.region, profile.inner_calls)
 
-    def _host_waits(self, point: Point, profile: Profile) -> float:
+    def host_waits(self, point: Point, profile: Profile) -> float:
         """Where passes wait for the host, how long those of a pipeline take at least because of that."""
         region, row = point.region, SCHEDULES.get(point.schedule)
-        if row is None or not profile.host_units:
+        if row is None or not profile.host_units or splits_further(point.way, profile):
             return 0.0
         key = (
             profile.key,
@@ -482,9 +483,6 @@ class Costing:
         if way.zero >= 2:
             return [gathered, scattered, rest + copied, updated]
         return [gathered, 0.0, rest + copied + (scattered if way.zero else 0.0), updated]
-
-    def _machine(self, point: Point) -> Machine:
-        return self.machine_of(point.region.mesh, point.zero_ranks)
 
     def sent_seconds(self, profile: Profile, mesh: Mesh, share: float = 1.0) -> tuple[float, float]:
         """What a message between pipeline ranks takes at least, on and back: of that ``share`` of what those of

@@ -304,7 +304,7 @@ class Outlook:
             return bounds_of_each(ways, without_memory(layers), kinds, region.microbatches, _BOUNDLESS)
 
         passes = self._once((profile.key, again, *kind_of(points)), found)
-        return np.maximum(passes, [self.costing.host_seconds(point, profile) for point in points])
+        return np.maximum(passes, [self.costing.host_waits(point, profile) for point in points])
 
     def _by_memory(self, points: Sequence[Point], profile: Profile) -> Array:
         """With what ranks have to recompute, or to copy to the host."""

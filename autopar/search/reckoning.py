@@ -147,8 +147,11 @@ class Reckoning:
         if self._outlook is None:
             found = {point: self.costing.bound(point, profile) for point in some}
         else:
-            pairs = zip(some, self._outlook.bounds(some, profile, memory=memory).tolist(), strict=True)
-            found = {point: bound + self.costing.after_seconds(point, profile) for point, bound in pairs}
+            costing, passes = self.costing, self._outlook.bounds(some, profile, memory=memory).tolist()
+            found = {
+                point: max(seconds + costing.after_seconds(point, profile), costing.least_issued(point, profile))
+                for point, seconds in zip(some, passes, strict=True)
+            }
         self._work += (units.FAMILY if memory else units.PASSES) + self.costing.keeping.read - read
         return [found.get(point, math.inf) for point in points]
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from statistics import median
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pytest
 
 from autopar.cluster import Cluster
+from autopar.cost_models import step
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 from autopar.search import climb
@@ -60,7 +62,8 @@ def test_nothing_is_below_what_passes_wait(waiting: Search) -> None:
     for point, seconds in some(waiting, 7):
         profile = waiting.profile(point.region)
         assert profile is not None
-        least = waiting.costing.host_seconds(point, profile)
+        costing = waiting.costing
+        least = max(costing.host_waits(point, profile), costing.least_issued(point, profile))
         assert least <= seconds * (1 + 1e-9), point
         assert waiting.costing.bound(point, profile) <= seconds * (1 + 1e-9), point
         tried, tight = tried + 1, tight + (least > 0.6 * seconds)
@@ -69,6 +72,29 @@ def test_nothing_is_below_what_passes_wait(waiting: Search) -> None:
     assert tried >= 20
     assert tight > tried / 3
     assert orders, "ranks wait for each other's hosts, too"
+
+
+def test_what_hosts_issue_passes_in_they_may_issue_beside_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where hosts take longer than devices for passes, and these have much to update, a step is as long as one of
+    both."""
+    updates = partial(_longer, step.optimizer_seconds)
+    monkeypatch.setattr(step, "optimizer_seconds", updates)
+    search = search_of("mlp", 4, 2, slow_host(), offload=(), head_chunks=1)
+    search.glance()
+    hosts = tried = 0
+    for point, seconds in some(search, 7):
+        profile, costing = search.profile(point.region), search.costing
+        assert profile is not None
+        bounds = [costing.bound(point, profile), *search.bounds([point], profile)]
+        assert max(bounds) <= seconds * (1 + 1e-9), point
+        issued = costing.least_issued(point, profile)
+        tried, hosts = tried + 1, hosts + (issued + costing.after_seconds(point, profile) > seconds)
+    assert tried >= 10
+    assert hosts >= 3, "else one could follow the other"
+
+
+def _longer(seconds: Callable[..., float], *what: Any, **where: Any) -> float:
+    return 1000 * seconds(*what, **where)
 
 
 @pytest.mark.slow
