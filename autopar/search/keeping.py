@@ -182,7 +182,7 @@ class Keeping:
 
     def least(self, name: str, ranks: int, microbatches: int, chunks: int | None, head: str) -> Array:
         """By rank, the most that waits for a backward of every stage at the same time, with all on the device."""
-        if not head and name == "1f1b":
+        if not head and is_straight(name, chunks):
             return straight_kept(ranks, microbatches)
         if not head and name == "interleaved":
             return looped_least(ranks, microbatches)
@@ -190,7 +190,7 @@ class Keeping:
 
     def average(self, name: str, ranks: int, microbatches: int, chunks: int | None, head: str) -> Array:
         """By rank, the most that waits for a backward, with all on the device, if its stages are as long."""
-        if not head and name == "1f1b":
+        if not head and is_straight(name, chunks):
             return straight_kept(ranks, microbatches)
         if not head and name == "interleaved" and _is_whole(ranks, microbatches):
             return looped_kept(ranks, microbatches, chunks or 2)
@@ -219,7 +219,7 @@ class Keeping:
         off what they do without, but for how long those wait whose lists are made for costs. ``ratios`` are those of a
         rank's passes."""
         row = SCHEDULES[name]
-        closed = name == "1f1b" or (name == "interleaved" and _is_whole(ranks, microbatches))
+        closed = is_straight(name, chunks) or (name == "interleaved" and _is_whole(ranks, microbatches))
         few = ranks if closed else min(ranks, _FEW)
         times = ranks / few
         asked = (name, few, max(few * row.least_per_rank, 1, round(microbatches / times)), chunks)
@@ -240,9 +240,9 @@ class Keeping:
         two microbatches for each rank at most, and of three where there are more, which say how both go on growing."""
         if ranks == 1:
             return 0.0, 0.0
-        if not head and name == "1f1b" and microbatches >= ranks:
+        if not head and is_straight(name, chunks) and microbatches >= ranks:
             return ranks - 1.0, straight_messages(ranks, microbatches)
-        if not head and name == "interleaved" and microbatches % ranks == 0:
+        if not head and name == "interleaved" and chunks != 1 and microbatches % ranks == 0:
             return (ranks - 1) / (chunks or 2), looped_messages(ranks, chunks or 2)
         key = _key(name, ranks, microbatches, chunks, head)
         ratios = ratios if SCHEDULES[name].splits_backward else EQUAL
@@ -278,6 +278,11 @@ class Keeping:
         return Keeping(self._known, self._waits)
 
 
+def is_straight(name: str, chunks: int | None) -> bool:
+    """Whether it is 1F1B, as interleaved 1F1B of one stage on each rank is, too."""
+    return name == "1f1b" or (name == "interleaved" and chunks == 1)
+
+
 def _is_whole(ranks: int, microbatches: int) -> bool:
     """Whether each round of microbatches of an interleaved schedule has as many as there are ranks, or all of them."""
     return microbatches <= ranks or microbatches % ranks == 0
@@ -290,13 +295,13 @@ def straight_kept(ranks: int, microbatches: int) -> Array:
 
 def looped_kept(ranks: int, microbatches: int, chunks: int) -> Array:
     """Of interleaved 1F1B (arXiv 2104.04473, section 2.2), if the last round of microbatches has as many as there are
-    ranks; else it may keep more."""
+    ranks; else it may keep more. Of ``chunks`` stages on each rank, several."""
     ahead = 2 * (ranks - 1 - np.arange(ranks)) + (chunks - 1) * min(ranks, microbatches) + 1
     return np.minimum(float(microbatches), ahead / chunks)
 
 
 def looped_least(ranks: int, microbatches: int) -> Array:
-    """Of every stage at the same time, of any number of them: when its first backward begins, the last stage has run so
+    """Of every stage at the same time, of any number of several: when its first backward begins, the last stage has run so
     many forwards, and all others as many of that round at least."""
     ahead = 2 * (ranks - 1 - np.arange(ranks)) + 1
     return np.minimum(float(min(microbatches, ranks)), ahead)

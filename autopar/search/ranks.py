@@ -36,7 +36,7 @@ def kinds_of(region: Region, layers: Layers, families: Sequence[Family]) -> list
         kept = np.ones(pp) if naive else straight_kept(pp, count)
         found.append((straight(layers, pp, count, kept, ends=False), []))
     if chunks:
-        least = looped_least(pp, count)
+        least = straight_kept(pp, count) if chunks == {1} else looped_least(pp, count)
         hops = _hops("looped", pp, min(chunks))
         found.append((folded(layers, pp, least, ends=not heads, stages=max(chunks), hops=hops), sorted(chunks)))
     return [(replace(ranks, spreads_head=heads), some) for ranks, some in found]

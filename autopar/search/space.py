@@ -399,8 +399,8 @@ def _by_units(pp: int, sizes: Sizes) -> set[int]:
 def _chunks(name: str, pp: int, sizes: Sizes, pins: Pins) -> list[int | None]:
     row = SCHEDULES.get(name)
     if pins.chunks is not None:
-        fixed = row is not None and row.chunks not in (0, pins.chunks)
-        return [] if pins.chunks * pp > sizes.units or (fixed and pins.schedule is None) else [pins.chunks]
+        other = row is not None and (row.chunks not in (0, pins.chunks) or (not row.chunks and pins.chunks == 1))
+        return [] if pins.chunks * pp > sizes.units or (other and pins.schedule is None) else [pins.chunks]
     if row is None:
         return [None]
     if row.chunks:

@@ -10,7 +10,7 @@ import pytest
 from autopar.schedules import Costs, generate, lower, simulate_timeline
 from autopar.schedules.offloads import ALL, with_offloads
 from autopar.schedules.registry import SCHEDULES
-from autopar.search.keeping import Keeping, Ratios, folded_least, looped_least
+from autopar.search.keeping import Keeping, Ratios, folded_least
 
 
 def test_one_forward_one_backward() -> None:
@@ -39,7 +39,7 @@ def test_several_stages_of_a_rank_count_by_their_share() -> None:
     assert [rank.most for rank in Keeping().here("interleaved", 2, 8, 2)] == [2, 1], "the second may be the longer one"
 
 
-INTERLEAVED = [("interleaved", chunks) for chunks in (2, 3, 5)]
+INTERLEAVED = [("interleaved", chunks) for chunks in (1, 2, 3, 5)]
 FOLDED = [(name, None) for name in ("v-min", "v-half", "zb-v", "dualpipe-v")]
 
 
@@ -53,7 +53,7 @@ def test_no_cut_keeps_less_than_every_stage_does(name: str, chunks: int | None, 
         return
     schedule = generate(name, ranks, microbatches, chunks=chunks)
     found = keeping.here(name, ranks, microbatches, chunks)
-    least = looped_least(ranks, microbatches) if chunks else folded_least(ranks, microbatches)
+    least = keeping.least(name, ranks, microbatches, chunks, "") if chunks else folded_least(ranks, microbatches)
     for rank, row in enumerate(schedule.lists):
         stages = [stage for stage, home in enumerate(schedule.placement) if home == rank]
         waiting, most = dict.fromkeys(stages, 0), 0.0

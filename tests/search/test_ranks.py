@@ -11,9 +11,9 @@ from autopar.mesh import Mesh
 from autopar.search.costing import Costing
 from autopar.search.keeping import Keeping, Likely, Ratios
 from autopar.search.outlook import Outlook
-from autopar.search.ranks import kind_of, unevenness
+from autopar.search.ranks import kind_of, kinds_of, unevenness
 from autopar.search.search import Search
-from autopar.search.space import Region, savers
+from autopar.search.space import Family, Region, savers
 from tests.fast_cluster import BUSY
 from tests.search.spaces import search_of
 
@@ -44,6 +44,21 @@ def test_families_that_are_bounded_once_are_bounded_as_each_by_itself(search: Se
             bounded += 1
             kinds.add(kind_of(points))
     assert len(kinds) < bounded / 2, "else nothing is shared"
+
+
+def test_one_interleaved_stage_on_each_rank_keeps_as_little_as_1f1b(search: Search) -> None:
+    profile, outlook = search.place(REGION), search._outlook
+    assert profile is not None
+    assert outlook is not None
+    layers = outlook.scaler.placed(profile)
+    four = Region(Mesh(pp=4), 1, 8)
+
+    def kept(chunks: int) -> list[float]:
+        ((ranks, _),) = kinds_of(four, layers, [Family(four, "interleaved", chunks, "redistributed")])
+        return list(ranks.kept)
+
+    assert kept(1) == [rank.most for rank in Keeping().here("interleaved", 4, 8, 1)] == [4, 3, 2, 1]
+    assert kept(3) == [4, 4, 3, 1]
 
 
 def test_estimates_count_the_messages_that_are_waited_for(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:

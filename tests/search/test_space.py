@@ -131,6 +131,15 @@ def test_stages_of_a_rank_alone_are_those_pinned(given: dict[str, object], expec
     assert [(name, chunks) for name, chunks, _ in found] == expected
 
 
+def test_interleaved_stages_are_several_unless_pinned() -> None:
+    """One on each rank is 1F1B."""
+    for given, expected in (({}, False), ({"schedule": "interleaved"}, True)):
+        search = search_of("gpt2", BATCH, 2, FAST, mesh={"pp": 2}, chunks=1, **given, **PLAIN)
+        found = {name for name, *_ in schedules(Region(Mesh(pp=2), 1, BATCH), search.sizes, search.pins, search.heads)}
+        assert ("interleaved" in found) == expected
+        assert ("1f1b" in found) != expected
+
+
 @pytest.mark.parametrize(
     ("units", "pp", "expected"),
     [
