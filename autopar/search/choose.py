@@ -318,7 +318,7 @@ def _with_fronts(search: Search, built: Built, only: Point) -> Built:
     """Of a job that was pinned as a whole."""
     plan = built.plan
     outcome = Outcome(only, plan.step_seconds, max(rank.peak_bytes for rank in plan.rank_plans), recomputes=False)
-    found = Found([outcome], plan.cost.bound_seconds, 1, 0, 1, {})
+    found = Found([outcome], plan.cost.bound_seconds, 1, 0, 1, 0.0, {})
     return replace(
         built, plan=plan.model_copy(update={"search": _search_plan(search, found, outcome, fronts=True)}).sealed()
     )

@@ -69,13 +69,15 @@ def rank(outcome: Outcome) -> tuple[object, ...]:
 @dataclass(frozen=True)
 class Found:
     """What a search found: ``outcomes`` that fit, the best first; nothing in a space of ``points`` is below
-    ``bound_seconds``. ``refusals`` are of what was tried and can't run or doesn't fit."""
+    ``bound_seconds``. So much was ``placed`` and ``laid_out`` for that, and it took so much ``work``. ``refusals`` are
+    of what was tried and can't run or doesn't fit."""
 
     outcomes: list[Outcome]
     bound_seconds: float
     points: int
     placed: int
     laid_out: int
+    work: float
     refusals: dict[Point, AutoparError]
 
 

@@ -274,6 +274,8 @@ class _Dive:
     def _place(self, region: Region, likely: float, kind: Kind) -> None:
         """Let its points wait, which tell how far what was ``likely`` is off."""
         search, mesh = self.search, region.mesh
+        if not any(_points(search, family, self.offload) for family in search.families_of(region)):
+            return
         if not self._is_new(region) or search.place(region) is None:
             return
         found = list(_estimated(search, region, self.offload))
@@ -376,7 +378,7 @@ def _estimated(search: Search, region: Region, offload: tuple[str, ...]) -> Iter
 
 
 def _points(search: Search, family: Family, offload: tuple[str, ...]) -> list[Point]:
-    """Its points, with this on the host alone; none where that can't be."""
+    """Its points that aren't too much work, with this on the host alone; none where that can't be."""
     points = [point for point in search.stored(family) if work_of(point) <= POINT_WORK]
     if not offload:
         return points

@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from autopar.errors import ArgumentError, AutoparError, BudgetError
 from autopar.mesh import EXPERTS
+from autopar.options import parameters_on_host
 from autopar.plan import bytes_text, seconds_text
 from autopar.search.costing import Found, Outcome
 from autopar.search.fronts import differs
 from autopar.search.pins import SEARCHED_OPTIONS, Pins
 from autopar.search.profiles import Profiler
-from autopar.search.space import largest, regions, savers
+from autopar.search.space import Point, largest, regions, savers
 
 if TYPE_CHECKING:
     from autopar.search.search import Search
@@ -35,7 +36,7 @@ _MOST_TIMES = 64
 _WORK = 1e5
 """Units of work (:data:`autopar.search.search.WORK`) of one such search that finds nothing."""
 
-_FEWEST_WORK = 3e5
+_FEWEST_WORK = 6e5
 """The same of all that are tried in order for the fewest GPUs."""
 
 _NUMBERS = 512
@@ -131,14 +132,22 @@ def _leanest_bytes(search: Search) -> int:
         if not points or search.place(region) is None:
             continue
         point = max(points, key=lambda p: (p.schedule == "1f1b", p.zero, not p.head))
-        ways = savers(point.family, search.costing.cluster, search.pins)
-        offload, chunks = max(ways, key=lambda way: (len(way[0]), -way[1]))
-        try:
-            search.lay_out(point._replace(offload=offload, head_chunks=chunks))
-        except BudgetError as error:
-            return error.needed_bytes
-        except AutoparError:
-            continue
+        ways = list(savers(point.family, search.costing.cluster, search.pins))
+        most = max((offload for offload, _ in ways), key=lambda kinds: (len(kinds), parameters_on_host(kinds)))
+        leanest = (point._replace(offload=most, head_chunks=chunks) for chunks in {chunks for _, chunks in ways})
+        if needed := min(filter(None, (_needed_bytes(search, each) for each in leanest)), default=0):
+            return needed
+    return 0
+
+
+def _needed_bytes(search: Search, point: Point) -> int:
+    """On a rank that has no room for them; 0 where they fit, or ``point`` can't run at all."""
+    try:
+        search.lay_out(point)
+    except BudgetError as error:
+        return error.needed_bytes
+    except AutoparError:
+        return 0
     return 0
 
 
@@ -155,9 +164,9 @@ def relaxations(search: Search) -> list[Relaxation]:
     """At most four single changes that make it fit, the cheapest first; two at once where none does."""
     offers = []
     for change, pins in _changes(search):
-        again = _searched(search, pins)
-        if again.outcomes:
-            offers.append(Relaxation(change, again.ranked()[0]))
+        found = _searched(search, pins)
+        if found.outcomes:
+            offers.append(Relaxation(change, found.outcomes[0]))
     offers += _fewest(search, _with_copies(search.pins), "")
     if not offers and search.pins.mesh_is_whole:
         offers += _fewest(search, {}, f" without mesh={dict(search.pins.mesh)}")
@@ -197,22 +206,21 @@ def _with_copies(pins: Pins) -> Mapping[str, int]:
 def _fewest(search: Search, mesh: Mapping[str, int], without: str) -> list[Relaxation]:
     """On a mesh with these degrees; nothing where no number that was tried will do."""
     least, most = max(search.pins.gpus + 1, search.least_gpus), _MOST_TIMES * search.pins.gpus
-    found, left = None, _FEWEST_WORK
-    for found in _under_more(search, mesh, range(least, most + 1)[:_NUMBERS]):
-        left -= found.work
-        if found.outcomes or left <= 0:
+    best, tried, left = None, least, _FEWEST_WORK
+    for gpus, found in _under_more(search, mesh, range(least, most + 1)[:_NUMBERS]):
+        best, tried, left = next(iter(found.outcomes), None), gpus, left - found.work
+        if best is not None or left <= 0:
             break
-    gpus = 2 * (found.pins.gpus if found is not None else least)
-    while (found is None or not found.outcomes) and gpus <= most:
-        found = next(_under_more(search, mesh, range(gpus, 2 * gpus)), None)
+    gpus = 2 * tried
+    while best is None and gpus <= most:
+        for _, found in islice(_under_more(search, mesh, range(gpus, 2 * gpus)), 1):
+            best = next(iter(found.outcomes), None)
         gpus *= 2
-    if found is None or not found.outcomes:
-        return []
-    return [Relaxation(f"on {_gpus_text(found.pins.gpus)}{without}", found.ranked()[0])]
+    return [Relaxation(f"on {_gpus_text(best.point.region.mesh.world)}{without}", best)] if best is not None else []
 
 
-def _under_more(search: Search, mesh: Mapping[str, int], numbers: Iterable[int]) -> Iterator[Search]:
-    """On so many GPUs, where there are such degrees and layers may fit."""
+def _under_more(search: Search, mesh: Mapping[str, int], numbers: Iterable[int]) -> Iterator[tuple[int, Found]]:
+    """What is found on so many GPUs, where there are such degrees and layers may fit."""
     for gpus in numbers:
         try:
             pins = replace(search.pins, gpus=gpus, mesh=mesh)
@@ -220,11 +228,11 @@ def _under_more(search: Search, mesh: Mapping[str, int], numbers: Iterable[int])
             continue
         found = regions(search.sizes, pins)
         if not all(math.isinf(search.region_bound(region)) for region in found):
-            yield _searched(search, pins)
+            yield gpus, _searched(search, pins)
 
 
-def _searched(search: Search, pins: Pins) -> Search:
-    """The same search under ``pins``, up to the first that fits."""
+def _searched(search: Search, pins: Pins) -> Found:
+    """What the same search finds under ``pins``, without a proof if its dives find anything."""
     profiler = search.profiler
     if pins.options != profiler.options:
         profiler = Profiler(profiler.models, profiler.cluster, pins.options, profiler.expert_load)
@@ -239,6 +247,7 @@ def _searched(search: Search, pins: Pins) -> Search:
         most_work=_WORK,
         watch=None,
     )
-    with suppress(AutoparError):
-        again.run()
-    return again
+    try:
+        return again.run()
+    except AutoparError:
+        return again.found()

@@ -301,8 +301,8 @@ def looped_kept(ranks: int, microbatches: int, chunks: int) -> Array:
 
 
 def looped_least(ranks: int, microbatches: int) -> Array:
-    """Of every stage at the same time, of any number of several: when its first backward begins, the last stage has run so
-    many forwards, and all others as many of that round at least."""
+    """Of every stage at the same time, of any number of several: when its first backward begins, the last stage has run
+    so many forwards, and all others as many of that round at least."""
     ahead = 2 * (ranks - 1 - np.arange(ranks)) + 1
     return np.minimum(float(min(microbatches, ranks)), ahead)
 

@@ -22,7 +22,7 @@ from autopar.errors import AutoparError, BudgetError
 from autopar.search import work as units
 from autopar.search.ahead import Ahead
 from autopar.search.costing import Outcome, laid_on, splits_further
-from autopar.search.profiles import Profile
+from autopar.search.profiles import Key, Profile
 from autopar.search.reckoning import Reckoning
 from autopar.search.space import Family, Point, Region, Savers, savers
 from autopar.search.waiting import Item, What, near, work_beside
@@ -46,12 +46,13 @@ class Tried(NamedTuple):
 
 
 class Proven(NamedTuple):
-    """Nothing is below ``bound_seconds`` but what was ``tried`` or known before; so many regions were ``placed`` for
-    that."""
+    """Nothing is below ``bound_seconds`` but what was ``tried`` or known before; what was ``placed`` for that, and how
+    much ``work`` it was."""
 
     bound_seconds: float
     tried: Tried
-    placed: int
+    placed: list[Key]
+    work: float
 
 
 @dataclass
@@ -118,7 +119,7 @@ class Proof(Reckoning):
         while self._waiting and self._goes_on():
             self._look_at_next()
         self._raise_regions()
-        return Proven(self.bound_seconds, Tried.of(self, known), self.placed)
+        return Proven(self.bound_seconds, Tried.of(self, known), self.placed, self._work)
 
     @property
     def waiting(self) -> int:

@@ -76,8 +76,9 @@ class Reckoning:
         self._outlook = Outlook.of(self.costing, self.root)
 
     @property
-    def placed(self) -> int:
-        return len(self.profiler.known) - self._before
+    def placed(self) -> list[Key]:
+        """What was, since this began."""
+        return list(self.profiler.known)[self._before :]
 
     @property
     def laid_out(self) -> int:

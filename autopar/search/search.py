@@ -65,7 +65,7 @@ class Search(Reckoning):
         something ``meanwhile`` with what was found."""
         self._begin()
         if self.pins.gpus < self.least_gpus:
-            return Found([], math.inf, self.points, self.placed, 0, {})
+            return self.found()
         prove = partial(self._prove, self.profiler.aside(), None if self.is_shared else self._hear)
         with running(prove, elsewhere=self.is_shared) as proof:
             dive(self, self.regions)
@@ -86,8 +86,11 @@ class Search(Reckoning):
             refusals |= tried.refusals
         ranked, laid_out = sorted(outcomes.values(), key=rank), len(outcomes) + len(refusals)
         least = min((outcome.step_seconds for outcome in ranked), default=math.inf)
-        bound, placed = (self._proven.bound_seconds, self._proven.placed) if self._proven is not None else (0.0, 0)
-        return Found(ranked, min(bound, least), self.points, self.placed + placed, laid_out, refusals)
+        bound, work, placed = 0.0, self.work, set(self.placed)
+        if self._proven is not None:
+            bound, work = self._proven.bound_seconds, work + self._proven.work
+            placed.update(self._proven.placed)
+        return Found(ranked, min(bound, least), self.points, len(placed), laid_out, work, refusals)
 
     @property
     def is_shared(self) -> bool:

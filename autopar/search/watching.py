@@ -21,7 +21,7 @@ def tell(progress: Progress, phase: str, search: Search) -> None:
             phase=phase,
             points=search.points,
             discarded=max(0, search.points - search.laid_out - search.waiting),
-            placed=search.placed,
+            placed=len(search.placed),
             laid_out=search.laid_out,
             best_seconds=search.best_seconds,
             bound_seconds=search.bound_seconds,

@@ -303,6 +303,20 @@ def test_how_far_estimates_were_off_is_learned_from_what_is_placed() -> None:
     assert dive_.learned.placed[kind] == [pytest.approx(min(points) / likely)]
 
 
+def test_what_is_too_much_work_says_nothing_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = search_of("gpt2", BATCH, 4, FAST, budget_bytes=10**5, offload=(), head_chunks=1)
+    region = next(region for region in search._begin() if region.mesh.pp == 2 == region.mesh.tp)
+    dive_ = dive._Dive(search, (), Learned(), 0.0)
+    kind = Kind(is_like_others=False, has_pipeline=True, is_away=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(dive, "POINT_WORK", 0)
+        dive_._place(region, 1.0, kind)
+    assert not any(dive_.full.values())
+    assert search.profile(region) is None
+    dive_._place(region, 1.0, kind)
+    assert dive_.full == {dive._axes(region): [(2, region.rows)]}, "nothing fits"
+
+
 def test_estimates_are_off_otherwise_where_the_head_is_split() -> None:
     search, _, points = piped()
     learned, (one, *_) = Learned(), [p for p in points if p.schedule == "interleaved" and p.zero == 0]

@@ -12,13 +12,16 @@ from autopar.errors import BudgetError
 from autopar.graph import info
 from autopar.mesh import Mesh
 from autopar.passes.vocabulary import head_of, is_head
+from autopar.plan import bytes_text
 from autopar.search import choose
+from autopar.search import search as searches
+from autopar.search.infeasible import refusal as refusal_of
 from autopar.search.infeasible import relaxations
 from autopar.search.profiles import Key
 from autopar.search.search import Search
 from autopar.spmd import R, S
-from tests.fast_cluster import SLOW_NETWORK
-from tests.search.spaces import experts_on, pins_of, prepared, search_of
+from tests.fast_cluster import FAST, SLOW_NETWORK
+from tests.search.spaces import every_point, experts_on, pins_of, prepared, search_of
 
 CPU = Cluster.load("cpu")
 
@@ -80,6 +83,15 @@ def test_no_fewer_gpus_would_do(gpus: int, given: dict[str, Any]) -> None:
         assert not search.run().outcomes, f"{fewer} GPUs would do"
 
 
+def test_what_only_a_proof_finds_is_offered_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {"mesh": {"dp": 2}, "zero": 0, "offload": (), "budget_bytes": 148_500}
+    search = search_of("mlp", 4, 2, CPU, **given)
+    assert not search.run().outcomes
+    dived = {offer.change for offer in relaxations(search)}
+    monkeypatch.setattr(searches, "dive", lambda search, regions: None)
+    assert {offer.change for offer in relaxations(search)} == dived
+
+
 @pytest.mark.slow
 def test_the_fewest_gpus_of_experts() -> None:
     """With degrees of experts pinned, these stay, and copies are added; without, others are found."""
@@ -116,6 +128,20 @@ def test_too_few_gpus_for_the_state_are_told_from_others_at_once() -> None:
         choose(prepared("mlp", 4), pins_of(1, budget_bytes=30_000), small, {})
     least = min(-(-elements * 32 // 30_000), -(-elements * 32 // 9_000))
     assert f"alone fill {least} GPUs with 29.3 KiB each and 8.79 KiB of its host)" in str(refused.value)
+
+
+def test_the_leanest_way_is_said_to_need_as_little_as_any() -> None:
+    """Whatever a rank has on the host, and in how many chunks it computes the head."""
+    host = replace(FAST, device=replace(FAST.device, host_memory_bytes=10**12, host_bytes_per_second=1e12))
+    search, needed = search_of("gpt2", 4, 2, host, mesh={"pp": 2}, budget_bytes=20_000), list[int]()
+    assert not search.run().outcomes
+    for point in every_point(search):
+        if search.place(point.region) is not None and point.schedule == "1f1b":
+            with pytest.raises(BudgetError) as refused:
+                search.lay_out(point)
+            needed.append(refused.value.needed_bytes)
+    assert len(needed) >= 10
+    assert f"the leanest way found needs {bytes_text(min(needed))}" in str(refusal_of(search, search.found()))
 
 
 @pytest.mark.slow

@@ -215,7 +215,7 @@ def test_a_proof_does_the_same_whatever_the_search_beside_it_did() -> None:
         proof = search._proof(profiler)
         assert not proof.costing.keeping.read
         found = proof.run(lambda: Tried(known, {}))
-        return found.bound_seconds, proof._work, found.placed
+        return found.bound_seconds, found.work, found.placed
 
     assert proven(dives=True) == proven(dives=False)
 
