@@ -65,9 +65,9 @@ def dive(search: Search, regions: list[Region]) -> None:
     choices. Those with activations on the host come before these where that makes the best much faster; all that may be
     there last, where the best is short of memory. At the end, what else looks better."""
     every, learned = _Every.of(search, regions), Learned()
-    looked = _look_first(search, every, learned)
+    dives = _look_first(search, every, learned)
     if search.outcomes:
-        _look_further(search, every, learned, looked)
+        _look_further(search, every, learned, dives)
     _lay_out_likely(search, learned)
 
 
@@ -101,8 +101,8 @@ class _Every:
         )
 
 
-def _look_first(search: Search, every: _Every, learned: Learned) -> set[tuple[str, ...]]:
-    """Until anything fits; gives what was on the host of those that were looked at then."""
+def _look_first(search: Search, every: _Every, learned: Learned) -> list[_Dive]:
+    """Until anything fits; gives the dives that this took."""
     masters = [(_MASTERS, every.near, _PATIENCE), ((*_MASTERS, *ACTIVATIONS), every.away, _PATIENCE)]
     firsts = [
         ((), every.plain, _PATIENCE if every.kinds else math.inf),
@@ -111,15 +111,20 @@ def _look_first(search: Search, every: _Every, learned: Learned) -> set[tuple[st
         ((), every.regions, math.inf),
         (_MASTERS, every.plain, math.inf),
     ]
+    dives: list[_Dive] = []
     for state, some, patience in firsts:
-        _Dive(search, state, learned, _SEARCHES, patience).run(some)
         if search.outcomes:
-            return {state}
-    return set()
+            break
+        dives.append(_Dive(search, state, learned, _SEARCHES, patience))
+        dives[-1].run(some)
+    return dives
 
 
-def _look_further(search: Search, every: _Every, learned: Learned, looked: set[tuple[str, ...]]) -> None:
-    """At what may be better than the best."""
+def _look_further(search: Search, every: _Every, learned: Learned, dives: list[_Dive]) -> None:
+    """At what may be better than the best, first at what ``dives`` had no patience for."""
+    for dive in dives[:-1]:
+        dive.go_on(_ELSEWHERE)
+    looked = {dive.offload for dive in dives}
     put_away(search, learned)  # what else looks good is often beaten by then
     if search.best_seconds < (1 - search.tolerance) * _here_seconds(search) < math.inf:
         _Dive(search, ACTIVATIONS, learned, _ELSEWHERE).run(every.away)
@@ -191,18 +196,23 @@ class _Dive:
     likely: dict[Region, float] = field(default_factory=dict)  # as if nothing like them was placed
 
     def run(self, regions: list[Region]) -> None:
-        search, begun = self.search, self.search.work
+        search = self.search
         first = [(_first_estimate(search, region), number, region) for number, region in enumerate(_coarse(regions))]
         for estimate, _, region in sorted(first):
             self.alike[works_of(region)].append(region)
             self._wait(estimate, region)
+        self.go_on(self.share)
+
+    def go_on(self, share: float) -> None:
+        """With what waits, for so much of the work of a whole search, where that isn't much better."""
+        search, begun = self.search, self.search.work
         for _ in range(_LOOKS):
             if not self.waiting or self.waiting[0][0] >= self._aim:
-                if search.work - begun > search.most_work * min(_DOUBTED, self.share) or not self._doubt():
+                if search.work - begun > search.most_work * min(_DOUBTED, share) or not self._doubt():
                     return
                 continue
             is_near = search.best_seconds < _NEAR * self.waiting[0][0]
-            limit = search.most_work * self.share * (1 if is_near else _LONGER)
+            limit = search.most_work * share * (1 if is_near else _LONGER)
             limit *= _REFUSED if self._only_refused else 1
             if not search.outcomes and search.work - begun > search.most_work * self.patience:
                 return
