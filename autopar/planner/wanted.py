@@ -27,15 +27,15 @@ class Wanted:
 def schedule_name(wanted: Wanted, ranks: int) -> str:
     """The named schedule that the request starts from. Raises ArgumentError where it doesn't fit the vocabulary."""
     mode = mode_of(wanted.vocabulary)
-    if mode.head and ranks == 1:
-        raise ArgumentError(
-            f"vocabulary={wanted.vocabulary!r} splits the vocabulary over the pipeline, but pp=1; use pp of 2 or more"
-        )
     name = "1f1b" if wanted.schedule == SYNTHESIZED else wanted.schedule
     if mode.schedule and wanted.schedule not in ("1f1b", mode.schedule):
         raise ArgumentError(
             f"vocabulary={wanted.vocabulary!r} has a schedule of its own; leave schedule={wanted.schedule!r} out, or "
             "use vocabulary='vocab-1' with it"
+        )
+    if mode.head and ranks == 1:
+        raise ArgumentError(
+            f"vocabulary={wanted.vocabulary!r} splits the vocabulary over the pipeline, but pp=1; use pp of 2 or more"
         )
     if not mode.head and name in SCHEDULES and "" not in SCHEDULES[name].heads:
         raise ArgumentError(

@@ -85,3 +85,9 @@ def test_a_prime_number_of_gpus_names_one_that_works() -> None:
     works = int(str(refused.value).split("use gpus=")[1].split(",")[0])
     assert works == 6
     assert regions(search_of("gpt2", 2, works, CPU).sizes, pins_of(works))
+
+
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_a_vocabulary_with_its_own_schedule_is_told_so_on_any_degrees(gpus: int) -> None:
+    with pytest.raises(ArgumentError, match="has a schedule of its own; leave schedule='zb-1p' out"):
+        choose(prepared("gpt2", 1), pins_of(gpus, schedule="zb-1p", vocabulary="interlaced"), CPU, {})
