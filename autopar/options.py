@@ -78,7 +78,8 @@ class Options(BaseModel):
     * ``reduce_dtype``: of gradients on their way between ranks; ``state_dtype``: of the optimizer's moments
       (``""``: as the masters).
     * ``zero``: 1 splits optimizer state over ``dp``, 2 gradients too, 3 parameters too (Rajbhandari et al., "ZeRO",
-      SC 2020); ``zero_ranks`` neighbouring ranks share one copy, the groups replicate it (0: all of ``dp``).
+      SC 2020); ``zero_ranks`` neighbouring ranks share one copy, the groups replicate it (0: all of ``dp``;
+      without ``zero``, 1 to 3 are searched).
     * ``recompute``: ``"auto"`` recomputes what costs the least extra time so that a rank fits ``budget_bytes`` (None:
       the device's memory), nothing where there is room; ``"selective"`` what is cheap to recompute and large to keep;
       ``"full"`` every layer; ``"none"``.
@@ -135,7 +136,7 @@ class Options(BaseModel):
                 raise ValueError(f"{name}={getattr(self, name)!r}; it may be one of {', '.join(_FLOATS[1:])}")
         if unknown := [item for item in self.offload if item not in OFFLOADABLE]:
             raise ValueError(f"offload names {unknown}; it may name {', '.join(OFFLOADABLE)}")
-        if self.zero_ranks and not self.zero:
+        if self.zero_ranks and not self.zero and "zero" in self.model_fields_set:  # else it is searched
             raise ValueError(f"zero_ranks={self.zero_ranks} without ZeRO; say zero=1, 2 or 3 with it")
         if self.powersgd and self.zero >= 2:
             raise ValueError(

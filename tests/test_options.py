@@ -25,6 +25,10 @@ def test_text_names_what_differs_from_the_defaults_or_from_others():
     assert options.beside(options) == ""
 
 
+def test_zero_is_searched_where_it_isnt_said():
+    assert Options.of(zero_ranks=2).zero_ranks == 2
+
+
 def test_masters_lie_where_the_optimizer_does():
     away = [item for item in OFFLOADABLE if masters_on_host((item,))]
     assert away == ["optimizer", "parameters"]
@@ -48,7 +52,7 @@ def test_json_both_ways():
         ({"precision": "bfloat16"}, "precision='bfloat16': .*'model', 'bf16' or 'fp16'"),
         ({"reduce_dtype": "int8"}, "reduce_dtype='int8'; it may be one of bfloat16"),
         ({"offload": ("gradients",)}, r"offload names \['gradients'\]; it may name optimizer, parameters, activations"),
-        ({"zero_ranks": 2}, "zero_ranks=2 without ZeRO; say zero=1, 2 or 3"),
+        ({"zero": 0, "zero_ranks": 2}, "zero_ranks=2 without ZeRO; say zero=1, 2 or 3"),
         ({"powersgd": 4, "zero": 3}, "powersgd=4 sums whole gradients.*use zero=0 or 1"),
         ({"statistics": "step"}, "statistics='step': .*'batch' or 'microbatch'"),
         ({"head_chunks": 0}, "head_chunks=0: .*greater than or equal to 1"),

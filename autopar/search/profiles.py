@@ -440,7 +440,7 @@ class Profiler:
         return self._placed[asked]
 
     def _made(self, key: Key, mesh: Mesh, microbatches: int) -> Profile:
-        options = self.options.model_copy(update={"head_chunks": key.chunks})
+        options = self.options.model_copy(update={"head_chunks": key.chunks, "zero_ranks": 0})  # these are a point's
         state = (self.options.budget_bytes or self.cluster.device.memory_bytes) * key.stages or _BOUNDLESS
         vocabulary = "vocab-1" if key.head else "redistributed"  # what is placed is the same for all split heads
         wanted, load = Wanted("1f1b", vocabulary), dict(self.expert_load)
@@ -448,7 +448,7 @@ class Profiler:
             mesh, microbatches, self.cluster, wanted, options, load, state, key.streamed, key.counted or None
         )
         placed = place_inner(self._rows(key, request), request)
-        machine = Machine.of(self.cluster, placed.request.mesh, options.zero_ranks)
+        machine = Machine.of(self.cluster, placed.request.mesh)
         stays = unhoisted(placed.model)
         both = zip(placed.model.blocks, reached_results(placed.model), strict=True)
         computed = [Computed.of(block, machine.device, stays, self._rulings.op, results) for block, results in both]

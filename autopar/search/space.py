@@ -30,7 +30,7 @@ from autopar.cluster import Cluster
 from autopar.errors import ArgumentError
 from autopar.graph import Block, Model, info, op_name, operands
 from autopar.mesh import EXPERTS, Mesh
-from autopar.options import activations_on_host, parameters_on_host
+from autopar.options import Options, activations_on_host, parameters_on_host
 from autopar.planner.modes import MODES
 from autopar.planner.spreading import Spread, sequence_lengths
 from autopar.rules import lookup
@@ -269,7 +269,7 @@ def _cuts(rows: int, pins: Pins) -> Iterator[tuple[int, int]]:
 
 
 def meshes(sizes: Sizes, pins: Pins) -> list[Mesh]:
-    """Where sums over dp are to be compressed, those that have any, if there are such."""
+    """Of all, those whose replicas divide the batch and that suit the options, if there are such."""
     if pins.mesh_is_whole:
         return [pins.fixed_mesh]
     found: dict[Mesh, None] = {}
@@ -281,8 +281,16 @@ def meshes(sizes: Sizes, pins: Pins) -> list[Mesh]:
             mesh = _mesh({"pp": pp, "dp": dp, "cp": cp, "tp": tp, **experts}, pins.gpus)
             if mesh is not None:
                 found[mesh] = None
-    summing = [mesh for mesh in found if mesh.dp > 1] if pins.options.powersgd else []
-    return summing or list(found)
+    suited = [mesh for mesh in found if sizes.batch % mesh.replicas == 0 and not any(lacks(mesh, pins.options))]
+    return suited or list(found)
+
+
+def lacks(mesh: Mesh, options: Options) -> Iterator[str]:
+    """What the options need of degrees, and these aren't."""
+    if options.powersgd and mesh.dp == 1:
+        yield "dp >= 2"
+    if options.zero_ranks and mesh.zero_shards(0) % options.zero_ranks:
+        yield f"dp x cp = a multiple of {options.zero_ranks}"
 
 
 def _mesh(degrees: Mapping[str, int], gpus: int) -> Mesh | None:
@@ -423,9 +431,9 @@ def _vocabularies(name: str, pins: Pins, heads_: Sequence[str]) -> list[str]:
 def storages(region: Region, cluster: Cluster, pins: Pins) -> Iterator[tuple[int, int]]:
     """``(zero, zero_ranks)``: over all ranks that have the same parameters, or over those of one node."""
     mesh, options = region.mesh, pins.options
-    copies = mesh.zero_shards(0)
-    most = 1 if options.powersgd else 3  # PowerSGD sums whole gradients
-    stages = [options.zero] if pins.fixes("zero") else list(range(most + 1)) if copies > 1 else [0]
+    copies, least = mesh.zero_shards(0), int(options.zero_ranks > 0)
+    most = least if copies == 1 else 1 if options.powersgd else 3  # PowerSGD sums whole gradients
+    stages = [options.zero] if pins.fixes("zero") else range(least, most + 1)
     inner = cluster.devices_per_node // mesh.tp
     for zero in stages:
         yield zero, options.zero_ranks

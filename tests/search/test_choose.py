@@ -100,3 +100,10 @@ def test_where_the_best_is_refused_it_is_searched_for_again(
         assert found.step_seconds > first.step_seconds
         assert bool(spared) == (searched and slower == 0.0)
     assert all(each >= hidden for each in spared)
+
+
+def test_zero_is_searched_over_as_many_ranks_as_were_asked_for() -> None:
+    """On degrees that these divide."""
+    options = best("mlp", 1 << 20, 0, offload=(), zero_ranks=2).plan.options
+    assert options.zero in (1, 2, 3)
+    assert options.zero_ranks == 2

@@ -174,8 +174,19 @@ def test_compressed_sums_are_of_whole_gradients_over_dp() -> None:
     for mesh in found:
         region = Region(mesh, 1, BATCH // mesh.dp)
         assert {zero for zero, _ in storages(region, search.costing.cluster, search.pins)} == {0, 1}
+    odd = search_of("mlp", 7, 3, FAST, powersgd=2)
+    assert {region.mesh.pp for region in regions(odd.sizes, odd.pins)} == {3}, "dp doesn't divide the batch"
     alone = search_of("mlp", BATCH, 1, FAST, powersgd=2)
     assert meshes(alone.sizes, alone.pins) == [Mesh()]  # whose error says what is missing
+
+
+def test_ranks_that_share_state_are_of_any_zero_on_degrees_that_they_divide() -> None:
+    search = search_of("mlp", BATCH, 4, FAST, zero_ranks=2)
+    found = meshes(search.sizes, search.pins)
+    assert {mesh.dp for mesh in found} == {2, 4}
+    for mesh in found:
+        ways = set(storages(Region(mesh, 1, BATCH // mesh.dp), search.costing.cluster, search.pins))
+        assert ways == {(1, 2), (2, 2), (3, 2)}
 
 
 @pytest.mark.parametrize(
