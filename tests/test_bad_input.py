@@ -62,7 +62,7 @@ CASES = [
     ({"gpus": 7}, ArgumentError, "gpus=7 can't all be used: no degrees ... use gpus=6, or another batch"),
     ({"gpus": 10**20}, ArgumentError, "gpus=100000000000000000000; it must be at most 16777216"),
     ({"gpus": 1_000_000}, ArgumentError, "use gpus=768, or another batch"),
-    ({"mesh": "dp=3"}, ArgumentError, "doesn't divide gpus=4; use gpus=3, or other degrees"),
+    ({"mesh": "dp=3"}, ArgumentError, "doesn't divide gpus=4; use other degrees"),
     ({"mesh": "dp=2,tp=4"}, ArgumentError, "doesn't divide gpus=4; use gpus=8, or other degrees"),
     ({"mesh": "ep=2"}, ShardingError, "MLP has no product with a weight per expert; leave ep out of the mesh"),
     ({"mesh": "dp=0"}, ArgumentError, "mesh axis 'dp' has size 0"),

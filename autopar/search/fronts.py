@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autopar.errors import ArgumentError, AutoparError
+from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 from autopar.plan import PointPlan, bytes_text, change_text
 from autopar.planner.modes import MODES
@@ -251,10 +251,8 @@ def gpus_front(search: Search, chosen: Outcome) -> list[PointPlan]:
 
 def _on(pins: Pins, gpus: int) -> Pins | None:
     mesh = {axis: size for axis, size in pins.mesh.items() if axis != "dp"} if pins.mesh_is_whole else pins.mesh
-    try:
-        return replace(pins, gpus=gpus, mesh=mesh)
-    except ArgumentError:  # pinned degrees don't divide so many
-        return None
+    found = replace(pins, gpus=gpus, mesh=mesh)
+    return None if gpus % found.least_gpus else found
 
 
 def _gained(here: int, chosen: Outcome, gpus: int, other: Outcome) -> str:

@@ -10,7 +10,7 @@ recomputed, are left out unsolved. Where that takes too long, numbers double fro
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -22,8 +22,9 @@ from autopar.plan import bytes_text, seconds_text
 from autopar.search.costing import Found, Outcome
 from autopar.search.fronts import differs
 from autopar.search.pins import SEARCHED_OPTIONS, Pins
+from autopar.search.possible import Possible
 from autopar.search.profiles import Profiler
-from autopar.search.space import Point, largest, regions, savers
+from autopar.search.space import Point, Region, Sizes, regions, savers
 
 if TYPE_CHECKING:
     from autopar.search.search import Search
@@ -87,27 +88,87 @@ def no_degrees(search: Search) -> AutoparError:
     none leave the microbatches that were pinned."""
     pins, sizes = search.pins, search.sizes
     on = f"gpus={pins.gpus}" + (f" with mesh={dict(pins.mesh)}" if pins.mesh else "")
-    if free := regions(sizes, replace(pins, microbatch=None, microbatches=None)):
-        if pins.microbatch is not None and pins.microbatches is not None:
-            both = f"microbatch={pins.microbatch} and microbatches={pins.microbatches}"
-            return ArgumentError(
-                f"{both} are {pins.microbatch * pins.microbatches} rows on each rank, which no degrees of {on} leave "
-                f"of a batch of {sizes.batch}; leave one of the two out"
-            )
-        name = "microbatch" if pins.microbatch is not None else "microbatches"
-        fits = sorted({region.rows if name == "microbatch" else region.microbatches for region in free})
+    if pins.gpus % pins.least_gpus:
+        nearest = _possible(search, pins).nearest_gpus()
         return ArgumentError(
-            f"{name}={getattr(pins, name)} doesn't divide what any degrees of {on} leave a rank of a batch of "
-            f"{sizes.batch}; {name} may be one of {fits}"
+            f"mesh={dict(pins.mesh)} is a multiple of {pins.least_gpus} ranks, which doesn't divide gpus={pins.gpus}; "
+            f"use {f'gpus={nearest}, or ' if nearest else ''}other degrees"
         )
+    freed = replace(pins, microbatch=None, microbatches=None)
+    if free := _possible(search, freed).regions() or regions(sizes, freed):
+        return _no_cut(pins, sizes, on, free)
     heads = f", heads {' and '.join(map(str, sizes.heads))} (tp)" if sizes.heads else ", a width of weights (tp)"
     lengths = f", sequences of {' and '.join(map(str, sizes.lengths))} (cp)" if sizes.lengths else ""
-    fewer = largest(sizes, pins)
+    rows = (pins.microbatch or 1) * (pins.microbatches or 1)
+    cut = _cut_text(pins)
+    nor = f", nor {'do' if ' and ' in cut else 'does'} {cut} divide the batch" if sizes.batch % rows else ""
     return ArgumentError(
         f"{on} can't all be used: no degrees with that product divide a batch of {sizes.batch} (dp x microbatches), "
-        f"{sizes.units} layers and more (pp){heads}{lengths}; "
-        f"{f'use gpus={fewer}' if fewer else 'leave pins out'}, or another batch"
+        f"{sizes.units} layers and more (pp){heads}{lengths}{nor}; {_ways(search)[0]}, or another batch"
     )
+
+
+def _no_cut(pins: Pins, sizes: Sizes, on: str, free: Sequence[Region]) -> ArgumentError:
+    """Of microbatches that were pinned, which no degrees leave; those ``free`` are without."""
+    if pins.microbatch is not None and pins.microbatches is not None:
+        return ArgumentError(
+            f"{_cut_text(pins)} are {pins.microbatch * pins.microbatches} rows on each rank, which no degrees of {on} "
+            f"leave of a batch of {sizes.batch}; leave one of the two out"
+        )
+    return ArgumentError(
+        f"{_cut_text(pins)} doesn't divide what any degrees of {on} leave a rank of a batch of {sizes.batch}; "
+        f"{_fitting(pins, free)}"
+    )
+
+
+def _cut_text(pins: Pins) -> str:
+    given = {"microbatch": pins.microbatch, "microbatches": pins.microbatches}
+    return " and ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+
+
+def _fitting(pins: Pins, free: Iterable[Region]) -> str:
+    """What the one of both that was pinned may be."""
+    name = "microbatch" if pins.microbatch is not None else "microbatches"
+    fits = sorted({region.rows if name == "microbatch" else region.microbatches for region in free})
+    return f"{name} may be one of {fits}"
+
+
+def nothing_runs(search: Search) -> AutoparError:
+    """The error where there are degrees, but what was pinned beside them can run on none."""
+    possible = _possible(search, search.pins)
+    found = regions(search.sizes, search.pins)
+    needs = dict.fromkeys(need for region in found for need in possible.needs(possible.as_pinned(region)))
+    return ArgumentError(
+        f"no degrees of gpus={search.pins.gpus}{_pinned_text(search.pins)} can run, which takes "
+        f"{' and '.join(needs)}; {', or '.join(_ways(search)[:_OFFERED])}"
+    )
+
+
+def _ways(search: Search) -> list[str]:
+    """To something that can run: another number of GPUs, or less that is pinned; both where neither is enough. There
+    always is one: one rank has no degrees."""
+    pins, possible = search.pins, _possible(search, search.pins)
+    freed = list(_changes(search))
+    if pins.options.powersgd:
+        exact = pins.options.model_copy(update={"powersgd": 0})
+        freed.append((f"without powersgd={pins.options.powersgd}", replace(pins, options=exact)))
+    ways = [f"use gpus={nearest}"] if (nearest := possible.nearest_gpus()) else []
+    ways += [f"go {change}" for change, other in freed if possible.under(other).regions()]
+    freed.append(("without what is pinned", Pins(pins.gpus)))
+    both = ((change, other, possible.under(other).nearest_gpus()) for change, other in freed)
+    return ways or [_use(search, gpus, change, other) for change, other, gpus in both if gpus]
+
+
+def _use(search: Search, gpus: int, change: str, freed: Pins) -> str:
+    """Say what the microbatches may be, if it is their pin that has to go."""
+    pins, words = search.pins, f"use gpus={gpus} {change}"
+    if (pins.microbatch is None) == (pins.microbatches is None) or freed.microbatch or freed.microbatches:
+        return words
+    return f"{words}: {_fitting(pins, _possible(search, replace(freed, gpus=gpus)).regions())}"
+
+
+def _possible(search: Search, pins: Pins) -> Possible:
+    return Possible(search.sizes, pins, search.heads)
 
 
 def _state_text(search: Search) -> str:
@@ -222,11 +283,8 @@ def _fewest(search: Search, mesh: Mapping[str, int], without: str) -> list[Relax
 def _under_more(search: Search, mesh: Mapping[str, int], numbers: Iterable[int]) -> Iterator[tuple[int, Found]]:
     """What is found on so many GPUs, where there are such degrees and layers may fit."""
     for gpus in numbers:
-        try:
-            pins = replace(search.pins, gpus=gpus, mesh=mesh)
-        except ArgumentError:  # these degrees don't divide so many
-            continue
-        found = regions(search.sizes, pins)
+        pins = replace(search.pins, gpus=gpus, mesh=mesh)
+        found = _possible(search, pins).regions()
         if not all(math.isinf(search.region_bound(region)) for region in found):
             yield gpus, _searched(search, pins)
 

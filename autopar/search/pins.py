@@ -17,7 +17,7 @@ from autopar.schedules.registry import SCHEDULES
 SEARCHED_OPTIONS: Final = ("zero", "zero_ranks", "offload", "head_chunks")
 """The fields of :class:`autopar.options.Options` that change what a step costs and not what it computes."""
 
-_SIZES: Final = ("pp", "dp", "cp", "tp")
+SIZES: Final = ("pp", "dp", "cp", "tp")
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Pins:
     """What is fixed of a job on ``gpus`` ranks; None, or an axis that isn't in ``mesh``, is free.
 
     A ``mesh`` whose sizes multiply to ``gpus`` is all of it. ``given`` names the fields of ``options`` that were asked
-    for, which are fixed; of the others those in :data:`SEARCHED_OPTIONS` are free. Raises ArgumentError where the pins
-    contradict each other.
+    for, which are fixed; of the others those in :data:`SEARCHED_OPTIONS` are free. Raises ArgumentError for what
+    can't be pinned.
     """
 
     gpus: int
@@ -45,12 +45,8 @@ class Pins:
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ArgumentError(f"{name}={value!r}; it must be a whole number of at least 1")
         self._check_names()
-        product = math.prod(size for axis, size in self._sizes().items())
-        if not self.mesh_is_whole and (product > self.gpus or self.gpus % product):
-            raise ArgumentError(
-                f"mesh={dict(self.mesh)} is a multiple of {product} ranks, which doesn't divide gpus={self.gpus}; "
-                f"use gpus={max(product, self.gpus // product * product)}, or other degrees"
-            )
+        # Raises for axes and sizes that there aren't.
+        Mesh.of({axis: size for axis, size in self.mesh.items() if axis not in EXPERTS}, self.least_gpus)
 
     def _check_names(self) -> None:
         if not isinstance(self.mesh, Mapping):
@@ -60,19 +56,16 @@ class Pins:
         if self.schedule is not None and self.schedule not in (*SCHEDULES, SYNTHESIZED):
             raise ArgumentError(f"schedule={self.schedule!r} is none of {', '.join((*SCHEDULES, SYNTHESIZED))}")
 
-    def _sizes(self) -> dict[str, int]:
-        """The degrees that were given. Raises ArgumentError for axes and sizes that there aren't."""
-        Mesh.of({axis: size for axis, size in self.mesh.items() if axis not in EXPERTS}, self._product())
-        return {axis: self.mesh[axis] for axis in _SIZES if axis in self.mesh}
-
-    def _product(self) -> int:
-        sizes = [self.mesh.get(axis, 1) for axis in _SIZES]
+    @property
+    def least_gpus(self) -> int:
+        """The product of the degrees that were given, which has to divide ``gpus``."""
+        sizes = [self.mesh.get(axis, 1) for axis in SIZES]
         return math.prod(size for size in sizes if isinstance(size, int))
 
     @property
     def mesh_is_whole(self) -> bool:
         """Whether every degree is fixed: those that were given multiply to all ranks."""
-        return bool(self.mesh) and self._product() == self.gpus
+        return bool(self.mesh) and self.least_gpus == self.gpus
 
     @property
     def fixed_mesh(self) -> Mesh:
@@ -92,7 +85,7 @@ class Pins:
         """By name, in the order in which a user would think of them."""
         found: list[str] = []
         if not self.mesh_is_whole:
-            found += [axis for axis in (*_SIZES, "ep") if axis in AXES and axis not in self.mesh]
+            found += [axis for axis in (*SIZES, "ep") if axis in AXES and axis not in self.mesh]
         if self.microbatch is None and self.microbatches is None:
             found.append("microbatch")
         found += [name for name in ("schedule", "chunks", "vocabulary") if getattr(self, name) is None]

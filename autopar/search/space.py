@@ -27,11 +27,14 @@ from typing import Final, NamedTuple
 from torch import fx
 
 from autopar.cluster import Cluster
-from autopar.errors import ArgumentError
+from autopar.errors import ArgumentError, StageError
 from autopar.graph import Block, Model, info, op_name, operands
 from autopar.mesh import EXPERTS, Mesh
 from autopar.options import Options, activations_on_host, parameters_on_host
-from autopar.planner.modes import MODES
+from autopar.passes.find_head import find_head
+from autopar.passes.pad_head import Table, pad_head, table_of
+from autopar.passes.vocabulary import staged_calls
+from autopar.planner.modes import MODES, Mode
 from autopar.planner.spreading import Spread, sequence_lengths
 from autopar.rules import lookup
 from autopar.rules.attention import heads
@@ -61,18 +64,53 @@ _UNITS: Final = (1, 2, 4, 8)
 _ENDS: Final = 2  # units that are no layers: the first and the last
 
 
+class Joined(NamedTuple):
+    """Units and layers of a model in which the head and all after it are one, as they are in chunks and with a padded
+    ``table`` (None: it can't be padded)."""
+
+    units: int
+    layers: int
+    table: Table | None
+
+    @classmethod
+    def of(cls, model: Model, units: int) -> Joined | None:
+        """None where that makes no difference to ``units``."""
+        try:
+            joined, *_ = find_head(model)
+        except StageError:
+            return None
+        if (left := len(staged_calls(joined))) == units:
+            return None
+        table = table_of(model)
+        pads = table is not None and pad_head(model, table.classes + 1) is not model
+        return cls(left, layers_of(joined), table if pads else None)
+
+    def holds(self, tp: int, head_chunks: int) -> bool:
+        """Whether the head is computed so."""
+        return head_chunks > 1 or (self.table is not None and self.table.padded(tp) != self.table.classes)
+
+
+def layers_of(model: Model) -> int:
+    """How many calls are of layers; all, where none is."""
+    kinds = [model.block_of(model.calls[index]).kind for index in staged_calls(model)]
+    return kinds.count("layer") or len(kinds)
+
+
 @dataclass(frozen=True)
 class Sizes:
     """What has to divide: the global batch, positions, heads and experts; and how many units stages are cut between,
     in all and (``inner``) where the head is split over the pipeline.
 
-    A model without sequences has no ``lengths``; ``heads`` and ``experts`` are of all layers that have any. ``widths``
-    are those of all weights: without heads, ``tp`` divides one of them at least, or it would split nothing.
+    ``layers`` of the units have as many on each stage where stages aren't cut by cost. A model without sequences has no
+    ``lengths``; ``heads`` and ``experts`` are of all layers that have any. ``widths`` are those of all weights: without
+    heads, ``tp`` divides one of them at least, or it would split nothing.
     """
 
     batch: int
     units: int
     inner: int
+    layers: int
+    joined: Joined | None
     lengths: tuple[int, ...]
     heads: tuple[int, ...]
     experts: tuple[int, ...]
@@ -86,6 +124,8 @@ class Sizes:
             batch=model.batch_size,
             units=units,
             inner=inner,
+            layers=layers_of(model),
+            joined=Joined.of(model, units),
             lengths=tuple(sequence_lengths(Spread.of(model)))
             if any(i.seq_dim is not None for i in model.inputs)
             else (),
@@ -93,6 +133,14 @@ class Sizes:
             experts=tuple(sorted(set(_experts(model)))),
             widths=tuple(sorted(set(_widths(model)))),
         )
+
+    def most_stages(self, tp: int, head_chunks: int, mode: Mode) -> int:
+        """That such a model can be cut into."""
+        if mode.head:
+            return self.inner
+        whole = self.units, self.layers
+        units, layers = self.joined[:2] if self.joined and self.joined.holds(tp, head_chunks) else whole
+        return units if mode.balanced else layers
 
 
 def _experts(model: Model) -> Iterator[int]:
@@ -229,11 +277,14 @@ class Savers(NamedTuple):
 
 def regions(sizes: Sizes, pins: Pins) -> list[Region]:
     """All that the sizes allow, in a fixed order."""
-    found = []
-    for mesh in meshes(sizes, pins):
-        if sizes.batch % mesh.replicas == 0:
-            found += [Region(mesh, rows, count) for rows, count in _cuts(sizes.batch // mesh.replicas, pins)]
-    return found
+    return [region for mesh in meshes(sizes, pins) for region in cut(mesh, sizes, pins)]
+
+
+def cut(mesh: Mesh, sizes: Sizes, pins: Pins) -> Iterator[Region]:
+    """Those of a mesh: none where its replicas don't divide the batch."""
+    if sizes.batch % mesh.replicas == 0:
+        for rows, count in _cuts(sizes.batch // mesh.replicas, pins):
+            yield Region(mesh, rows, count)
 
 
 def undominated(found: Sequence[Region]) -> list[Region]:
@@ -263,7 +314,7 @@ def _with_less_cp(mesh: Mesh, times: int) -> Mesh:
 
 def _cuts(rows: int, pins: Pins) -> Iterator[tuple[int, int]]:
     """``(rows of a microbatch, microbatches)`` that make up ``rows``."""
-    for size in _divisors(rows):
+    for size in divisors(rows):
         if pins.microbatch in (None, size) and pins.microbatches in (None, rows // size):
             yield size, rows // size
 
@@ -303,42 +354,20 @@ def _mesh(degrees: Mapping[str, int], gpus: int) -> Mesh | None:
 def _degrees(axis: str, sizes: Sizes, pins: Pins) -> list[int]:
     if axis in pins.mesh:
         return [pins.mesh[axis]]
-    return [size for size in _divisors(pins.gpus) if _divides(axis, size, sizes)]
+    return [size for size in divisors(pins.gpus) if divides(axis, size, sizes)]
 
 
-def _divides(axis: str, size: int, sizes: Sizes) -> bool:
+def divides(axis: str, size: int, sizes: Sizes) -> bool:
+    """Whether there is as much for each of ``size`` ranks of pp, ep, cp or tp."""
     if axis == "pp":
         return size <= sizes.units
+    if axis == "ep":
+        return size == 1 or (bool(sizes.experts) and all(count % size == 0 for count in sizes.experts))
     if axis == "cp":
         return size == 1 or (bool(sizes.lengths) and all(length % size == 0 for length in sizes.lengths))
     if sizes.heads:
         return all(count % size == 0 for count in sizes.heads)
     return size == 1 or any(width % size == 0 for width in sizes.widths)
-
-
-def largest(sizes: Sizes, pins: Pins) -> int | None:
-    """The most GPUs below those of ``pins`` that all can be used; None where there are none."""
-    widest = max((*sizes.heads, *sizes.widths), default=1)
-    ranges = {"pp": sizes.units, "dp": sizes.batch, "cp": max(sizes.lengths, default=1), "tp": widest}
-    degrees = [
-        [pins.mesh[axis]] if axis in pins.mesh else _possible(axis, most, sizes) for axis, most in ranges.items()
-    ]
-    counts = {math.prod(some) for some in itertools.product(*degrees)}
-    fewer = sorted((count for count in counts if count < pins.gpus), reverse=True)
-    return next((gpus for gpus in fewer if _fits(sizes, pins, gpus)), None)
-
-
-def _possible(axis: str, most: int, sizes: Sizes) -> list[int]:
-    if axis == "dp":
-        return _divisors(sizes.batch)
-    return [size for size in range(1, most + 1) if _divides(axis, size, sizes)]
-
-
-def _fits(sizes: Sizes, pins: Pins, gpus: int) -> bool:
-    try:
-        return bool(regions(sizes, replace(pins, gpus=gpus)))
-    except ArgumentError:  # pinned degrees don't divide so many
-        return False
 
 
 def _expert_degrees(sizes: Sizes, pins: Pins, ranks: int) -> Iterator[dict[str, int]]:
@@ -347,13 +376,13 @@ def _expert_degrees(sizes: Sizes, pins: Pins, ranks: int) -> Iterator[dict[str, 
         yield {name: pins.mesh[name] for name in EXPERTS if name in pins.mesh}
         return
     yield {}
-    for ep in _divisors(ranks)[1:] if sizes.experts else ():
-        if all(count % ep == 0 for count in sizes.experts):
+    for ep in divisors(ranks)[1:] if sizes.experts else ():
+        if divides("ep", ep, sizes):
             yield {"ep": ep}
             yield {"ep": ep, "etp": 1}
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return small + [number // n for n in reversed(small) if n * n != number]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -60,8 +61,15 @@ def test_everything_pinned_is_built_without_a_search() -> None:
         (2, {"budget_bytes": 1 << 60}, "use budget_bytes="),
         (2, {"mesh": {"pp": 2}, "chunks": 4}, "use pp x chunks <= "),
         (2, {"mesh": {"pp": 2}, "chunks": 4, "schedule": "interleaved"}, "use pp x chunks <= "),
-        (4, {"chunks": 10**17}, "use pp x chunks <= "),
-        (4, {"chunks": 10**17, "schedule": "interleaved"}, "use pp x chunks <= "),
+        (4, {"chunks": 10**17}, "pp x chunks <= 6; go without chunks="),
+        (4, {"chunks": 10**17, "schedule": "interleaved"}, "pp x chunks <= 6; go without chunks="),
+        (
+            20,
+            {"mesh": {"dp": 4, "tp": 1}, "vocabulary": "stage"},
+            "takes pp <= 4; use gpus=16, or go without vocabulary=",
+        ),
+        (3, {"mesh": {"dp": 8}}, "doesn't divide gpus=3; use other degrees"),
+        (4, {"mesh": {"tp": 2}, "schedule": "zb-v", "chunks": 3}, "it takes exactly 2"),
     ],
 )
 def test_pins_that_cant_be(gpus: int, given: dict[str, Any], words: str) -> None:
@@ -85,6 +93,45 @@ def test_a_prime_number_of_gpus_names_one_that_works() -> None:
     works = int(str(refused.value).split("use gpus=")[1].split(",")[0])
     assert works == 6
     assert regions(search_of("gpt2", 2, works, CPU).sizes, pins_of(works))
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "gpus", "given", "works"),
+    [
+        ("mlp", 7, 3, {"powersgd": 2}, 7),
+        ("mlp", 1, 7, {"mesh": {"pp": 2}}, 4),
+        ("gpt2", 1, 31, {"mesh": {"pp": 5}}, 20),
+        ("gpt2", 8, 40, {"schedule": "zb-v", "mesh": {"tp": 1, "cp": 1}}, 24),
+        ("llama", 8, 1000, {"microbatches": 8, "vocabulary": "stage"}, 256),
+        ("llama", 8, 1, {"vocabulary": "vocab-1"}, 2),
+    ],
+)
+def test_a_number_of_gpus_that_is_named_works(
+    name: str, batch: int, gpus: int, given: dict[str, Any], works: int
+) -> None:
+    with pytest.raises(ArgumentError, match=f"use gpus={works}, or "):
+        choose(prepared(name, batch), pins_of(gpus, **given), CPU, {})
+    search = search_of(name, batch, works, CPU, offload=(), head_chunks=1, **given)
+    assert search.glance()
+
+
+def test_what_cant_run_is_named_as_it_was_pinned() -> None:
+    with pytest.raises(ArgumentError) as refused:
+        chosen(40, schedule="zb-v", zero=1)
+    text = "no degrees of gpus=40 with schedule='zb-v', zero=1 can run, which takes pp x chunks <= 6; use gpus=32, or "
+    assert str(refused.value) == text + "go without schedule='zb-v'"
+
+
+def test_microbatches_of_no_batch_are_named_beside_gpus() -> None:
+    """Without them there are degrees of fewer GPUs."""
+    with pytest.raises(
+        ArgumentError, match="nor does microbatches=3 divide the batch; use gpus=768 without"
+    ) as refused:
+        choose(prepared("gpt2", 8), pins_of(1000, microbatches=3), CPU, {})
+    fits = re.search(r"microbatches may be one of \[(.*?)\]", str(refused.value))
+    assert fits is not None
+    search = search_of("gpt2", 8, 768, CPU, microbatches=int(fits[1].split(", ")[-1]), offload=(), head_chunks=1)
+    assert search.glance()
 
 
 @pytest.mark.parametrize("gpus", [1, 4])

@@ -14,8 +14,9 @@ from torch.nn import functional
 from autopar.errors import StageError
 from autopar.mesh import Mesh
 from autopar.planner.block_costs import Machine
+from autopar.planner.modes import MODES
 from autopar.preparation import Captured
-from autopar.search import searching
+from autopar.search import choose, searching
 from autopar.search.profiles import Profile
 from autopar.search.search import Search
 from autopar.search.space import (
@@ -187,6 +188,20 @@ def test_ranks_that_share_state_are_of_any_zero_on_degrees_that_they_divide() ->
     for mesh in found:
         ways = set(storages(Region(mesh, 1, BATCH // mesh.dp), search.costing.cluster, search.pins))
         assert ways == {(1, 2), (2, 2), (3, 2)}
+
+
+def test_a_head_that_is_padded_or_in_chunks_is_one_unit_with_what_is_around() -> None:
+    """Its table is padded where tp doesn't divide its 5 classes."""
+    layers = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 5))
+    batch = torch.randn(4, 8), torch.randint(0, 5, (4,))
+    captured = Captured(layers, batch, lambda out, batch: functional.cross_entropy(out, batch[1])).on("cpu")
+    for tp, given, most in ((1, {}, 4), (5, {}, 4), (2, {}, 3), (1, {"head_chunks": 2}, 3)):
+        pins = [pins_of(pp * tp, mesh={"pp": pp, "tp": tp}, **{**PLAIN, **given}) for pp in (most, most + 1)]
+        search = searching(captured, pins[0], FAST, {})
+        assert search.sizes.most_stages(tp, search.pins.options.head_chunks, MODES["redistributed"]) == most
+        assert search.glance()
+        with pytest.raises(StageError, match=f"fewer than pp={most + 1}"):
+            choose(captured, pins[1], FAST, {})
 
 
 @pytest.mark.parametrize(
