@@ -316,6 +316,8 @@ class Costing:
     def _filled(self, held: Held, family: Family, sent: tuple[float, float], *, away: bool) -> float:
         """Seconds of ranks that ``held`` fills; activations may be ``away`` on the host."""
         row, pp, microbatches = SCHEDULES[family.schedule], family.region.mesh.pp, family.region.microbatches
+        if pp * (row.chunks or family.chunks or 2) > len(held.seconds):
+            return 0.0  # no cut has so many stages, as laying it out says
         beside, split = 0.0, row.splits_backward or splits_head(family)
         if splits_head(family) and len(held.seconds) > 2:
             head = float(held.seconds[-1]) / pp

@@ -138,3 +138,16 @@ def test_what_only_some_ranks_have_terms_of_is_likely_summed() -> None:
     assert every >= partly > summed
     (*_, least, _), (*_, likely, _) = (search.costing._moves(point, profile, likely=each) for each in (False, True))
     assert least < likely
+
+
+@pytest.mark.parametrize("vocabulary", ["redistributed", "vocab-1"])
+def test_more_stages_than_there_are_units_are_no_error_of_a_bound(vocabulary: str) -> None:
+    """Of 6 units, on 6 ranks with two stages each: laying that out says that it can't be cut."""
+    search = search_of("gpt2", 1, 6, FAST, mesh={"pp": 6}, schedule="interleaved", vocabulary=vocabulary, offload=())
+    (region,) = search._begin()
+    profile = search.place(region)
+    assert profile is not None
+    for point in search.points_of(region):
+        assert search.costing.memory_bound(point, profile) == 0
+        with pytest.raises(StageError, match="fewer than pp=6 x 2 chunks"):
+            search.lay_out(point)
