@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from autopar.cluster import Cluster
 from autopar.errors import ArgumentError, AutoparError, BudgetError, StageError
@@ -19,7 +21,7 @@ from autopar.planner.build import Built, Request, build, finish
 from autopar.planner.wanted import Wanted
 from autopar.search.costing import Costing, Found, Outcome, parts_of
 from autopar.search.fronts import compared, gpus_front, memory_front, runners_up
-from autopar.search.infeasible import no_degrees, nothing_runs, refusal
+from autopar.search.infeasible import Solved, no_degrees, nothing_runs, refusal
 from autopar.search.pins import Pins
 from autopar.search.possible import Possible
 from autopar.search.profiles import Models, Profiler
@@ -65,14 +67,13 @@ def _built(search: Search, measured: Exact[Built] | None) -> tuple[Built, Outcom
     """The best that was built; searched again with as much memory less as was spared for what its ranks hold beside
     what was counted, where that made it slower, or where the best was still too large."""
     best: tuple[Built, Outcome, Search, Found] | None = None
-    error: AutoparError | None = None
+    error: BudgetError | None = None
     proven = math.inf
     for _ in range(_ROUNDS):
-        builder = _Builder(search, measured)
+        builder, searched = _Builder(search, measured), search
         found = search.run(meanwhile=builder.begin)
         proven = min(proven, found.bound_seconds)  # with all memory: what is spared is of one plan
         if not found.outcomes:
-            error = refusal(search, found) if best is None else None
             break
         hoped = (found := builder.compared(found)).outcomes[0]
         try:
@@ -90,10 +91,32 @@ def _built(search: Search, measured: Exact[Built] | None) -> tuple[Built, Outcom
             break  # nothing would be left
         search = search.again(spared)
     if best is None:
-        assert error is not None
-        raise error
+        raise refusal(searched, found, partial(_solved, measured=measured), error)
     built, outcome, search, found = best
     return built, outcome, search, replace(found, bound_seconds=min(proven, built.plan.step_seconds))
+
+
+def _solved(search: Search, measured: Exact[Built] | None) -> Solved:
+    """The first of the best few that fits once it is built; searched again as :func:`_built` says where none does."""
+    work = 0.0
+    for _ in range(_ROUNDS):
+        builder, larger = _Builder(search, measured), None
+        try:
+            found = search.run()
+        except AutoparError:  # nothing can be placed under these pins
+            break
+        work += found.work
+        for outcome in itertools.islice(_distinct(found.outcomes), _BUILT):
+            try:
+                built = builder.build(outcome)
+            except BudgetError as error:
+                larger = error
+            else:
+                return Solved(_as_built(search, found, outcome, built)[0], work)
+        if larger is None or (spared := _to_spare(search, larger)) >= search.costing.whole_budget_bytes:
+            break
+        search = search.again(spared)
+    return Solved(None, work)
 
 
 def _to_spare(search: Search, refusal: BudgetError) -> int:

@@ -1,19 +1,19 @@
 """What would work where nothing fits: the same search with one thing freed at a time, cheapest first.
 
-Each relaxation is solved, not guessed: it is offered with the step that a search found for it, and what costs the
-fewest GPU seconds a step comes first. Of more GPUs, the fewest are looked for. What fits on n of them need not fit on
-more, since degrees have to divide the batch, the heads and the experts; so numbers can't be bisected. They are tried in
-order, from the fewest whose memory holds the state; those without degrees, or on which layers don't fit though all is
-recomputed, are left out unsolved. Where that takes too long, numbers double from there.
+Each relaxation is solved and built, not guessed: it is offered with the step of what a search found for it, and what
+costs the fewest GPU seconds a step comes first. Of more GPUs, the fewest are looked for. What fits on n of them need
+not fit on more, since degrees have to divide the batch, the heads and the experts; so numbers can't be bisected. They
+are tried in order, from the fewest whose memory holds the state; those without degrees, or on which layers don't fit
+though all is recomputed, are left out unsolved. Where that takes too long, numbers double from there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from autopar.errors import ArgumentError, AutoparError, BudgetError
 from autopar.mesh import EXPERTS
@@ -44,6 +44,16 @@ _NUMBERS = 512
 """Of GPUs that are looked at for that."""
 
 
+class Solved(NamedTuple):
+    """The ``best`` that a search found, as it was built (None: nothing fits), and how much ``work`` that was."""
+
+    best: Outcome | None
+    work: float
+
+
+Solve = Callable[["Search"], Solved]
+
+
 @dataclass(frozen=True)
 class Relaxation:
     """What to change, and the best that is known of what this makes possible."""
@@ -60,20 +70,23 @@ class Relaxation:
         return f"{self.change} ({differs(self.outcome.point)}: {seconds_text(self.outcome.step_seconds)} a step)"
 
 
-def refusal(search: Search, found: Found) -> AutoparError:
-    """The error of a search that found nothing: what is too large, and what would do."""
-    refusals = list(found.refusals.values()) + list(search.profiler.refused.values())
-    if search.pins.mesh_is_whole and refusals and not any(isinstance(error, BudgetError) for error in refusals):
-        return refusals[0]
-    too_large = (error for error in refusals if isinstance(error, BudgetError))
-    needed = min((error.needed_bytes for error in too_large if error.needed_bytes), default=0)
+def refusal(search: Search, found: Found, solve: Solve, built: BudgetError | None = None) -> AutoparError:
+    """The error of a search that found nothing, or only what was too large once it was ``built``: what is too large,
+    and what would do."""
+    laid_out, placed = list(found.refusals.values()), list(search.profiler.refused.values())
+    too_large = [error for error in (*laid_out, *placed, built) if isinstance(error, BudgetError)]
+    if search.pins.mesh_is_whole and (laid_out or placed) and not too_large:
+        return (laid_out + placed)[0]
+    spared, whole = search.costing.spared_bytes, search.costing.whole_budget_bytes
+    counted = [error.needed_bytes + spared for error in laid_out if isinstance(error, BudgetError)]
+    needed = min([*counted, *([built.needed_bytes] if built is not None else [])], default=0)
     needed = needed or _leanest_bytes(search)
-    refusals = refusals or list(search.refusals.values())
-    if not needed and refusals and search.pins.gpus >= search.least_gpus:
+    refusals = laid_out + placed or list(search.refusals.values())
+    if not (needed or too_large) and refusals and search.pins.gpus >= search.least_gpus:
         return refusals[0]  # not even the leanest way is refused for its memory
-    offers = relaxations(search)
+    offers = relaxations(search, solve)
     pinned = _pinned_text(search.pins)
-    has = bytes_text(search.costing.budget_bytes)
+    has = bytes_text(whole)
     least = f"the leanest way found needs {bytes_text(needed)} on a rank, which" if needed else "a rank"
     text = (
         f"nothing fits on {_gpus_text(search.pins.gpus)}{pinned}: {least} has {has} "
@@ -221,16 +234,16 @@ def _pinned_text(pins: Pins) -> str:
     return f" with {', '.join(names)}" if names else ""
 
 
-def relaxations(search: Search) -> list[Relaxation]:
+def relaxations(search: Search, solve: Solve) -> list[Relaxation]:
     """At most four single changes that make it fit, the cheapest first; two at once where none does."""
     offers = []
     for change, pins in _changes(search):
-        found = _searched(search, pins)
-        if found.outcomes:
-            offers.append(Relaxation(change, found.outcomes[0]))
-    offers += _fewest(search, _with_copies(search.pins), "")
+        solved = solve(_under(search, pins))
+        if solved.best is not None:
+            offers.append(Relaxation(change, solved.best))
+    offers += _fewest(search, solve, _with_copies(search.pins), "")
     if not offers and search.pins.mesh_is_whole:
-        offers += _fewest(search, {}, f" without mesh={dict(search.pins.mesh)}")
+        offers += _fewest(search, solve, {}, f" without mesh={dict(search.pins.mesh)}")
     return sorted(offers, key=lambda offer: offer.gpu_seconds)[:_OFFERED]
 
 
@@ -264,37 +277,38 @@ def _with_copies(pins: Pins) -> Mapping[str, int]:
     }
 
 
-def _fewest(search: Search, mesh: Mapping[str, int], without: str) -> list[Relaxation]:
+def _fewest(search: Search, solve: Solve, mesh: Mapping[str, int], without: str) -> list[Relaxation]:
     """On a mesh with these degrees; nothing where no number that was tried will do."""
     least, most = max(search.pins.gpus + 1, search.least_gpus), _MOST_TIMES * search.pins.gpus
     best, tried, left = None, least, _FEWEST_WORK
-    for gpus, found in _under_more(search, mesh, range(least, most + 1)[:_NUMBERS]):
-        best, tried, left = next(iter(found.outcomes), None), gpus, left - found.work
+    for again in _under_more(search, mesh, range(least, most + 1)[:_NUMBERS]):
+        best, work = solve(again)
+        tried, left = again.pins.gpus, left - work
         if best is not None or left <= 0:
             break
     gpus = 2 * tried
     while best is None and gpus <= most:
-        for _, found in islice(_under_more(search, mesh, range(gpus, 2 * gpus)), 1):
-            best = next(iter(found.outcomes), None)
+        for again in islice(_under_more(search, mesh, range(gpus, 2 * gpus)), 1):
+            best, _ = solve(again)
         gpus *= 2
     return [Relaxation(f"on {_gpus_text(best.point.region.mesh.world)}{without}", best)] if best is not None else []
 
 
-def _under_more(search: Search, mesh: Mapping[str, int], numbers: Iterable[int]) -> Iterator[tuple[int, Found]]:
-    """What is found on so many GPUs, where there are such degrees and layers may fit."""
+def _under_more(search: Search, mesh: Mapping[str, int], numbers: Iterable[int]) -> Iterator[Search]:
+    """On so many GPUs, where there are such degrees and layers may fit."""
     for gpus in numbers:
         pins = replace(search.pins, gpus=gpus, mesh=mesh)
         found = _possible(search, pins).regions()
         if not all(math.isinf(search.region_bound(region)) for region in found):
-            yield gpus, _searched(search, pins)
+            yield _under(search, pins)
 
 
-def _searched(search: Search, pins: Pins) -> Found:
-    """What the same search finds under ``pins``, without a proof if its dives find anything."""
+def _under(search: Search, pins: Pins) -> Search:
+    """The same search under ``pins``, without a proof if its dives find anything."""
     profiler = search.profiler
     if pins.options != profiler.options:
         profiler = Profiler(profiler.models, profiler.cluster, pins.options, profiler.expert_load)
-    again = replace(
+    return replace(
         search,
         pins=pins,
         profiler=profiler,
@@ -305,7 +319,3 @@ def _searched(search: Search, pins: Pins) -> Found:
         most_work=_WORK,
         watch=None,
     )
-    try:
-        return again.run()
-    except AutoparError:
-        return again.found()

@@ -13,10 +13,11 @@ from autopar.graph import info
 from autopar.mesh import Mesh
 from autopar.passes.vocabulary import head_of, is_head
 from autopar.plan import bytes_text
-from autopar.search import choose
+from autopar.search import infeasible
 from autopar.search import search as searches
+from autopar.search.choose import _solved, choose
+from autopar.search.infeasible import Relaxation
 from autopar.search.infeasible import refusal as refusal_of
-from autopar.search.infeasible import relaxations
 from autopar.search.profiles import Key
 from autopar.search.search import Search
 from autopar.spmd import R, S
@@ -24,6 +25,14 @@ from tests.fast_cluster import FAST, SLOW_NETWORK
 from tests.search.spaces import every_point, experts_on, pins_of, prepared, search_of
 
 CPU = Cluster.load("cpu")
+
+
+def solve(search: Search) -> infeasible.Solved:
+    return _solved(search, None)
+
+
+def relaxations(search: Search) -> list[Relaxation]:
+    return infeasible.relaxations(search, solve)
 
 
 def refusal(gpus: int, **given: Any) -> str:
@@ -141,7 +150,7 @@ def test_the_leanest_way_is_said_to_need_as_little_as_any() -> None:
                 search.lay_out(point)
             needed.append(refused.value.needed_bytes)
     assert len(needed) >= 10
-    assert f"the leanest way found needs {bytes_text(min(needed))}" in str(refusal_of(search, search.found()))
+    assert f"the leanest way found needs {bytes_text(min(needed))}" in str(refusal_of(search, search.found(), solve))
 
 
 @pytest.mark.slow
