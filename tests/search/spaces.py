@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Final
 
@@ -13,6 +13,8 @@ from autopar import Cluster
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 from autopar.options import Options
+from autopar.planner.budget import Exact
+from autopar.planner.build import Built
 from autopar.preparation import Captured, Prepared
 from autopar.search import Pins, searching
 from autopar.search.costing import Found, Outcome
@@ -44,6 +46,16 @@ def pins_of(gpus: int, **given: Any) -> Pins:
 def search_of(name: str, batch: int, gpus: int, cluster: Cluster, **given: Any) -> Search:
     """One that hasn't begun."""
     return searching(prepared(name, batch), pins_of(gpus, **given), cluster, {})
+
+
+def hiding(bytes_: int) -> Exact[Built]:
+    """As if each rank held so many bytes that nothing counts."""
+
+    def measured(built: Built, enough: float) -> Built:
+        ranks = [rank.model_copy(update={"peak_bytes": rank.peak_bytes + bytes_}) for rank in built.plan.rank_plans]
+        return replace(built, plan=built.plan.model_copy(update={"rank_plans": ranks}).sealed())
+
+    return measured
 
 
 def experts_on(cluster: Cluster, gpus: int, choices: int = 2, **given: Any) -> Search:

@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
 import pytest
 
-from autopar.planner.budget import Exact
 from autopar.planner.build import Built
 from autopar.search import choose
 from autopar.search import search as module
 from autopar.search.proof import Tried
 from autopar.search.search import Search
 from tests.fast_cluster import FAST
-from tests.search.spaces import pins_of, prepared
+from tests.search.spaces import hiding, pins_of, prepared
 
 PINS = {"offload": (), "head_chunks": 1, "schedule": "1f1b"}
-
-
-def hiding(bytes_: int) -> Exact[Built]:
-    """As if each rank held so many bytes that nothing counts."""
-
-    def measured(built: Built, enough: float) -> Built:
-        ranks = [rank.model_copy(update={"peak_bytes": rank.peak_bytes + bytes_}) for rank in built.plan.rank_plans]
-        return replace(built, plan=built.plan.model_copy(update={"rank_plans": ranks}).sealed())
-
-    return measured
 
 
 def best(name: str, budget_bytes: int, hidden_bytes: int, **given: Any) -> Built:

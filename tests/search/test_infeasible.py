@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from autopar.graph import info
 from autopar.mesh import Mesh
 from autopar.passes.vocabulary import head_of, is_head
 from autopar.plan import bytes_text
+from autopar.planner.build import Built
 from autopar.search import infeasible
 from autopar.search import search as searches
 from autopar.search.choose import _solved, choose
@@ -22,7 +24,7 @@ from autopar.search.profiles import Key
 from autopar.search.search import Search
 from autopar.spmd import R, S
 from tests.fast_cluster import FAST, SLOW_NETWORK
-from tests.search.spaces import every_point, experts_on, pins_of, prepared, search_of
+from tests.search.spaces import every_point, experts_on, hiding, pins_of, prepared, search_of
 
 CPU = Cluster.load("cpu")
 
@@ -172,3 +174,26 @@ def test_a_head_of_whole_sequences_is_split_over_all_other_ranks() -> None:
     kinds = {axis: {info(node).types()[axis] for node in head_of(head).path} for axis in ("cp", "tp")}
     assert kinds["tp"] == {S(1)}
     assert kinds["cp"] <= {R, S(0)}
+
+
+def test_what_is_too_large_once_it_is_built_is_neither_planned_nor_offered() -> None:
+    """As if ranks that have nothing on the host held as much as their budget that nothing counts."""
+    budget = 148_500
+
+    def measured(built: Built, enough: float) -> Built:
+        return built if built.plan.options.offload else hiding(budget)(built, enough)
+
+    pins = pins_of(2, mesh={"dp": 2}, zero=0, budget_bytes=budget)
+    assert choose(prepared("mlp", 4), pins, CPU, {}, measured).plan.options.offload
+    search = search_of("mlp", 4, 2, CPU, mesh={"dp": 2}, zero=0, budget_bytes=budget, offload=())
+    assert not search.run().outcomes
+    offered = infeasible.relaxations(search, partial(_solved, measured=measured))
+    offers = {offer.change: offer.outcome.point for offer in offered}
+    assert "without zero=0" not in offers
+    assert offers["without offload=()"].offload
+    with pytest.raises(
+        BudgetError, match=r"nothing fits on 2 GPUs with mesh={'dp': 2}, budget_bytes=148500"
+    ) as refused:
+        choose(prepared("mlp", 4), pins_of(2, mesh={"dp": 2}, budget_bytes=budget, offload=()), CPU, {}, measured)
+    assert "a rank, which has 145 KiB" in str(refused.value), "all that was given, though some was spared"
+    assert "It fits with the device's 4 GiB" in str(refused.value)
