@@ -180,8 +180,8 @@ def test_what_is_too_large_once_it_is_built_is_neither_planned_nor_offered() -> 
     """As if ranks that have nothing on the host held as much as their budget that nothing counts."""
     budget = 148_500
 
-    def measured(built: Built, enough: float) -> Built:
-        return built if built.plan.options.offload else hiding(budget)(built, enough)
+    def measured(built: Built, enough: float, hidden: int = budget) -> Built:
+        return built if built.plan.options.offload else hiding(hidden)(built, enough)
 
     pins = pins_of(2, mesh={"dp": 2}, zero=0, budget_bytes=budget)
     assert choose(prepared("mlp", 4), pins, CPU, {}, measured).plan.options.offload
@@ -194,6 +194,7 @@ def test_what_is_too_large_once_it_is_built_is_neither_planned_nor_offered() -> 
     with pytest.raises(
         BudgetError, match=r"nothing fits on 2 GPUs with mesh={'dp': 2}, budget_bytes=148500"
     ) as refused:
-        choose(prepared("mlp", 4), pins_of(2, mesh={"dp": 2}, budget_bytes=budget, offload=()), CPU, {}, measured)
+        pins = pins_of(2, mesh={"dp": 2}, budget_bytes=budget, offload=())
+        choose(prepared("mlp", 4), pins, CPU, {}, partial(measured, hidden=budget // 2))
     assert "a rank, which has 145 KiB" in str(refused.value), "all that was given, though some was spared"
     assert "It fits with the device's 4 GiB" in str(refused.value)
