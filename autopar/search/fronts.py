@@ -265,12 +265,8 @@ def _gained(here: int, chosen: Outcome, gpus: int, other: Outcome) -> str:
 def _again(search: Search, pins: Pins, phase: str) -> Outcome | None:
     """What looks best under other ``pins``, which may differ in GPUs and memory; None where nothing does."""
     search.tell(phase)
-    costing = search.costing.aside()
-    if pins.options != search.pins.options:
-        costing = costing.under(pins.options)
-    again = replace(search, pins=pins, costing=costing, outcomes=[], refusals={}, watch=None)
     try:
-        return next(iter(again.glance()), None)
+        return next(iter(search.under(pins).glance()), None)
     except AutoparError:
         return None
 

@@ -23,7 +23,6 @@ from autopar.search.costing import Found, Outcome
 from autopar.search.fronts import differs
 from autopar.search.pins import SEARCHED_OPTIONS, Pins
 from autopar.search.possible import Possible
-from autopar.search.profiles import Profiler
 from autopar.search.space import Point, Region, Sizes, regions, savers
 
 if TYPE_CHECKING:
@@ -305,17 +304,4 @@ def _under_more(search: Search, mesh: Mapping[str, int], numbers: Iterable[int])
 
 def _under(search: Search, pins: Pins) -> Search:
     """The same search under ``pins``, without a proof if its dives find anything."""
-    profiler = search.profiler
-    if pins.options != profiler.options:
-        profiler = Profiler(profiler.models, profiler.cluster, pins.options, profiler.expert_load)
-    return replace(
-        search,
-        pins=pins,
-        profiler=profiler,
-        costing=search.costing.under(pins.options),
-        outcomes=[],
-        refusals={},
-        quick=True,
-        most_work=_WORK,
-        watch=None,
-    )
+    return replace(search.under(pins), quick=True, most_work=_WORK)

@@ -390,6 +390,18 @@ class Profiler:
         """With what is known so far. What either places isn't known to the other, though it needn't be placed twice."""
         return replace(self, known=dict(self.known), refused=dict(self.refused))
 
+    def under(self, options: Options) -> Profiler:
+        """Of the same model under other ``options``; what is known stays where these differ in memory alone, but for
+        what was placed so that state fits."""
+        if options == self.options:
+            return self
+        if options != self.options.model_copy(update={"budget_bytes": options.budget_bytes}):
+            return Profiler(self.models, self.cluster, options, self.expert_load)
+        known = {key: profile for key, profile in self.known.items() if not key.stages}
+        refused = {key: error for key, error in self.refused.items() if not key.stages}
+        placed = {asked: profile for asked, profile in self._placed.items() if not asked[0].stages}
+        return replace(self, options=options, known=known, refused=refused, _placed=placed)
+
     def of(self, key: Key, mesh: Mesh, microbatches: int) -> Profile | None:
         """The profile for ``key``, placed for one of the jobs that it serves; None where that is refused."""
         key = self.key_for(key, mesh)

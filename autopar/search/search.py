@@ -12,6 +12,7 @@ from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 from autopar.search.costing import Costing, Found, Outcome, rank
 from autopar.search.dive import dive
+from autopar.search.pins import Pins
 from autopar.search.profiles import Key, Profiler
 from autopar.search.proof import Proof, Proven, Tried
 from autopar.search.reckoning import Reckoning
@@ -117,6 +118,13 @@ class Search(Reckoning):
         """The same search from the start, with ``spared_bytes`` of a rank's memory left for what no solver counts."""
         costing = Costing(self.costing.cluster, self.costing.options, spared_bytes)
         return replace(self, costing=costing, outcomes=[], refusals={})
+
+    def under(self, pins: Pins) -> Search:
+        """The same search from the start under other ``pins``; nobody is told of it."""
+        profiler, costing = self.profiler.under(pins.options), self.costing.aside()
+        if pins.options != costing.options:
+            costing = costing.under(pins.options)
+        return replace(self, pins=pins, profiler=profiler, costing=costing, outcomes=[], refusals={}, watch=None)
 
     def note(self, point: Point, estimate: float) -> None:
         """``point`` is likely to take as long as that."""

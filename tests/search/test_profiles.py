@@ -239,6 +239,23 @@ def test_a_placement_that_was_refused_takes_no_more_work() -> None:
     assert search.work == before
 
 
+def test_what_was_placed_within_some_memory_is_placed_again_within_less() -> None:
+    """And what wasn't is known, whatever memory there is; under other options nothing is."""
+    key, mesh = Key(2, 1, 1, 2, several=True, stages=1), Mesh(tp=2)
+    loose = key._replace(stages=0)
+    profiler = search_of("gpt2", 8, 2, FAST).profiler
+    whole = profiler.of(loose, mesh, 4)
+    assert whole is not None
+    roomy = profiler.under(profiler.options.model_copy(update={"budget_bytes": 10**9}))
+    assert roomy.of(loose, mesh, 4) is whole
+    fits = roomy.of(key, mesh, 4)
+    tight = roomy.under(profiler.options.model_copy(update={"budget_bytes": 1000}))
+    assert tight.of(loose, mesh, 4) is whole
+    assert tight.of(key, mesh, 4) is None
+    assert roomy.of(key, mesh, 4) is fits is not None
+    assert not tight.under(profiler.options.model_copy(update={"zero": 1})).known
+
+
 def test_where_weights_move_for_less_another_head_may_leave_more_of_them_whole() -> None:
     search = search_of("gpt2", 16, 8, BUSY, mesh={"tp": 2}, microbatch=1)
     search.glance()
