@@ -271,7 +271,7 @@ def recomputed(
     Ranks are filled in order, each with as many units as the step has time for.
     """
     ranks, count = len(inflight), len(held.seconds)
-    tables = {kept: held.stage_seconds(kept, budget) for kept in set(inflight)}
+    tables = {kept: _at_least(held.stage_seconds(kept, budget)) for kept in set(inflight)}
     rows = [tables[kept] for kept in inflight]
     ahead, hop = _sums(held.forward if split else held.seconds), _waited(sent, split=split)
 
@@ -288,6 +288,12 @@ def recomputed(
     low = microbatches * float(held.seconds.sum()) / ranks
     high = 2 * ranks * microbatches * (float(held.seconds.sum()) + count * float(held.extra[-1])) + ranks * sum(sent)
     return _least(works, low, high) if works(high) else math.inf
+
+
+def _at_least(rows: Array) -> Array:
+    """Of so many or more: a stage may fit that has more units, of which less is known to be there at once."""
+    least: Array = np.minimum.accumulate(rows[:, ::-1], axis=1)[:, ::-1]
+    return least
 
 
 def shared_out(

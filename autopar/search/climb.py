@@ -110,14 +110,16 @@ def _step_to(search: Search, region: Region, like: Point, limit: float, learned:
 def _likely_best(search: Search, region: Region, best: Point, learned: Learned) -> float:
     """What ``region`` is likely to take, with as much on the host as the ``best`` has: where it is placed, its points;
     if there is anything on the host, those of the best's schedule with as many chunks."""
-    profile = search.profile(region)
-    if profile is None or not (best.offload or region in search.promising):
+    profile, noted = search.profile(region), search.promising.get(region)
+    if noted is not None and noted[1].offload != best.offload:
+        noted = None
+    if profile is None or (noted is None and not best.offload):
         likely = search.likely(region, best.offload)
         if region.mesh == best.region.mesh:  # the best says how far that is off
             return learned.likely(best._replace(region=region), likely)
         return learned.laid_out(Kind.of(search, region, best.offload), likely)
-    if not best.offload:
-        found = [search.promising[region]]
+    if noted is not None and not best.offload:
+        found = [noted]
     else:
         alone = 1 in (region.mesh.pp, best.region.mesh.pp)
         families = [points for points in _alike(search, region, best) if alone or points[0].chunks == best.chunks]

@@ -220,7 +220,7 @@ class Costing:
         return self.passes_issued(point.region, profile.issued_calls) + once
 
     def memory_bound(self, point: Point, profile: Profile) -> float:
-        """The same, by what has to be recomputed; inf where its layers can't fit."""
+        """No step of ``point`` is below, by what has to be recomputed; inf where its layers can't fit."""
         if splits_further(point.way, profile):
             return 0.0
         return self._memory_seconds(point, profile) + self.after_seconds(point, profile)

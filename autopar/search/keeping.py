@@ -20,6 +20,7 @@ from autopar.schedules import Action, Costs, Schedule, generate, lower, placemen
 from autopar.schedules.offloads import ALL, LEAST_BETWEEN, with_offloads
 from autopar.schedules.pass_times import PassTimes
 from autopar.schedules.registry import SCHEDULES
+from autopar.schedules.vocabulary import BARRIERS
 from autopar.search.bounds import Kept, Spill
 from autopar.search.hulls import Array
 
@@ -33,8 +34,6 @@ _PASSES: Final = 2048  # of a schedule that is generated; of fewer, no more are 
 _STEADY: Final = 2  # times the ranks: with more microbatches, no more are in flight
 _NEVER: Final = 1e-9  # times that a microbatch is away
 _ROUNDED: Final = 1e-9
-_BARRIERS: Final = {"naive": 3, "vocab-1": 2, "vocab-2": 1}
-"""Of a split head (arXiv 2411.05288, section 5); for each, one microbatch more is kept."""
 _SHORT: Final = 1e-3  # of a forward: a message
 _TINY: Final = 1e-30
 _LONGEST: Final = 5.0  # backward, times a forward
@@ -228,7 +227,8 @@ class Keeping:
         if few < ranks:
             kept = np.interp(np.linspace(0, 1, ranks), np.linspace(0, 1, few), kept)
         if head and not whole:
-            kept = np.minimum(kept + _BARRIERS[head], max(float(kept.max()), microbatches))
+            # Of each barrier, one microbatch more is kept (arXiv 2411.05288, section 5).
+            kept = np.minimum(kept + BARRIERS[head], max(float(kept.max()), microbatches))
         more = times if few == 1 else (ranks - 1) / (few - 1)
         waits, messages = (more * each for each in self.waits(*asked, head if row.cost_aware else whole, ratios))
         return Likely(kept, times * self.later(*asked, whole), waits, messages)

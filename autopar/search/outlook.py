@@ -280,8 +280,8 @@ class Outlook:
         return self._uneven[key]
 
     def bounds(self, points: Sequence[Point], profile: Profile, *, memory: bool = True) -> Array:
-        """The same of each of ``points`` of one family, all or none of which may have activations on the host; without
-        ``memory``, by their passes alone."""
+        """What passes of each of ``points`` of one family are not below, all or none of which may have activations on
+        the host; without ``memory``, as if all fitted."""
         family = points[0].family
         if family.schedule not in SCHEDULES or not self.scaler.suits(profile):
             return np.zeros(len(points))

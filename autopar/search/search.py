@@ -21,8 +21,8 @@ from autopar.search.space import Point, Region, regions, simplicity, undominated
 from autopar.search.watching import Watcher
 
 WORK = 2e5
-"""Units (:mod:`autopar.search.work`) that a search may take, and as many its proof; what is left then counts with its
-bound."""
+"""Units (:mod:`autopar.search.work`) that parts of a search have shares of, together rarely more than two or three
+times as many; its proof may take as many, and what is left then counts with its bound."""
 
 _WORTH = 5_000  # ops of all regions: of fewer, a proof is over before another process is there
 
@@ -33,7 +33,7 @@ class Search(Reckoning):
 
     watch: Watcher | None = None
     processes: int = 1
-    quick: bool = False  # anything that fits will do
+    quick: bool = False  # without a proof, where anything fits
     most_work: float = WORK
     promising: dict[Region, tuple[float, Point]] = field(default_factory=dict, init=False)
     """By region that was placed, what looks best, with the seconds that it is likely to take."""

@@ -521,16 +521,14 @@ def splits_head(family: Family) -> bool:
     return bool(MODES[family.vocabulary].head)
 
 
-def promise(what: Region | Point) -> float:
-    """How many times its bound a step is likely to take: what is done in more complicated ways is bounded worse."""
-    if isinstance(what, Region):
-        return 1.0 + 0.01 * (what.mesh.cp > 1) + 0.005 * (what.mesh.tp > 1)
-    row = SCHEDULES.get(what.schedule)
+def promise(point: Point) -> float:
+    """How many times its estimate a step is likely to take: more complicated ways are estimated worse."""
+    row = SCHEDULES.get(point.schedule)
     doubts = [
-        (0.02, bool(MODES[what.vocabulary].head)),
+        (0.02, bool(MODES[point.vocabulary].head)),
         (0.01, row is not None and row.cost_aware),
-        (0.01, bool(what.offload)),
-        (0.02, what.head_chunks > 1),
-        (0.01, what.region.mesh.cp > 1),
+        (0.01, bool(point.offload)),
+        (0.02, point.head_chunks > 1),
+        (0.01, point.region.mesh.cp > 1),
     ]
     return 1.0 + sum(share for share, holds in doubts if holds)

@@ -203,6 +203,16 @@ def test_the_rank_of_the_last_unit_has_fewer_layers() -> None:
     assert shared_out(held, [Kept(1.0)] * 2, 1, 100.0, split=False) == pytest.approx(12)
 
 
+def test_a_stage_may_fit_with_more_units_than_another_that_does_not() -> None:
+    """What the first one works in alone is too large; with a layer behind it isn't known to be there at once."""
+    held = held_of(np.ones(6), np.zeros(6), np.array([1.0]), np.array([0.0]))
+    held = replace(held, layers=np.array([0.0, 1, 1, 1, 1, 1]), working=np.array([99.0, 0, 0, 0, 0, 0]))
+    (row, *_) = held.stage_seconds(Kept(1.0), 50.0)
+    assert math.isinf(row[1])
+    assert math.isfinite(row[2])
+    assert recomputed(held, [Kept(1.0)] * 3, 10, 50.0, split=True) < 10 * 2.2, "two on each rank"
+
+
 @pytest.mark.parametrize("taken", ["state", "working"])
 def test_what_else_a_rank_holds_leaves_less_to_keep(taken: str) -> None:
     """Of 18 bytes 8 are taken, by all layers' state or while one works: each keeps 2.5 instead of 4."""

@@ -198,6 +198,8 @@ def test_what_is_next_to_the_best_is_looked_at_by_its_own_estimates_where_it_is_
     here = families[0][0]._replace(offload=())
     search.note(here, 123.0)
     assert climb_._likely_best(search, region, best._replace(offload=()), learned) == 123.0
+    search.note(families[0][0], 12.0)  # says nothing of what has nothing on the host
+    assert climb_._likely_best(search, region, best._replace(offload=()), learned) == search.likely(region)
 
 
 def test_other_rows_of_the_best_are_not_doubted_for_what_others_took() -> None:
