@@ -121,10 +121,11 @@ def _look_first(search: Search, every: _Every, learned: Learned) -> list[_Dive]:
 
 
 def _look_further(search: Search, every: _Every, learned: Learned, dives: list[_Dive]) -> None:
-    """At what may be better than the best, first at what ``dives`` had no patience for."""
-    for dive in dives[:-1]:
-        dive.go_on(_ELSEWHERE)
-    looked = {dive.offload for dive in dives}
+    """At what may be better than the best; first at what the first of the ``dives`` had no patience for."""
+    first, *others = dives
+    if others:
+        first.go_on(_ELSEWHERE)
+    looked = {dives[-1].offload}
     put_away(search, learned)  # what else looks good is often beaten by then
     if search.best_seconds < (1 - search.tolerance) * _here_seconds(search) < math.inf:
         _Dive(search, ACTIVATIONS, learned, _ELSEWHERE).run(every.away)

@@ -88,6 +88,25 @@ def test_all_that_may_be_on_the_host_is_looked_at_where_memory_is_short(
     assert sorted(looked) == (sorted(free) if budget == 10**6 and not given else [])
 
 
+def test_what_there_was_no_patience_for_is_looked_at_once_something_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With nothing on the host, where something else has to fit first."""
+    monkeypatch.setattr(dive, "_PATIENCE", 0.0)
+    monkeypatch.setattr(dive, "put_away", lambda *_: None)
+    search, going = search_of("gpt2", BATCH, 4, HOST, budget_bytes=10**6, head_chunks=1), list[tuple[str, ...]]()
+    go_on = dive._Dive.go_on
+
+    def noted(own: dive._Dive, share: float) -> None:
+        before = len(search.outcomes)
+        go_on(own, share)
+        going.extend([own.offload] * (len(search.outcomes) > before))
+
+    monkeypatch.setattr(dive._Dive, "go_on", noted)
+    search.glance()
+    assert going[0], "nothing was laid out before with nothing there"
+    assert going[1] == (), "it finds something, too"
+    assert any(not outcome.point.offload for outcome in search.outcomes)
+
+
 @pytest.mark.parametrize(("worth", "tried"), [(1.0, 2), (0.85, 1), (0.5, 0)])
 def test_what_is_not_worth_it_is_not_tried(worth: float, tried: int, monkeypatch: pytest.MonkeyPatch) -> None:
     search, _, points = piped()
