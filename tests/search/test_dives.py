@@ -26,6 +26,14 @@ class Run(NamedTuple):
     fails: bool
 
 
+class Going(NamedTuple):
+    """A dive as it begins or goes on: how much waits, and whether anything is known that fits."""
+
+    dive: dive._Dive
+    waiting: int
+    fits: bool
+
+
 def runs_of(search: Search, monkeypatch: pytest.MonkeyPatch) -> list[Run]:
     """All dives of a search."""
     found, run = list[Run](), dive._Dive.run
@@ -91,20 +99,18 @@ def test_all_that_may_be_on_the_host_is_looked_at_where_memory_is_short(
 def test_what_there_was_no_patience_for_is_looked_at_once_something_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """With nothing on the host, where something else has to fit first."""
     monkeypatch.setattr(dive, "_PATIENCE", 0.0)
-    monkeypatch.setattr(dive, "put_away", lambda *_: None)
-    search, going = search_of("gpt2", BATCH, 4, HOST, budget_bytes=10**6, head_chunks=1), list[tuple[str, ...]]()
-    go_on = dive._Dive.go_on
+    search, going, go_on = search_of("gpt2", BATCH, 4, HOST, budget_bytes=10**6), list[Going](), dive._Dive.go_on
 
     def noted(own: dive._Dive, share: float) -> None:
-        before = len(search.outcomes)
+        going.append(Going(own, len(own.waiting), bool(search.outcomes)))
         go_on(own, share)
-        going.extend([own.offload] * (len(search.outcomes) > before))
 
     monkeypatch.setattr(dive._Dive, "go_on", noted)
     search.glance()
-    assert going[0], "nothing was laid out before with nothing there"
-    assert going[1] == (), "it finds something, too"
-    assert any(not outcome.point.offload for outcome in search.outcomes)
+    first, *others = going
+    assert first.dive.offload == ()
+    assert not others[0].fits
+    assert [(each.waiting > 0, each.fits) for each in others if each.dive is first.dive] == [(True, True)]
 
 
 @pytest.mark.parametrize(("worth", "tried"), [(1.0, 2), (0.85, 1), (0.5, 0)])
