@@ -53,8 +53,8 @@ class Learned:
         """What the best point of an unplaced region is likely to take, if it does as well as any that was laid out, or
         a little better."""
         known = self.times[kind.has_pipeline]
-        times = min(known) * (1 - _DOUBT) if len(known) >= _PLACED else 1.0
-        return self.unplaced(kind, estimate) * max(1.0, times)
+        times = _little_better(min(known)) if len(known) >= _PLACED else 1.0
+        return self.unplaced(kind, estimate) * times
 
     def likely(self, point: Point, estimate: float) -> float:
         """What it takes, if it does as well as any like it, or a little better (halfway, if one is known); of what
@@ -66,8 +66,7 @@ class Learned:
             here = (self.known[kind] for kind in (*kinds(point._replace(offload=())), place_of(point)))
             alike = [*(self.known[kind] for kind in others), next(filter(None, here), [])]
         known = min(filter(None, alike), key=min, default=[1.0])
-        least = min(known)
-        off = min(least, max(1.0, least * (1 - _DOUBT))) - 1.0  # less than was estimated only where others took less
+        off = _little_better(min(known)) - 1.0
         return estimate * (1.0 + (off if len(known) >= SEVERAL else off / 2))
 
     def is_tried(self, point: Point, estimate: float) -> bool:
@@ -82,6 +81,11 @@ class Learned:
         self.times[point.region.mesh.pp > 1].append(times)
         for kind in (*kinds(point), place_of(point)):
             self.known[kind].append(times)
+
+
+def _little_better(times: float) -> float:
+    """Than what others took; less than was estimated only where these took less."""
+    return min(times, max(1.0, times * (1 - _DOUBT)))
 
 
 def kinds(point: Point) -> list[tuple[object, ...]]:

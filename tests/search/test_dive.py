@@ -303,6 +303,18 @@ def test_how_far_estimates_were_off_is_learned_from_what_is_placed() -> None:
     assert dive_.learned.placed[kind] == [pytest.approx(min(points) / likely)]
 
 
+@pytest.mark.parametrize(
+    ("took", "likely"), [([0.9, 0.95], 1.0), ([0.97, 0.9, 0.95], 0.9), ([1.01] * 3, 1.0), ([2.0, 1.5, 1.6], 1.47)]
+)
+def test_regions_take_what_others_took_or_a_little_less(took: list[float], likely: float) -> None:
+    """Times their estimates: less than these only where others took less, too."""
+    learned = Learned()
+    kind = Kind(is_like_others=False, has_pipeline=True, is_away=False)
+    learned.times[True] += took
+    assert learned.laid_out(kind, 3.0) == pytest.approx(3 * likely)
+    assert learned.laid_out(kind._replace(has_pipeline=False), 3.0) == 3
+
+
 def test_what_is_too_much_work_says_nothing_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     search = search_of("gpt2", BATCH, 4, FAST, budget_bytes=10**5, offload=(), head_chunks=1)
     region = next(region for region in search._begin() if region.mesh.pp == 2 == region.mesh.tp)
