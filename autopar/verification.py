@@ -27,8 +27,9 @@ TOLERANCES: Final = {torch.float64: 1e-9, torch.float32: 2e-5}
 """Largest relative error that is rounding, by the narrowest dtype of the model; others: the root of their epsilon."""
 
 _AMPLIFIED: Final = (
-    "loss and gradients of the first step agree: the optimizer amplifies their rounding (AdamW turns a gradient that "
-    "is zero but for rounding into a whole step; a larger eps, or float64, shows whether more than that differs)"
+    "loss and gradients of the first step agree, but not what updates make of them: the optimizer may amplify their "
+    "rounding by more than was allowed for, which is nothing where the model can't run in float64 (a larger eps of "
+    "AdamW, or float64, shows whether more than that differs)"
 )
 _MOVED: Final = (
     "all but running averages agree: pipeline stages that share a batch norm each move averages of their own, else a "
@@ -45,17 +46,22 @@ _DRAWS = (
 _NOT_ON_CPU = "computed on {}; verify it on the CPU, too: where it differs there, the first op that does is named"
 _ROUNDINGS: Final = 3.0
 """How many times as far off as one device ranks may be: two that are as far off, and the largest of few draws."""
+_REPLAYS: Final = 6
+"""How many times the optimizer is asked for what it makes of rounding, beside always up and always down."""
+_NOTHING: Final = 1e-12
+"""Entries of a gradient in float64 that are no larger than this part of its largest are rounding in float64, too."""
 _FLOOR = 1e-4  # a tensor's error counts relative to its own largest entry, or this part of the largest of all
 
 
 @dataclass(frozen=True)
 class Trained:
     """Losses of each step, the last step's gradients before clipping (of what has any), the parameters after it; by
-    name."""
+    name. ``updates``: the gradients of each step that changed parameters."""
 
     losses: list[float]
     gradients: dict[str, torch.Tensor]
     parameters: dict[str, torch.Tensor]
+    updates: list[dict[str, torch.Tensor]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,9 @@ class Verification:
     largest of all tensors if that is more). Where one device alone is further off than ``tolerance`` in the model's
     precision, compared with float64, three times what it is off by counts as ``tolerance``; where a gradient is nothing
     but rounding (of a bias in front of a batch norm), three of the largest of all gradients do, on either side.
+    Of a parameter, how far apart the optimizer takes an entry counts as ``tolerance`` of that entry, if its gradients
+    are as far apart as three times what those of the tensor are off by on one device, or those of it that are nothing
+    in float64 (of keys in a bias): AdamW takes whole steps of such ones, and hardly other ones where there is more.
     ``divergence`` names the first op whose value differs, and its source line, where not ``ok``; or says that the first
     step's gradients agree, and what was made of them doesn't.
     """
@@ -170,9 +179,13 @@ def _compared(job: Compiled, batch: Any, steps: int, device: str) -> tuple[Verif
     gradients, parameters, worst = errors(_Noise())
     if worst > tolerance and dtype != torch.float64:
         wide = _in_float64(job, microbatches, steps, device)
+        if wide is None:
+            wide = _in_other_order(job, microbatches, expected, tolerance, device)
         if wide is not None:
-            seen = Trained(expected.losses, expected.gradients, expected.parameters | averages)
-            gradients, parameters, worst = errors(_Noise.of(seen, wide, tolerance, torch.finfo(dtype).eps))
+            seen = replace(expected, parameters=expected.parameters | averages)
+            eps = torch.finfo(dtype).eps
+            spread = _spread(job, expected.updates, _apart(expected.updates, wide.updates, eps), device)
+            gradients, parameters, worst = errors(_Noise.of(seen, wide, spread, tolerance, eps))
     ok = bool(worst <= tolerance)
     return Verification(ok, tolerance, loss_error, gradients, parameters, found.losses), averages.keys()
 
@@ -186,16 +199,19 @@ def _drawing(model: Model) -> str:
 
 @dataclass(frozen=True)
 class _Noise:
-    """By name, what the largest entry of a tensor counts as, at least, where rounding may exceed the tolerance."""
+    """By name, what the largest entry of a tensor counts as, at least, where rounding may exceed the tolerance; or, of
+    parameters, what each entry does."""
 
     gradients: dict[str, float] = field(default_factory=dict)
-    parameters: dict[str, float] = field(default_factory=dict)
+    parameters: dict[str, float | torch.Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, trained: Trained, wide: Trained, tolerance: float, eps: float) -> _Noise:
+    def of(
+        cls, trained: Trained, wide: Trained, spread: Mapping[str, torch.Tensor], tolerance: float, eps: float
+    ) -> _Noise:
         """``wide``: the same in float64. A gradient that is nothing but rounding (``eps``) may be a sum of terms, over
-        rows and over ranks, that are as large as others. Optimizers may make whole steps of such ones, which averages
-        see, too."""
+        rows and over ranks, that are as large as others. Optimizers may make whole steps of rounding (``spread``),
+        which averages see, too."""
         off = relative_errors(trained.gradients, wide.gradients)
         least = tolerance / _ROUNDINGS
         unsure = {name: wide.gradients[name] for name, error in off.items() if least < error < math.inf}
@@ -208,8 +224,9 @@ class _Noise:
                 # the difference of two, each of them off
                 gradients[name] = max(gradients[name], 2 * _ROUNDINGS * eps * largest / tolerance)
         averages = (trained.parameters.keys() & wide.parameters.keys()) - wide.gradients.keys() if unsure else ()
-        moved = {name: wide.parameters[name] for name in (*unsure, *averages)}
-        return cls(gradients, _limits(trained.parameters, moved, tolerance))
+        moved = {name: wide.parameters[name] for name in averages}
+        updates = {name: apart.double() / tolerance for name, apart in spread.items()}
+        return cls(gradients, updates | _limits(trained.parameters, moved, tolerance))
 
 
 def _limits(
@@ -219,20 +236,108 @@ def _limits(
     return {name: _ROUNDINGS * float(difference.max()) / tolerance for name, difference in off.items()}
 
 
+def _apart(
+    updates: Sequence[Mapping[str, torch.Tensor]], wide: Sequence[Mapping[str, torch.Tensor]], eps: float
+) -> dict[str, torch.Tensor]:
+    """By name, how far apart entries of a gradient may be, in any step, that two compute who round alike."""
+    found: dict[str, torch.Tensor] = {}
+    for step, exact in zip(updates, wide, strict=False):
+        for name in step.keys() & exact.keys():
+            apart = _ROUNDINGS * _rounding(step[name], exact[name], eps)
+            found[name] = torch.maximum(found[name], apart) if name in found else apart
+    return found
+
+
+def _rounding(gradient: torch.Tensor, exact: torch.Tensor, eps: float) -> torch.Tensor:
+    """What entries are off by: as much as any of the tensor, or where float64 finds nothing, as any of those."""
+    if not exact.numel():
+        return exact.abs()
+    off, sizes = (gradient.double() - exact).abs(), exact.abs()
+    nothing = sizes <= _NOTHING * sizes.max()
+    return torch.where(nothing, (off * nothing).max(), off.max().clamp(min=eps * float(sizes.max())))
+
+
+def _spread(
+    job: Compiled, updates: Sequence[Mapping[str, torch.Tensor]], apart: Mapping[str, torch.Tensor], device: str
+) -> dict[str, torch.Tensor]:
+    """By name, how far apart the optimizer takes entries of parameters whose gradients are ``apart``.
+
+    It is asked, whatever it is: with gradients that are half of that off, to the same side in each step and to any.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def off(gradient: torch.Tensor, reach: torch.Tensor, side: int) -> torch.Tensor:
+        sides = torch.randint(2, gradient.shape, generator=generator) * 2 - 1 if side == 0 else side
+        return (gradient + sides * (reach / 2)).to(gradient.dtype)
+
+    def replayed(side: int) -> dict[str, torch.Tensor]:
+        steps = [{n: off(g, apart[n], side) if n in apart else g for n, g in step.items()} for step in updates]
+        return _updated(job, steps, device)
+
+    ends = [replayed(side) for side in (1, -1, *[0] * _REPLAYS)]
+    taken = {name: torch.stack([end[name] for end in ends]) for name in apart}
+    return {name: entries.amax(0) - entries.amin(0) for name, entries in taken.items()}
+
+
+def _updated(job: Compiled, updates: Sequence[Mapping[str, torch.Tensor]], device: str) -> dict[str, torch.Tensor]:
+    """What one device makes of the model's parameters with these gradients of each step."""
+    ranks, model = job.job, job.reference().to(device)
+    trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    update = one_device(ranks.optimizer, ranks.scheduler, model, ranks.options)
+    for gradients in updates:
+        for name, parameter in trainable.items():
+            parameter.grad = gradients[name].to(parameter, copy=True) if name in gradients else None
+        if ranks.clip_norm is not None:
+            nn.utils.clip_grad_norm_(list(trainable.values()), ranks.clip_norm)
+        update.step()
+    return {name: parameter.detach().cpu() for name, parameter in trainable.items()}
+
+
 def _in_float64(job: Compiled, microbatches: Sequence[Any], steps: int, device: str) -> Trained | None:
     """What one device does without a lower precision; None where the model's code asks for other dtypes."""
-    ranks = job.job
+    options = job.job.options.model_copy(update={"precision": "model"})
     model, wide = job.reference().to(device).double(), [_wider(part) for part in microbatches]
-    options = ranks.options.model_copy(update={"precision": "model"})
-    scheduler, clip_norm = ranks.scheduler, ranks.clip_norm
     try:
-        found = train_one_device(
-            model, wide, steps, job.loss, ranks.optimizer, clip_norm, scheduler=scheduler, options=options
-        )
+        return _trained_again(job, model, wide, steps, options)
     except (RuntimeError, TypeError):  # as torch refuses dtypes
         return None
+
+
+def _in_other_order(
+    job: Compiled, microbatches: Sequence[Any], expected: Trained, tolerance: float, device: str
+) -> Trained | None:
+    """What one device does where the last rows of each microbatch are its first: it rounds otherwise. None where more
+    than rounding tells its first gradients from those ``expected``."""
+    dims = {item.path: item.batch_dim for item in job.plan.inputs}
+
+    def turned(batch: Any) -> Any:
+        tensors, structure = flatten(batch)
+        rows = {path: dim for path, dim in dims.items() if dim is not None}
+        return structure.batch({path: t.flip(rows[path]) if path in rows else t for path, t in tensors.items()})
+
+    parts, model = [turned(part) for part in microbatches], job.reference().to(device)
+    found = _trained_again(job, model, parts, len(expected.losses), job.job.options)
+    errors = [relative_errors(a, b) for a, b in zip(found.updates[:1], expected.updates[:1], strict=True)]
+    return found if errors and max(errors[0].values(), default=0.0) <= tolerance else None
+
+
+def _trained_again(
+    job: Compiled, model: nn.Module, microbatches: Sequence[Any], steps: int, options: Options
+) -> Trained:
+    """With running averages among the parameters."""
+    ranks = job.job
+    found = train_one_device(
+        model,
+        microbatches,
+        steps,
+        job.loss,
+        ranks.optimizer,
+        ranks.clip_norm,
+        scheduler=ranks.scheduler,
+        options=options,
+    )
     averages = {name: buffer.cpu() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
-    return Trained(found.losses, found.gradients, found.parameters | averages)
+    return replace(found, parameters=found.parameters | averages)
 
 
 def _wider(batch: Any) -> Any:
@@ -313,6 +418,7 @@ def train_one_device(
     update = one_device(optimizer, scheduler, model, options)
     losses: list[float] = []
     gradients: dict[str, torch.Tensor] = {}
+    updates: list[dict[str, torch.Tensor]] = []
     lower = LOWER.get(options.precision) if options else None
     scale = 2.0**16 if lower == torch.float16 else 1.0
     for step in range(steps):
@@ -329,20 +435,23 @@ def train_one_device(
         if lower == torch.float16 and not all(bool(g.isfinite().all()) for g in gradients.values()):
             scale /= 2
             continue
+        updates.append({n: gradient.cpu() for n, gradient in gradients.items()})
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(list(trainable.values()), clip_norm)
         update.step()
         if updated is not None:
             updated(step)
     parameters = {n: p.detach().clone().cpu() for n, p in trainable.items()}
-    return Trained(losses, {n: gradient.cpu() for n, gradient in gradients.items()}, parameters)
+    return Trained(losses, {n: gradient.cpu() for n, gradient in gradients.items()}, parameters, updates)
 
 
 def relative_errors(
-    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], least: Mapping[str, float] | None = None
+    found: Mapping[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
+    least: Mapping[str, float | torch.Tensor] | None = None,
 ) -> dict[str, float]:
     """By name; see :class:`Verification`. A tensor that is missing or of another shape is infinitely wrong. ``least``:
-    what the largest entry of some counts as, at least."""
+    what the largest entry of some counts as, at least, or what each entry does."""
     largest = max((float(t.abs().max()) for t in expected.values() if t.numel()), default=0.0)
     errors: dict[str, float] = {}
     for name, want in expected.items():
@@ -351,7 +460,8 @@ def relative_errors(
             errors[name] = float("inf")
             continue
         own = float(want.abs().max()) if want.numel() else 0.0
-        scale = max(own, _FLOOR * largest, (least or {}).get(name, 0.0), 1e-300)
-        difference = float((have - want).abs().max()) if want.numel() else 0.0
-        errors[name] = difference / scale if difference == difference else float("inf")
+        scale = max(own, _FLOOR * largest, 1e-300)
+        counts = torch.as_tensor((least or {}).get(name, 0.0), dtype=torch.float64).clamp(min=scale)
+        error = float(((have - want).abs().double() / counts).max()) if want.numel() else 0.0
+        errors[name] = error if error == error else float("inf")
     return errors

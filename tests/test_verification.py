@@ -200,6 +200,109 @@ def test_what_is_more_than_rounding_is(old: str, new: str, monkeypatch: pytest.M
     assert not job.verify(batch, steps=2).ok
 
 
+class Attends(nn.Module):
+    """A third of its first bias, that of keys, has no gradient but rounding; of what is faint, one has hardly any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward, self.leave = nn.Linear(16, 48), nn.Linear(16, 5)
+        loud = torch.ones(16)
+        loud[3] = 1e-5
+        self.register_buffer("loud", loud)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        q, k, v = self.inward(x).chunk(3, -1)
+        h = (q @ k.transpose(1, 2) / 4).softmax(-1) @ (v * self.loud)
+        return F.cross_entropy(self.leave(h.mean(1)), y)
+
+
+FAINT = 32 + 3
+KEYS = slice(16, 32)
+Verified = tuple[autopar.ParallelModel, tuple[Tensor, Tensor]]
+
+
+def attending(model: nn.Module) -> Verified:
+    batch = (torch.randn(8, 6, 16), torch.randint(5, (8,)))
+    given = {"sample": batch, "mesh": {"dp": 2}, "cluster": FAST}
+    return compile_pinned(model, 2, optimizer=lambda ps: torch.optim.AdamW(ps, lr=1e-3), **given), batch
+
+
+@pytest.fixture
+def attends() -> Verified:
+    torch.manual_seed(0)
+    return attending(Attends())
+
+
+def test_an_update_by_what_is_nothing_but_rounding_is_no_difference(attends: Verified) -> None:
+    job, batch = attends
+    expected = job.reference()
+    expected(*batch).backward()
+    gradient = expected.inward.bias.grad.abs()
+    assert gradient[KEYS].max() < 1e-7 * gradient.max()
+    assert job.verify(batch).ok, str(job.verify(batch))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "1e-6 * torch.roll(bias - bias.detach(), 16)",
+        f"-2 * torch.nn.functional.one_hot(torch.tensor({FAINT}), 48) * (bias - bias.detach())",
+    ],
+    ids=["of what has none", "sign of one"],
+)
+def test_a_wrong_gradient_that_only_updates_show_is(
+    more: str, attends: Verified, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, batch = attends
+    text = job.job.texts[0].replace("+ self.bias", f"+ self.bias + {more.replace('bias', 'self.bias')}", 1)
+    assert text != job.job.texts[0]
+    monkeypatch.setattr(job, "_job", replace(job.job, texts=(text,)))
+    result = job.verify(batch)
+    assert result.gradient_errors["inward.bias"] < result.tolerance
+    assert result.parameter_errors["inward.bias"] > 2 * result.tolerance
+    assert not result.ok
+
+
+@pytest.mark.parametrize("entry", [KEYS.start, FAINT, 0])
+def test_a_wrong_update_of_one_entry_is(entry: int, attends: Verified, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a sign; of what has no gradient, by more than any sign would take it."""
+    job, batch = attends
+    found = job.simulate(batch, 3)
+    before, after = job.reference().inward.bias.detach()[entry], found.parameters["inward.bias"]
+    after[entry] = before + 2e-3 if entry == KEYS.start else before - (after[entry] - before)
+    monkeypatch.setattr(job, "simulate", lambda *_, **__: found)
+    assert not job.verify(batch).ok
+
+
+class NoDoubles(Attends):
+    """As kernels are that have none for float64."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if x.dtype == torch.float64:
+            raise TypeError("not in float64")
+        return super().forward(x, y)
+
+
+class Ranked(NoDoubles):
+    """Its first rows count more."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x / torch.arange(1, 9).view(8, 1, 1), y)
+
+
+@pytest.mark.parametrize(("kind", "ok"), [(NoDoubles, True), (Ranked, False)])
+def test_without_float64_rows_in_another_order_tell_what_is_rounding(kind: type[nn.Module], ok: bool) -> None:
+    """Where their order is nothing but that."""
+    torch.manual_seed(0)
+    job, batch = attending(kind())
+    reference, given = job.reference(), (job.loss, job.job.optimizer, None)
+    alone = verification.train_one_device(reference, [batch], 1, *given)
+    assert verification._in_float64(job, [batch], 1, "cpu") is None
+    turned = verification._in_other_order(job, [batch], alone, 2e-5, "cpu")
+    assert (turned is not None) == ok
+    assert not ok or job.verify(batch).ok
+
+
 class Diffusion(nn.Module):
     """It draws a step and noise for each row."""
 
