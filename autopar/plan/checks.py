@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.mesh import AXES, Mesh
-from autopar.plan.parts import PARTS, BlockPlan, CostPlan, ExpertsPlan, PointPlan
+from autopar.plan.parts import PARTS, SCHEDULE_NAMES, VOCABULARY_NAMES, BlockPlan, CostPlan, ExpertsPlan, PointPlan
 from autopar.spmd import parse
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ _EXACT: Final = 1e-6
 def problems(plan: Plan) -> Iterator[str]:
     """``stage_plans[1].rank: …`` for each thing that can't be; the first is what a user is told."""
     mesh = plan.mesh
+    yield from _of_names("", plan)
     yield from _of_sizes(plan, mesh)
     yield from _of_stages(plan, mesh)
     yield from itertools.chain.from_iterable(map(_of_block, plan.blocks))
@@ -35,6 +36,12 @@ def problems(plan: Plan) -> Iterator[str]:
     yield from itertools.chain.from_iterable(map(_of_experts, plan.experts))
     yield from _of_cost(plan.cost, mesh)
     yield from _of_search(plan)
+
+
+def _of_names(where: str, named: Plan | PointPlan) -> Iterator[str]:
+    for field, known in (("schedule", SCHEDULE_NAMES), ("vocabulary", VOCABULARY_NAMES)):
+        if (name := getattr(named, field)) not in known:
+            yield f"{where}{field}: {name!r} is unknown; known names are {', '.join(known)}"
 
 
 def _of_sizes(plan: Plan, mesh: Mesh) -> Iterator[str]:
@@ -151,5 +158,6 @@ def _of_search(plan: Plan) -> Iterator[str]:
     for name in ("runners_up", "memory_front", "gpus_front"):
         points: list[PointPlan] = getattr(search, name)
         for number, point in enumerate(points):
+            yield from _of_names(f"search.{name}[{number}].", point)
             if (world := point.mesh.world) != point.gpus:
                 yield f"search.{name}[{number}].mesh_sizes: {point.mesh} is {world} ranks, but gpus is {point.gpus}"

@@ -42,6 +42,17 @@ PARTS: Final = {
 """What a step's time is made of: names of :class:`CostPart`, and what each is."""
 
 
+SYNTHESIZED: Final = "synthesized"
+"""The name of a schedule that is made for the costs at hand instead of taken from the literature."""
+SCHEDULE_NAMES: Final = (
+    *("naive", "gpipe", "1f1b", "interlaced", "pipedream", "interleaved"),
+    *("zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb", "zb-v", "v-half", "v-min", "dualpipe-v", SYNTHESIZED),
+)
+"""What a plan's schedule may be called: the rows of :mod:`autopar.schedules.registry`, and the one that is made."""
+VOCABULARY_NAMES: Final = ("stage", "redistributed", "naive", "vocab-1", "vocab-2", "interlaced")
+"""How a plan's vocabulary may be computed: the modes of :mod:`autopar.planner.modes`."""
+
+
 class Value(BaseModel):
     """A frozen part of a plan; unknown fields and other types are refused."""
 

@@ -1,7 +1,8 @@
 """The plan: every decision about a parallel job, as a frozen value that is JSON both ways.
 
 A plan holds decisions and predictions, no code: loading one executes nothing. The same model, mesh and options give the
-same bytes; ``digest`` names them. The emitted programs are derived from a plan and carry its digest.
+same bytes; ``digest`` names them, and a plan that is read must have it. The emitted programs are derived from a plan
+and carry its digest.
 """
 
 from __future__ import annotations
@@ -122,7 +123,10 @@ class Plan(Value):
 
     @classmethod
     def from_json(cls, text: str, *, name: str = "plan") -> Plan:
-        """Strict inverse of :meth:`to_json`. Raises PlanError where it is cut short, changed or of another version."""
+        """Strict inverse of :meth:`to_json` of a plan that is sealed.
+
+        Raises PlanError where it is cut short, changed, without a digest or of another version.
+        """
         try:
             data = json.loads(text)
         except TypeError as error:
@@ -132,6 +136,8 @@ class Plan(Value):
         version = data.get("version") if isinstance(data, dict) else None
         if version != VERSION:
             raise PlanError(f"{name} has version {version!r}, this autopar reads version {VERSION}: plan again")
+        if not data.get("digest"):
+            raise PlanError(f"{name} has no digest, so nothing shows whether it was changed or damaged: plan again")
         try:
             return cls.model_validate(data)
         except (ValidationError, AutoparError) as error:

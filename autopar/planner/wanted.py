@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.errors import ArgumentError
+from autopar.plan.parts import SYNTHESIZED
 from autopar.planner.modes import mode_of
 from autopar.schedules.registry import SCHEDULES
 
-SYNTHESIZED = "synthesized"
-"""The name of a schedule that is made for the costs at hand instead of taken from the literature."""
+__all__ = ["SYNTHESIZED", "Wanted", "schedule_name"]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Any
 
@@ -10,6 +11,9 @@ import pytest
 import autopar
 from autopar.errors import PlanError
 from autopar.plan import Plan
+from autopar.plan.parts import SCHEDULE_NAMES, SYNTHESIZED, VOCABULARY_NAMES
+from autopar.planner.modes import MODES
+from autopar.schedules.registry import SCHEDULES
 from tests.fast_cluster import FAST
 from tests.models import make
 from tests.pinned import PINNED
@@ -23,14 +27,16 @@ def plan() -> Plan:
 
 
 def changed(plan: Plan, path: str, value: Any) -> str:
-    """The plan's JSON with another value at ``path``, and no digest to give that away."""
-    data = json.loads(plan.to_json()) | {"digest": ""}
+    """The plan's JSON with another value at ``path``, and a digest that doesn't give that away."""
+    data = json.loads(plan.to_json())
     at: Any = data
     *steps, last = path.split(".")
     for step in steps:
         at = at[int(step) if isinstance(at, list) else step]
     at[int(last) if isinstance(at, list) else last] = value
-    return json.dumps(data)
+    content = {name: value for name, value in data.items() if name != "digest"}
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+    return json.dumps(content | {"digest": digest})
 
 
 @pytest.mark.parametrize(
@@ -64,6 +70,8 @@ def changed(plan: Plan, path: str, value: Any) -> str:
         ("options", {"zero": 7}, "options.zero: .* less than or equal to 3"),
         ("surprise", 1, "surprise: Extra inputs are not permitted"),
         ("schedule", None, "schedule: Input should be a valid string"),
+        ("schedule", "bogus", "schedule: 'bogus' is unknown; known names are naive, gpipe, 1f1b"),
+        ("vocabulary", "bogus", "vocabulary: 'bogus' is unknown; known names are stage, redistributed"),
     ],
 )
 def test_a_corrupt_plan_is_refused_by_field(plan: Plan, path: str, value: Any, words: str) -> None:
@@ -77,9 +85,24 @@ def test_json_that_is_nested_too_deeply_is_refused() -> None:
         Plan.from_json("[" * 100_000)
 
 
-def test_an_untouched_plan_reads_back_with_and_without_its_digest(plan: Plan) -> None:
+def test_an_untouched_plan_reads_back(plan: Plan) -> None:
     assert Plan.from_json(plan.to_json()) == plan
-    assert Plan.from_json(changed(plan, "digest", "")).sealed() == plan
+    assert Plan.from_json(changed(plan, "batch_size", plan.batch_size)) == plan
+
+
+def test_a_plan_that_is_read_has_the_digest_of_its_content(plan: Plan) -> None:
+    data = json.loads(plan.to_json())
+    absent = {name: value for name, value in data.items() if name != "digest"}
+    for none in (absent, *(data | {"digest": value} for value in ("", None))):
+        with pytest.raises(PlanError, match=r"^plan has no digest, so nothing shows whether it was changed"):
+            Plan.from_json(json.dumps(none))
+    with pytest.raises(PlanError, match=r"it was changed or damaged; plan again$"):
+        Plan.from_json(json.dumps(data | {"model_name": "another"}))
+
+
+def test_names_that_are_known_are_those_there_are() -> None:
+    assert set(SCHEDULE_NAMES) == {*SCHEDULES, SYNTHESIZED}
+    assert list(VOCABULARY_NAMES) == list(MODES)
 
 
 def test_recomputation_is_a_choice_that_blocks_offer(plan: Plan) -> None:
@@ -119,6 +142,8 @@ def test_a_search_names_points_of_the_right_size(plan: Plan) -> None:
         Plan.from_json(changed(plan, "search", search))
     with pytest.raises(PlanError, match=r"search\.bound_seconds: 1000\.0 is above step_seconds"):
         Plan.from_json(changed(plan, "search", search | {"runners_up": [], "bound_seconds": 1e3}))
+    with pytest.raises(PlanError, match=r"search\.runners_up\[0\]\.schedule: 'bogus' is unknown"):
+        Plan.from_json(changed(plan, "search", search | {"runners_up": [point | {"schedule": "bogus"}]}))
     with pytest.raises(PlanError, match=r"search\.placed: .* greater than or equal to 0"):
         Plan.from_json(changed(plan, "search", search | {"runners_up": [], "placed": -1}))
 
