@@ -462,7 +462,10 @@ def _options(given: Given, plan: Plan | None) -> Options:
     if plan is None:
         return options
     if different := [name for name in given if getattr(options, name) != getattr(plan.options, name)]:
-        raise PlanError(f"{', '.join(different)} and the plan's options ({plan.options}) differ; leave one out")
+        asked, planned = (
+            ", ".join(f"{name}={getattr(each, name)!r}" for name in different) for each in (options, plan.options)
+        )
+        raise PlanError(f"{asked}, but the plan has {planned}; leave one of the two out")
     return plan.options
 
 

@@ -121,9 +121,9 @@ class JobOptions:
             parts = [part.strip() for part in self.offload.split(",")]
             given["offload"] = () if parts == ["none"] else tuple(parts)
         if self.budget is not None:
-            if not math.isfinite(self.budget):
+            if not math.isfinite(budget := self.budget * 2**30):
                 raise ArgumentError(f"--budget {self.budget} is no number of GiB; leave it out for the device's memory")
-            given["budget_bytes"] = round(self.budget * 2**30)
+            given["budget_bytes"] = round(budget)
         if self.placement:
             given["placements"] = _placements(self.placement)
         return cast(Given, given)
@@ -147,7 +147,10 @@ def _placements(texts: Sequence[str]) -> dict[str, dict[str, str]]:
         axis, _, kind = wanted.partition(":")
         if not (name and axis and kind):
             raise ArgumentError(f"--placement {text!r} doesn't read as '*.down_proj.weight=tp:S(1)'")
-        found.setdefault(name.strip(), {})[axis.strip()] = kind.strip()
+        kinds, axis = found.setdefault(name.strip(), {}), axis.strip()
+        if axis in kinds:
+            raise ArgumentError(f"--placement gives {name.strip()!r} more than one type on {axis}; give each axis one")
+        kinds[axis] = kind.strip()
     return found
 
 

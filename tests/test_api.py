@@ -288,6 +288,8 @@ def test_a_plan_for_another_model(job: autopar.ParallelModel) -> None:
         compiled(gpus=2, plan=job.plan)
     with pytest.raises(PlanError, match="differ; leave one out"):
         compiled(gpus=4, mesh={"dp": 4}, plan=job.plan)
+    with pytest.raises(PlanError, match=r"^zero=3, but the plan has zero=0; leave one of the two out$"):
+        compiled(gpus=4, zero=3, plan=job.plan)
 
 
 def test_damaged_plans(job: autopar.ParallelModel, tmp_path: Path) -> None:

@@ -249,6 +249,9 @@ def test_a_model_that_fits_in_no_way(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert (code, printed) == (2, f"BudgetError: {text}")
 
 
+_TWICE = ("--placement", "*.weight=tp:S(1)", "--placement", "*.weight=tp:S(0)")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -257,8 +260,10 @@ def test_a_model_that_fits_in_no_way(monkeypatch: pytest.MonkeyPatch, capsys: py
         ((), "Missing option '--gpus'"),
         (("--gpus", "2", "--budget", "nan"), "--budget nan is no number of GiB"),
         (("--gpus", "2", "--budget", "inf"), "--budget inf is no number of GiB"),
+        (("--gpus", "2", "--budget", "1e300"), "--budget 1e+300 is no number of GiB"),
         (("--gpus", "2", "--budget", "-1"), "budget_bytes=-1073741824"),
         (("--gpus", "4", "--mesh", "dp=2,tp=2,dp=4"), "'dp=2,tp=2,dp=4' gives dp more than one size"),
+        (("--gpus", "2", *_TWICE), "--placement gives '*.weight' more than one type on tp; give each axis one"),
         (("--gpus", "2", "--out", "/nowhere/a.json"), "/nowhere is no folder that you may write to"),
         (("--gpus", "2", "--svg", "/"), "can't write /: it is a folder"),
         (("--gpus", "2", "--batch", "0"), "batch=0; it must be a whole number of at least 1"),

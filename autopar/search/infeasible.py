@@ -184,9 +184,15 @@ def _possible(search: Search, pins: Pins) -> Possible:
 
 
 def _state_text(search: Search) -> str:
-    """Of parameters, gradients and moments, if these alone take more GPUs than there are."""
+    """Of parameters, gradients and moments, if these alone take more GPUs than there are; of which memory, where the
+    host's would have to hold some and the devices have room for the others."""
     if search.pins.gpus >= search.least_gpus:
         return ""
+    gradients = sum(weights.masters for weights in search.root.weights.values())
+    if search.pins.masters_on_host and gradients <= search.pins.gpus * search.costing.budget_bytes:
+        has = bytes_text(search.costing.cluster.device.host_memory_bytes)
+        fill = f"parameters, gradients and moments alone fill that of {_gpus_text(search.least_gpus)}"
+        return f"; it is memory of the host that lacks, {has} for each GPU: {fill}"
     room = 0 if search.pins.masters_on_host is False else search.costing.cluster.device.host_memory_bytes
     both = f"{bytes_text(search.costing.budget_bytes)} each" + (f" and {bytes_text(room)} of its host" if room else "")
     return f"; parameters, gradients and moments alone fill {_gpus_text(search.least_gpus)} with {both}"

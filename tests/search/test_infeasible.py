@@ -139,6 +139,10 @@ def test_too_few_gpus_for_the_state_are_told_from_others_at_once() -> None:
         choose(prepared("mlp", 4), pins_of(1, budget_bytes=30_000), small, {})
     least = min(-(-elements * 32 // 30_000), -(-elements * 32 // 9_000))
     assert f"alone fill {least} GPUs with 29.3 KiB each and 8.79 KiB of its host)" in str(refused.value)
+    with pytest.raises(BudgetError) as refused:
+        choose(prepared("mlp", 4), pins_of(2, budget_bytes=30_000, offload=("optimizer",)), small, {})
+    lacks = "it is memory of the host that lacks, 8.79 KiB for each GPU: parameters, gradients and moments alone fill"
+    assert f"; {lacks} that of {-(-elements * 32 // 9_000)} GPUs)" in str(refused.value)
 
 
 def test_the_leanest_way_is_said_to_need_as_little_as_any() -> None:
