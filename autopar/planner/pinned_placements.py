@@ -49,6 +49,17 @@ def check_placements(model: Model, placements: Placements) -> None:
                     )
 
 
+def split_axes(placements: Placements) -> dict[str, str]:
+    """The axes that parameters are to be split over, and the first of the patterns that say so. Raises ArgumentError
+    for a text that is no type."""
+    found: dict[str, str] = {}
+    for pattern, wanted in placements.items():
+        for axis, text in wanted.items():
+            if axis in AXES and _parsed(pattern, axis, text).is_shard:
+                found.setdefault(axis, pattern)
+    return found
+
+
 def pinned_types(model: Model, placements: Placements, axis: str) -> dict[tuple[int, fx.Node], Type]:
     """By (block, parameter): the type that is pinned on ``axis``.
 

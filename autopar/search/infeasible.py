@@ -42,6 +42,9 @@ _FEWEST_WORK = 6e5
 _NUMBERS = 512
 """Of GPUs that are looked at for that."""
 
+_NEEDING = ("powersgd", "placements")
+"""Options that need several ranks of an axis, and aren't searched."""
+
 
 class Solved(NamedTuple):
     """The ``best`` that a search found, as it was built (None: nothing fits), and how much ``work`` that was."""
@@ -161,9 +164,10 @@ def _ways(search: Search) -> list[str]:
     always is one: one rank has no degrees."""
     pins, possible = search.pins, _possible(search, search.pins)
     freed = list(_changes(search))
-    if pins.options.powersgd:
-        exact = pins.options.model_copy(update={"powersgd": 0})
-        freed.append((f"without powersgd={pins.options.powersgd}", replace(pins, options=exact)))
+    for name in _NEEDING:
+        if asked := getattr(pins.options, name):
+            options = pins.options.model_copy(update={name: type(pins.options).model_fields[name].get_default()})
+            freed.append((f"without {name}={asked!r}", replace(pins, options=options)))
     ways = [f"use gpus={nearest}"] if (nearest := possible.nearest_gpus()) else []
     ways += [f"go {change}" for change, other in freed if possible.under(other).regions()]
     freed.append(("without what is pinned", Pins(pins.gpus)))

@@ -11,6 +11,7 @@ from autopar.errors import ArgumentError
 from autopar.mesh import AXES, EXPERTS, Mesh
 from autopar.options import Options, masters_on_host
 from autopar.planner.modes import mode_of
+from autopar.planner.pinned_placements import split_axes
 from autopar.planner.wanted import SYNTHESIZED
 from autopar.schedules.registry import SCHEDULES
 
@@ -45,6 +46,7 @@ class Pins:
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ArgumentError(f"{name}={value!r}; it must be a whole number of at least 1")
         self._check_names()
+        self._check_placements()
         # Raises for axes and sizes that there aren't.
         Mesh.of({axis: size for axis, size in self.mesh.items() if axis not in EXPERTS}, self.least_gpus)
 
@@ -55,6 +57,16 @@ class Pins:
             mode_of(self.vocabulary)
         if self.schedule is not None and self.schedule not in (*SCHEDULES, SYNTHESIZED):
             raise ArgumentError(f"schedule={self.schedule!r} is none of {', '.join((*SCHEDULES, SYNTHESIZED))}")
+
+    def _check_placements(self) -> None:
+        """That no axis which parameters are split over is pinned to one rank."""
+        for axis, pattern in split_axes(self.options.placements).items():
+            size = self.fixed_mesh.size(axis) if self.mesh_is_whole else self.mesh.get(axis)
+            if size == 1:
+                raise ArgumentError(
+                    f"placements: {pattern!r} is split over {axis}, which is 1 with mesh={dict(self.mesh)} on "
+                    f"gpus={self.gpus}; give {axis} more ranks, or leave one of the two out"
+                )
 
     @property
     def least_gpus(self) -> int:

@@ -35,6 +35,7 @@ from autopar.passes.find_head import find_head
 from autopar.passes.pad_head import Table, pad_head, table_of
 from autopar.passes.vocabulary import staged_calls
 from autopar.planner.modes import MODES, Mode
+from autopar.planner.pinned_placements import split_axes
 from autopar.planner.spreading import Spread, sequence_lengths
 from autopar.rules import lookup
 from autopar.rules.attention import heads
@@ -342,6 +343,9 @@ def lacks(mesh: Mesh, options: Options) -> Iterator[str]:
         yield "dp >= 2"
     if options.zero_ranks and mesh.zero_shards(0) % options.zero_ranks:
         yield f"dp x cp = a multiple of {options.zero_ranks}"
+    for axis, pattern in split_axes(options.placements).items():
+        if mesh.size(axis) == 1:
+            yield f"{axis} >= 2, which {pattern!r} is split over"
 
 
 def _mesh(degrees: Mapping[str, int], gpus: int) -> Mesh | None:

@@ -77,6 +77,31 @@ def test_pins_that_cant_be(gpus: int, given: dict[str, Any], words: str) -> None
         chosen(gpus, **given)
 
 
+WIDE = {"*inward.weight": {"tp": "S(0)"}}
+
+
+def test_an_axis_that_parameters_are_split_over_has_several_ranks() -> None:
+    found = regions(search_of("mlp", 4, 4, CPU).sizes, pins_of(4, placements=WIDE))
+    assert {region.mesh.tp for region in found} == {2, 4}
+    whole = pins_of(4, placements={"*inward.weight": {"tp": "R"}})
+    assert {region.mesh.tp for region in regions(search_of("mlp", 4, 4, CPU).sizes, whole)} == {1, 2, 4}
+    assert chosen(2, placements=WIDE).plan.mesh.tp == 2
+
+
+@pytest.mark.parametrize(
+    ("gpus", "mesh", "words"),
+    [
+        (4, {"dp": 4}, "^placements.* is split over tp, which is 1 with mesh={'dp': 4}"),
+        (4, {"tp": 1}, "^placements.* is split over tp, which is 1 with mesh={'tp': 1}"),
+        (4, {"pp": 2, "dp": 2}, "^placements.* is split over tp, which is 1 with"),
+        (1, {}, "^no degrees of gpus=1 .* tp >= 2, which .*; use gpus=2, or go without placements="),
+    ],
+)
+def test_an_axis_that_parameters_are_split_over_is_not_one_rank(gpus: int, mesh: dict[str, int], words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        chosen(gpus, mesh=mesh, placements=WIDE)
+
+
 @pytest.mark.parametrize("mesh", [pytest.param({}, marks=pytest.mark.slow), {"pp": 2}])
 def test_a_synthesized_schedule_is_searched_for(mesh: dict[str, int]) -> None:
     """Of which no bound knows how its ranks work."""
