@@ -170,9 +170,12 @@ def _ways(search: Search) -> list[str]:
             freed.append((f"without {name}={asked!r}", replace(pins, options=options)))
     ways = [f"use gpus={nearest}"] if (nearest := possible.nearest_gpus()) else []
     ways += [f"go {change}" for change, other in freed if possible.under(other).regions()]
+    if ways:
+        return ways
     freed.append(("without what is pinned", Pins(pins.gpus)))
     both = ((change, other, possible.under(other).nearest_gpus()) for change, other in freed)
-    return ways or [_use(search, gpus, change, other) for change, other, gpus in both if gpus]
+    found = [_use(search, gpus, change, other) for change, other, gpus in both if gpus]
+    return ["go without what is pinned"] if possible.under(freed[-1][1]).regions() else found
 
 
 def _use(search: Search, gpus: int, change: str, freed: Pins) -> str:

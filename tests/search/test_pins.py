@@ -68,6 +68,7 @@ def test_everything_pinned_is_built_without_a_search() -> None:
             {"mesh": {"dp": 4, "tp": 1}, "vocabulary": "stage"},
             "takes pp <= 4; use gpus=16, or go without vocabulary=",
         ),
+        (1, {"powersgd": 2, "zero_ranks": 3}, "; go without what is pinned"),
         (3, {"mesh": {"dp": 8}}, "doesn't divide gpus=3; use other degrees"),
         (4, {"mesh": {"tp": 2}, "schedule": "zb-v", "chunks": 3}, "it takes exactly 2"),
     ],
