@@ -19,11 +19,11 @@ from autopar.planner.block_costs import Machine
 from autopar.planner.budget import Exact
 from autopar.planner.build import Built, Request, build, finish
 from autopar.planner.wanted import Wanted
+from autopar.search.advice import no_degrees, nothing_runs
 from autopar.search.costing import Costing, Found, Outcome, parts_of
 from autopar.search.fronts import compared, gpus_front, memory_front, runners_up
-from autopar.search.infeasible import Solved, no_degrees, nothing_runs, refusal
+from autopar.search.infeasible import Solved, refusal
 from autopar.search.pins import Pins
-from autopar.search.possible import Possible
 from autopar.search.profiles import Models, Profiler
 from autopar.search.proof import Tried
 from autopar.search.search import WORK, Search
@@ -198,21 +198,17 @@ def _only(search: Search) -> Point | None:
         if search.pins.mesh_is_whole:
             return _as_pinned(search, Region(search.pins.fixed_mesh, 0, _microbatches(search)))
         raise no_degrees(search)
-    if not any(map(_possible(search).runs, found)):
+    if not any(map(search.possible().runs, found)):
         return _as_pinned(search, _said_by(search, found))
     if len(found) > 1 or search.count(found[0]) != 1:
         return None
     return next(search.points_of(found[0]))
 
 
-def _possible(search: Search) -> Possible:
-    return Possible(search.sizes, search.pins, search.heads)
-
-
 def _said_by(search: Search, found: Sequence[Region]) -> Region:
     """The region of ``found``, none of which has anything to search that can run, that can as it was pinned; or whose
     building says why it can't. Raises where other degrees might."""
-    possible = _possible(search)
+    possible = search.possible()
     pinned = [possible.as_pinned(region) for region in found]
     if able := next(filter(possible.allows, pinned), None):
         return able.region
@@ -224,7 +220,7 @@ def _said_by(search: Search, found: Sequence[Region]) -> Region:
 def _as_pinned(search: Search, region: Region) -> Point:
     pins, options = search.pins, search.pins.options
     zero, zero_ranks = next(storages(region, search.costing.cluster, pins))
-    return Point(*_possible(search).as_pinned(region), zero, zero_ranks, options.offload, options.head_chunks)
+    return Point(*search.possible().as_pinned(region), zero, zero_ranks, options.offload, options.head_chunks)
 
 
 def _microbatches(search: Search) -> int:

@@ -10,20 +10,20 @@ though all is recomputed, are left out unsolved. Where that takes too long, numb
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from autopar.errors import ArgumentError, AutoparError, BudgetError
+from autopar.errors import AutoparError, BudgetError
 from autopar.mesh import EXPERTS
 from autopar.options import parameters_on_host
 from autopar.plan import bytes_text, seconds_text
+from autopar.search.advice import changes, pinned_text
 from autopar.search.costing import Found, Outcome
 from autopar.search.fronts import differs
-from autopar.search.pins import SEARCHED_OPTIONS, Pins
-from autopar.search.possible import Possible
-from autopar.search.space import Point, Region, Sizes, regions, savers
+from autopar.search.pins import Pins
+from autopar.search.space import Point, regions, savers
 
 if TYPE_CHECKING:
     from autopar.search.search import Search
@@ -41,9 +41,6 @@ _FEWEST_WORK = 6e5
 
 _NUMBERS = 512
 """Of GPUs that are looked at for that."""
-
-_NEEDING = ("powersgd", "placements")
-"""Options that need several ranks of an axis, and aren't searched."""
 
 
 class Solved(NamedTuple):
@@ -87,7 +84,7 @@ def refusal(search: Search, found: Found, solve: Solve, built: BudgetError | Non
     if not (needed or too_large) and refusals and search.pins.gpus >= search.least_gpus:
         return refusals[0]  # not even the leanest way is refused for its memory
     offers = relaxations(search, solve)
-    pinned = _pinned_text(search.pins)
+    pinned = pinned_text(search.pins)
     has = bytes_text(whole)
     least = f"the leanest way found needs {bytes_text(needed)} on a rank, which" if needed else "a rank"
     text = (
@@ -96,98 +93,6 @@ def refusal(search: Search, found: Found, solve: Solve, built: BudgetError | Non
     )
     ways = "; or ".join(map(str, offers))
     return BudgetError(f"{text}. It fits {ways}" if ways else f"{text}. No single change makes it fit", needed)
-
-
-def no_degrees(search: Search) -> AutoparError:
-    """The error where no degrees multiply to the GPUs and divide the batch, the heads, the sequence and the layers; or
-    none leave the microbatches that were pinned."""
-    pins, sizes = search.pins, search.sizes
-    on = f"gpus={pins.gpus}" + (f" with mesh={dict(pins.mesh)}" if pins.mesh else "")
-    if pins.gpus % pins.least_gpus:
-        nearest = _possible(search, pins).nearest_gpus()
-        return ArgumentError(
-            f"mesh={dict(pins.mesh)} is a multiple of {pins.least_gpus} ranks, which doesn't divide gpus={pins.gpus}; "
-            f"use {f'gpus={nearest}, or ' if nearest else ''}other degrees"
-        )
-    freed = replace(pins, microbatch=None, microbatches=None)
-    if free := _possible(search, freed).regions() or regions(sizes, freed):
-        return _no_cut(pins, sizes, on, free)
-    heads = f", heads {' and '.join(map(str, sizes.heads))} (tp)" if sizes.heads else ", a width of weights (tp)"
-    lengths = f", sequences of {' and '.join(map(str, sizes.lengths))} (cp)" if sizes.lengths else ""
-    rows = (pins.microbatch or 1) * (pins.microbatches or 1)
-    cut = _cut_text(pins)
-    nor = f", nor {'do' if ' and ' in cut else 'does'} {cut} divide the batch" if sizes.batch % rows else ""
-    return ArgumentError(
-        f"{on} can't all be used: no degrees with that product divide a batch of {sizes.batch} (dp x microbatches), "
-        f"{sizes.units} layers and more (pp){heads}{lengths}{nor}; {_ways(search)[0]}, or another batch"
-    )
-
-
-def _no_cut(pins: Pins, sizes: Sizes, on: str, free: Sequence[Region]) -> ArgumentError:
-    """Of microbatches that were pinned, which no degrees leave; those ``free`` are without."""
-    if pins.microbatch is not None and pins.microbatches is not None:
-        return ArgumentError(
-            f"{_cut_text(pins)} are {pins.microbatch * pins.microbatches} rows on each rank, which no degrees of {on} "
-            f"leave of a batch of {sizes.batch}; leave one of the two out"
-        )
-    return ArgumentError(
-        f"{_cut_text(pins)} doesn't divide what any degrees of {on} leave a rank of a batch of {sizes.batch}; "
-        f"{_fitting(pins, free)}"
-    )
-
-
-def _cut_text(pins: Pins) -> str:
-    given = {"microbatch": pins.microbatch, "microbatches": pins.microbatches}
-    return " and ".join(f"{name}={value}" for name, value in given.items() if value is not None)
-
-
-def _fitting(pins: Pins, free: Iterable[Region]) -> str:
-    """What the one of both that was pinned may be."""
-    name = "microbatch" if pins.microbatch is not None else "microbatches"
-    fits = sorted({region.rows if name == "microbatch" else region.microbatches for region in free})
-    return f"{name} may be one of {fits}"
-
-
-def nothing_runs(search: Search) -> AutoparError:
-    """The error where there are degrees, but what was pinned beside them can run on none."""
-    possible = _possible(search, search.pins)
-    found = regions(search.sizes, search.pins)
-    needs = dict.fromkeys(need for region in found for need in possible.needs(possible.as_pinned(region)))
-    return ArgumentError(
-        f"no degrees of gpus={search.pins.gpus}{_pinned_text(search.pins)} can run, which takes "
-        f"{' and '.join(needs)}; {', or '.join(_ways(search)[:_OFFERED])}"
-    )
-
-
-def _ways(search: Search) -> list[str]:
-    """To something that can run: another number of GPUs, or less that is pinned; both where neither is enough. There
-    always is one: one rank has no degrees."""
-    pins, possible = search.pins, _possible(search, search.pins)
-    freed = list(_changes(search))
-    for name in _NEEDING:
-        if asked := getattr(pins.options, name):
-            options = pins.options.model_copy(update={name: type(pins.options).model_fields[name].get_default()})
-            freed.append((f"without {name}={asked!r}", replace(pins, options=options)))
-    ways = [f"use gpus={nearest}"] if (nearest := possible.nearest_gpus()) else []
-    ways += [f"go {change}" for change, other in freed if possible.under(other).regions()]
-    if ways:
-        return ways
-    freed.append(("without what is pinned", Pins(pins.gpus)))
-    both = ((change, other, possible.under(other).nearest_gpus()) for change, other in freed)
-    found = [_use(search, gpus, change, other) for change, other, gpus in both if gpus]
-    return ["go without what is pinned"] if possible.under(freed[-1][1]).regions() else found
-
-
-def _use(search: Search, gpus: int, change: str, freed: Pins) -> str:
-    """Say what the microbatches may be, if it is their pin that has to go."""
-    pins, words = search.pins, f"use gpus={gpus} {change}"
-    if (pins.microbatch is None) == (pins.microbatches is None) or freed.microbatch or freed.microbatches:
-        return words
-    return f"{words}: {_fitting(pins, _possible(search, replace(freed, gpus=gpus)).regions())}"
-
-
-def _possible(search: Search, pins: Pins) -> Possible:
-    return Possible(search.sizes, pins, search.heads)
 
 
 def _state_text(search: Search) -> str:
@@ -237,19 +142,10 @@ def _needed_bytes(search: Search, point: Point) -> int:
     return 0
 
 
-def _pinned_text(pins: Pins) -> str:
-    names = [f"mesh={dict(pins.mesh)}"] if pins.mesh else []
-    for name in ("microbatches", "microbatch", "schedule", "chunks", "vocabulary"):
-        if getattr(pins, name) is not None:
-            names.append(f"{name}={getattr(pins, name)!r}")
-    names += [f"{name}={getattr(pins.options, name)!r}" for name in sorted(pins.given)]
-    return f" with {', '.join(names)}" if names else ""
-
-
 def relaxations(search: Search, solve: Solve) -> list[Relaxation]:
     """At most four single changes that make it fit, the cheapest first; two at once where none does."""
     offers = []
-    for change, pins in _changes(search):
+    for change, pins in changes(search):
         solved = solve(_under(search, pins))
         if solved.best is not None:
             offers.append(Relaxation(change, solved.best))
@@ -257,27 +153,6 @@ def relaxations(search: Search, solve: Solve) -> list[Relaxation]:
     if not offers and search.pins.mesh_is_whole:
         offers += _fewest(search, solve, {}, f" without mesh={dict(search.pins.mesh)}")
     return sorted(offers, key=lambda offer: offer.gpu_seconds)[:_OFFERED]
-
-
-def _changes(search: Search) -> Iterator[tuple[str, Pins]]:
-    pins = search.pins
-    for name in ("recompute", *SEARCHED_OPTIONS):
-        if name in pins.given:
-            default = type(pins.options).model_fields[name].default
-            options = pins.options.model_copy(update={name: default})
-            freed = replace(pins, options=options, given=pins.given - {name})
-            yield f"without {name}={getattr(pins.options, name)!r}", freed
-    for name in ("microbatch", "microbatches", "vocabulary", "chunks", "schedule"):
-        if getattr(pins, name) is not None:
-            freed = replace(pins, **{name: None})  # type: ignore[arg-type]
-            yield f"without {name}={getattr(pins, name)!r}", freed
-    if pins.mesh:
-        yield f"without mesh={dict(pins.mesh)}", replace(pins, mesh={})
-    if "budget_bytes" in pins.given and pins.options.budget_bytes:
-        options = pins.options.model_copy(update={"budget_bytes": None})
-        whole = bytes_text(search.costing.cluster.device.memory_bytes)
-        freed = replace(pins, options=options, given=pins.given - {"budget_bytes"})
-        yield f"with the device's {whole}", freed
 
 
 def _with_copies(pins: Pins) -> Mapping[str, int]:
@@ -310,7 +185,7 @@ def _under_more(search: Search, mesh: Mapping[str, int], numbers: Iterable[int])
     """On so many GPUs, where there are such degrees and layers may fit."""
     for gpus in numbers:
         pins = replace(search.pins, gpus=gpus, mesh=mesh)
-        found = _possible(search, pins).regions()
+        found = search.possible(pins).regions()
         if not all(math.isinf(search.region_bound(region)) for region in found):
             yield _under(search, pins)
 

@@ -13,6 +13,7 @@ from autopar.mesh import Mesh
 from autopar.search.costing import Costing, Found, Outcome, rank
 from autopar.search.dive import dive
 from autopar.search.pins import Pins
+from autopar.search.possible import Possible
 from autopar.search.profiles import Key, Profiler
 from autopar.search.proof import Proof, Proven, Tried
 from autopar.search.reckoning import Reckoning
@@ -118,6 +119,10 @@ class Search(Reckoning):
         """The same search from the start, with ``spared_bytes`` of a rank's memory left for what no solver counts."""
         costing = Costing(self.costing.cluster, self.costing.options, spared_bytes)
         return replace(self, costing=costing, outcomes=[], refusals={})
+
+    def possible(self, pins: Pins | None = None) -> Possible:
+        """What can run as far as numbers tell, under what is pinned or under other ``pins``."""
+        return Possible(self.sizes, pins or self.pins, self.heads)
 
     def under(self, pins: Pins) -> Search:
         """The same search from the start under other ``pins``; nobody is told of it."""
