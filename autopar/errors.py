@@ -41,6 +41,10 @@ class BudgetError(StageError):
         return type(self), (str(self), self.needed_bytes, self.uncounted_bytes)
 
 
+class StateError(BudgetError, ShardingError):
+    """No placement splits parameters, gradients and the optimizer's state so far that they fit."""
+
+
 class PlanError(AutoparError):
     """A plan that is truncated, of another version, or made for another model, mesh or batch."""
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from autopar.errors import BudgetError, ShardingError
+from autopar.errors import ShardingError, StateError
 from autopar.planner.elimination import LARGEST, eliminate
 from autopar.planner.placement import Problem, Solution
 from autopar.planner.placement_network import PlacementNetwork, network_of
@@ -71,7 +71,7 @@ def _with_loops(
             smaller = smaller.in_few_ways()
             found = _by_elimination(smaller.problem, largest)
         found = found or _by_milp(smaller.problem, time_limit_seconds, _LOOP_GAP)
-    except (BudgetError, ShardingError):
+    except ShardingError:
         return None
     choices = smaller.choices(found.choices)
     seconds = problem.seconds(choices)
@@ -112,7 +112,7 @@ def _within(problem: Problem, network: PlacementNetwork, budget: int, above: _Pl
     if below is None:
         return None
     if below.bytes > budget:
-        raise BudgetError(
+        raise StateError(
             f"no placement satisfies the memory budget: parameters, gradients and optimizer take {below.bytes} bytes "
             f"or more, of {budget}",
             below.bytes,

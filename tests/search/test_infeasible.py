@@ -200,3 +200,9 @@ def test_what_is_too_large_once_it_is_built_is_neither_planned_nor_offered() -> 
         choose(prepared("mlp", 4), pins, CPU, {}, partial(measured, hidden=budget // 2))
     assert "a rank, which has 145 KiB" in str(refused.value), "all that was given, though some was spared"
     assert "It fits with the device's 4 GiB" in str(refused.value)
+
+
+def test_where_no_placement_holds_the_state_something_is_offered() -> None:
+    text = refusal(4, mesh={"dp": 2, "tp": 2}, zero=0, offload=(), budget_bytes=40_000)
+    assert text.startswith("nothing fits on 4 GPUs with mesh={'dp': 2, 'tp': 2}, budget_bytes=40000")
+    assert "It fits with the device's 4 GiB" in text
