@@ -125,7 +125,7 @@ def _leanest_bytes(search: Search) -> int:
         point = max(points, key=lambda p: (p.schedule == "1f1b", p.zero, not p.head))
         ways = list(savers(point.family, search.costing.cluster, search.pins))
         most = max((offload for offload, _ in ways), key=lambda kinds: (len(kinds), parameters_on_host(kinds)))
-        leanest = (point._replace(offload=most, head_chunks=chunks) for chunks in {chunks for _, chunks in ways})
+        leanest = (point._replace(offload=most, head_chunks=chunks) for chunks in sorted({c for _, c in ways}))
         if needed := min(filter(None, (_needed_bytes(search, each) for each in leanest)), default=0):
             return needed
     return 0
