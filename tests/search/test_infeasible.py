@@ -205,12 +205,11 @@ def test_what_is_too_large_once_it_is_built_is_neither_planned_nor_offered() -> 
 def test_where_no_placement_holds_the_state_something_is_offered() -> None:
     """What can't be placed in any memory is another matter."""
     search = search_of("mlp", 4, 4, CPU, mesh={"dp": 2, "tp": 2}, zero=0, offload=(), budget_bytes=40_000)
-    found = search.run()
+    found, key = search.run(), Key(rows=1, ep=1, cp=1, tp=2, stages=1)
     assert not found.outcomes
-    key = Key(rows=1, ep=1, cp=1, tp=2, stages=1)
-    search.profiler.refused[key] = StateError("no placement satisfies the memory budget", 50_000)
+    search.profiler.refused = {key: ShardingError("no placement satisfies every op")}
+    assert refusal_of(search, found, solve) is search.profiler.refused[key]
+    search.profiler.refused = {key: StateError("no placement satisfies the memory budget", 50_000)}
     said = str(refusal_of(search, found, solve))
     assert said.startswith("nothing fits on 4 GPUs with mesh={'dp': 2, 'tp': 2}, budget_bytes=40000")
     assert "It fits with the device's 4 GiB" in said
-    search.profiler.refused[key] = ShardingError("no placement satisfies every op")
-    assert refusal_of(search, found, solve) is search.profiler.refused[key]
