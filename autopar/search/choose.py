@@ -109,8 +109,8 @@ def _solved(search: Search, measured: Exact[Built] | None) -> Solved:
         for outcome in itertools.islice(_distinct(found.outcomes), _BUILT):
             try:
                 built = builder.build(outcome)
-            except BudgetError as error:
-                larger = error
+            except AutoparError as error:  # what its ranks really hold doesn't fit, or can't be cut as was hoped
+                larger = error if isinstance(error, BudgetError) else larger
             else:
                 return Solved(_as_built(search, found, outcome, built)[0], work)
         if larger is None or (spared := _to_spare(search, larger)) >= search.costing.whole_budget_bytes:
