@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -37,6 +37,23 @@ class Between:
     """What of the passes is sent, as :attr:`autopar.planner.block_costs.BlockCost.wires`."""
     calls: tuple[int, int] = (0, 0)
     """What the host issues in the forward and in the backward."""
+
+
+@dataclass(frozen=True)
+class BetweenCalls:
+    """Of cuts of one ``model``, whose blocks cost as much; each found once, whatever its calls recompute."""
+
+    model: Model
+    costs: Sequence[BlockCost]
+    machine: Machine
+    _known: dict[tuple[object, ...], list[Between]] = field(default_factory=dict)
+
+    def of(self, stages: Sequence[tuple[int, ...]], placement: Sequence[int]) -> list[Between]:
+        """:func:`between` of these."""
+        key = tuple(stages), tuple(placement)
+        if key not in self._known:
+            self._known[key] = between(self.model, stages, self.costs, self.machine, placement)
+        return self._known[key]
 
 
 def between(

@@ -15,7 +15,7 @@ from autopar.graph import Model
 from autopar.options import Options, activations_on_host, masters_on_host
 from autopar.passes.vocabulary import VOCABULARY
 from autopar.planner.activations import Activations, Alternative
-from autopar.planner.between import between
+from autopar.planner.between import Between
 from autopar.planner.block_costs import BlockCost, Machine
 from autopar.planner.contention import Contention, Passes, Slowed
 from autopar.planner.gradients import Accumulation, GradientCosts
@@ -91,8 +91,15 @@ class Priced(NamedTuple):
     summing_bytes: tuple[int, ...]
 
 
-def priced(work: Work, draft: Schedule, stages: Sequence[Sequence[int]], chosen: Mapping[int, Alternative]) -> Priced:
-    """Of ``stages``, placed as in ``draft``, whose calls recompute what is ``chosen``."""
+def priced(
+    work: Work,
+    draft: Schedule,
+    stages: Sequence[Sequence[int]],
+    chosen: Mapping[int, Alternative],
+    beside: Sequence[Between],
+) -> Priced:
+    """Of ``stages``, placed as in ``draft``, whose calls recompute what is ``chosen``; ``beside`` is what each does
+    beside its calls."""
     model, machine, vocabulary, placement = work.model, work.machine, work.vocabulary, draft.placement
     moves = MoveCosts(model, work.options, machine, stages, placement)
     # An asynchronous schedule updates by the gradient of each microbatch.
@@ -102,7 +109,6 @@ def priced(work: Work, draft: Schedule, stages: Sequence[Sequence[int]], chosen:
     accumulations = tuple(map(gradients.accumulation, stages, backwards))
     tables = [i for i, call in enumerate(model.calls) if model.block_of(call).kind == VOCABULARY]
     per_stage = [[work.blocks[model.calls[i].block] for i in stage] for stage in stages]
-    beside = between(model, stages, work.blocks, machine, placement)
     casts = _casts(moves, tables, work.machine.sizes["pp"])
     forward = tuple(
         sum(c.forward_seconds for c in s) + b.forward_seconds + cast

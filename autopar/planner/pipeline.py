@@ -20,6 +20,7 @@ from autopar.planner import away_parts
 from autopar.planner.activations import Activations, Alternative
 from autopar.planner.alike import Alike
 from autopar.planner.away_parts import Tried
+from autopar.planner.between import BetweenCalls
 from autopar.planner.block_costs import BlockCost, Machine
 from autopar.planner.contention import Slowed
 from autopar.planner.fitting import Demand, Fit, Layout, Pins, fit, pinned, spending_slack
@@ -110,6 +111,7 @@ class _Shared:
     alike: Alike
     timelines: Timelines
     passes: PassMemory
+    between: BetweenCalls
     states: dict[Hashable, State] = field(default_factory=dict)  # of a stage's parameters
 
 
@@ -185,7 +187,7 @@ def lay_out(
     vocabulary = vocabulary_cost(model, mode_of(wanted.vocabulary).head, costs, machine, wanted.head_chunks)
     alike = Alike(model)
     passes = PassMemory(model, storage, activations.workings, microbatches > 1, alike)
-    shared = _Shared(alike, timelines or Timelines(), passes)
+    shared = _Shared(alike, timelines or Timelines(), passes, BetweenCalls(model, costs, machine))
     parts = _Parts(model, calls, units, costs, machine, microbatches, wanted, options, vocabulary, activations, shared)
     if pins is not None and pins.actions is not None:
         written = Schedule.from_text(pins.actions)
@@ -403,7 +405,7 @@ def _run(parts: _Parts, made: _Made, away: Away | None = None, *, trusted: bool 
 
 
 def _priced(
-    parts: _Parts, stages: Sequence[Sequence[int]], draft: Schedule, chosen: Mapping[int, Alternative]
+    parts: _Parts, stages: tuple[tuple[int, ...], ...], draft: Schedule, chosen: Mapping[int, Alternative]
 ) -> Priced:
     return priced(
         Work(
@@ -421,6 +423,7 @@ def _priced(
         draft,
         stages,
         chosen,
+        parts.shared.between.of(stages, draft.placement),
     )
 
 

@@ -20,9 +20,10 @@ from autopar.planner.budget import Exact
 from autopar.planner.build import Built, Request, build, finish
 from autopar.planner.wanted import Wanted
 from autopar.search.advice import no_degrees, nothing_runs
-from autopar.search.costing import Costing, Found, Outcome, parts_of
+from autopar.search.costing import Costing
 from autopar.search.fronts import compared, gpus_front, memory_front, runners_up
 from autopar.search.infeasible import Solved, refusal
+from autopar.search.outcomes import Found, Outcome, parts_of
 from autopar.search.pins import Pins
 from autopar.search.profiles import Models, Profiler
 from autopar.search.proof import Tried

@@ -22,7 +22,7 @@ from autopar.search.space import savers as saving
 from autopar.search.work import work_of
 
 if TYPE_CHECKING:
-    from autopar.search.costing import Outcome
+    from autopar.search.outcomes import Outcome
     from autopar.search.search import Search
 
 Numbers = NDArray[np.int64]

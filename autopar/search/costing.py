@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -11,13 +11,11 @@ import torch
 
 from autopar.cluster import Cluster, Link
 from autopar.cost_models import collective, step
-from autopar.errors import AutoparError, BudgetError
-from autopar.graph import Model
+from autopar.errors import BudgetError
 from autopar.mesh import Mesh
 from autopar.options import Options, activations_on_host, masters_on_host, weights_streamed
-from autopar.planner.block_costs import BlockCost, Machine
+from autopar.planner.block_costs import Machine
 from autopar.planner.build import moved_seconds, rank_plan
-from autopar.planner.fitting import Layout
 from autopar.planner.modes import MODES
 from autopar.planner.offload import require_host
 from autopar.planner.pipeline import Pipeline, lay_out
@@ -31,54 +29,15 @@ from autopar.search.gradients import Sums
 from autopar.search.held import held_by
 from autopar.search.interleaving import Interleaving
 from autopar.search.keeping import Keeping
-from autopar.search.profiles import Key, Profile, Profiler, Unit, Weights
-from autopar.search.space import BEATEN, Family, Point, Region, Way, moves_each_time, splits_head, stages_of, works_of
+from autopar.search.outcomes import Outcome, is_tight, parts_of
+from autopar.search.profiles import Profile, Profiler, Unit, Weights
+from autopar.search.space import Family, Point, Region, Way, moves_each_time, splits_head, stages_of, works_of
 
 BESIDE = 0.3
 """Of what scatters have left to do after a backward, where other stages have passes."""
 
 _WHOLE = 0.02  # of the weights: as many at least that tp doesn't split
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A point as it was laid out: seconds of its step, bytes that its fullest rank is reckoned to hold, and whether it
-    recomputes anything, or may be faster with more memory (``is_tight``). ``parts`` say where its busiest rank's time
-    goes; ``layout`` is how it fits, on the profile of ``key``."""
-
-    point: Point
-    step_seconds: float
-    peak_bytes: int
-    recomputes: bool
-    is_tight: bool = True
-    parts: Mapping[str, float] = field(default_factory=dict)
-    layout: Layout | None = field(default=None, compare=False)
-    key: Key | None = field(default=None, compare=False)
-
-
-def rank(outcome: Outcome) -> tuple[object, ...]:
-    """By which outcomes are sorted: shorter steps first; of equal ones what is simpler."""
-    point, mesh = outcome.point, outcome.point.region.mesh
-    simple = (
-        *(mesh.pp, mesh.cp, mesh.tp, mesh.experts, len(point.offload), point.head_chunks, point.zero, point.zero_ranks),
-        *(point.chunks or 0, list(MODES).index(point.vocabulary), point.schedule in BEATEN, point.schedule),
-    )
-    return (float(f"{outcome.step_seconds:.9e}"), *simple, -point.region.rows)
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a search found: ``outcomes`` that fit, the best first; nothing in a space of ``points`` is below
-    ``bound_seconds``. So much was ``placed`` and ``laid_out`` for that, and it took so much ``work``. ``refusals`` are
-    of what was tried and can't run or doesn't fit."""
-
-    outcomes: list[Outcome]
-    bound_seconds: float
-    points: int
-    placed: int
-    laid_out: int
-    work: float
-    refusals: dict[Point, AutoparError]
+_BOUNDLESS = 1 << 60  # bytes
 
 
 @dataclass(frozen=True)
@@ -154,20 +113,29 @@ class Costing:
         options, region = self.options_of(point), point.region
         require_host(options, self.cluster.device)
         machine = Machine.of(self.cluster, profile.mesh(region.mesh), point.zero_ranks)
-        costs = profile.costs_on(machine)
-        wanted = Wanted(point.schedule, point.vocabulary, point.chunks, point.head_chunks, self.spared_bytes)
-        model = profile.model
-        kept = profile.activations
-        pipeline = lay_out(model, costs, machine, region.microbatches, wanted, options, kept, timelines=self.timelines)
+        pipeline = self._pipeline(point, profile, machine, self.spared_bytes)
         request = replace(profile.placed.request, mesh=machine.mesh, options=options)
-        ranks = [rank_plan(model, rank, pipeline, request) for rank in range(region.mesh.pp)]
+        ranks = [rank_plan(profile.model, rank, pipeline, request) for rank in range(region.mesh.pp)]
         require_host(options, machine.device, max(rank.host_bytes for rank in ranks))
         recomputes = any(chosen.regions for chosen in pipeline.chosen.values())
         if (held := max(r.peak_bytes for r in ranks)) > (budget := self.whole_budget_bytes):
             raise BudgetError(f"a rank would hold {held} bytes of {budget}", held)
         seconds = pipeline.timeline.step_seconds
-        parts = parts_of(pipeline, costs, model)
+        parts = parts_of(pipeline, profile.costs_on(machine), profile.model)
         return Outcome(point, seconds, held, recomputes, is_tight(pipeline), parts, pipeline.layout, profile.key)
+
+    def roomy_seconds(self, point: Point, profile: Profile) -> float:
+        """Of a step of ``point``, laid out as if ranks had all the memory that it takes. Raises AutoparError where it
+        can't run."""
+        machine = Machine.of(self.cluster, profile.mesh(point.region.mesh), point.zero_ranks)
+        return self._pipeline(point, profile, machine, -_BOUNDLESS).timeline.step_seconds
+
+    def _pipeline(self, point: Point, profile: Profile, machine: Machine, spared_bytes: int) -> Pipeline:
+        """Laid out on ``profile``, but for so many bytes of each rank."""
+        wanted = Wanted(point.schedule, point.vocabulary, point.chunks, point.head_chunks, spared_bytes)
+        costs, kept = profile.costs_on(machine), profile.activations
+        count, options = point.region.microbatches, self.options_of(point)
+        return lay_out(profile.model, costs, machine, count, wanted, options, kept, timelines=self.timelines)
 
     def bound(self, point: Point, profile: Profile) -> float:
         """No step of ``point`` is below, by its passes. The head may be another than the profile's."""
@@ -563,38 +531,3 @@ def _head_seconds(units: Sequence[Unit], family: Family) -> float:
     if not splits_head(family) or len(units) <= 2:
         return 0.0
     return family.region.microbatches * units[-1].seconds / family.region.mesh.pp
-
-
-def is_tight(pipeline: Pipeline) -> bool:
-    """Whether it may be faster with more memory: cut otherwise, with less to recompute or to copy, or with weights'
-    gradients that come as late as the schedule would have it."""
-    schedule, timeline, layout = pipeline.schedule, pipeline.timeline, pipeline.layout
-    later = [0] * schedule.ranks  # of the last weights' gradients that would have been early
-    for home, bytes_ in zip(schedule.placement, timeline.costs.later_bytes, strict=True):
-        later[home] = max(later[home], bytes_ if schedule.split else 0)
-    rows = zip(timeline.peak_activation_bytes, later, pipeline.free_bytes, strict=True)
-    moves = layout.away is not None and layout.away.moves
-    return layout.fit.tight or moves or any(kept + more > free for kept, more, free in rows)
-
-
-def parts_of(pipeline: Pipeline, costs: Sequence[BlockCost], model: Model) -> dict[str, float]:
-    """Of the busiest rank: compute, what layers send by axis, recomputation, the optimizer, and waiting."""
-    timeline, schedule = pipeline.timeline, pipeline.schedule
-    rank = max(range(schedule.ranks), key=lambda r: (timeline.busy_seconds[r], -r))
-    stages = [k for k, home in enumerate(schedule.placement) if home == rank]
-    sent: dict[str, float] = {}
-    for cost in (costs[model.calls[i].block] for k in stages for i in pipeline.stages[k]):
-        for (axis, _), seconds in cost.wires.items():
-            name = f"communication over {axis}"
-            sent[name] = sent.get(name, 0.0) + schedule.microbatches * sum(seconds)
-    again = schedule.microbatches * math.fsum(pipeline.recompute_seconds(k) for k in stages)
-    busy, updates = timeline.busy_seconds[rank], timeline.costs.step_seconds[rank]
-    found: dict[str, float] = {
-        "compute": busy - updates - again - sum(sent.values()),
-        **sent,
-        "recomputation": again,
-        "optimizer": updates,
-        "waiting (bubble, transfers, gradient sums)": timeline.makespan_seconds - busy,
-        "the host": timeline.step_seconds - timeline.makespan_seconds,
-    }
-    return {name: seconds for name, seconds in found.items() if seconds}

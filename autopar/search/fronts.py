@@ -23,7 +23,7 @@ from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 from autopar.plan import PointPlan, bytes_text, change_text
 from autopar.planner.modes import MODES
-from autopar.search.costing import Found, Outcome
+from autopar.search.outcomes import Found, Outcome
 from autopar.search.pins import Pins
 from autopar.search.proof import Tried
 from autopar.search.space import Point, Region, promise, stages_of

@@ -20,8 +20,8 @@ from autopar.mesh import EXPERTS
 from autopar.options import parameters_on_host
 from autopar.plan import bytes_text, seconds_text
 from autopar.search.advice import changes, pinned_text
-from autopar.search.costing import Found, Outcome
 from autopar.search.fronts import differs
+from autopar.search.outcomes import Found, Outcome
 from autopar.search.pins import Pins
 from autopar.search.space import Point, regions, savers
 

@@ -4,8 +4,12 @@ A region is bounded by the profiles that are known, then by its own; so are its 
 store state and save memory in other ways alone; then each point, which is laid out. Everything is deterministic: equal
 bounds go in the order of the space.
 
+Where memory is what makes a point slow, all that may save some is bounded by how it is laid out with room for
+everything: once for many points, whose copies to the host take long to lay out.
+
 A proof goes its own way, so that it can run beside the search for a good plan: until that is over, it goes on to what a
-plan may take (``aim``), and lays nothing out.
+plan may take (``aim``), and lays nothing out in the memory there is. If it is close to the best by the time that all
+its work is done, more of that is likely to end it.
 """
 
 from __future__ import annotations
@@ -19,15 +23,20 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from autopar.errors import AutoparError, BudgetError
+from autopar.schedules.registry import SCHEDULES
 from autopar.search import work as units
 from autopar.search.ahead import Ahead
-from autopar.search.costing import Outcome, laid_on, splits_further
+from autopar.search.costing import laid_on, splits_further
+from autopar.search.outcomes import Outcome
 from autopar.search.profiles import Key, Profile
 from autopar.search.reckoning import Reckoning
 from autopar.search.space import Family, Point, Region, Savers, savers
 from autopar.search.waiting import Item, What, near, work_beside
 
-_AIM: Final = 1.3  # times what the best plan is likely to take
+_AIM: Final = 1.04  # times what the best plan is likely to take
+_CLOSE: Final = 0.04  # of it: by so much may bounds be below that are worth more work
+_MORE: Final = 3  # times as much of that, then
+_LUCK: Final = 5e-3  # of it: by so much may an order that was made for less memory be shorter
 _LIKELY: Final = 128  # regions that say so
 
 
@@ -66,6 +75,7 @@ class Proof(Reckoning):
     _waiting: list[Item] = field(default_factory=list, init=False)
     _is_over: bool = field(default=False, init=False)  # there is no work left for what is next
     _saved: set[Point] = field(default_factory=set, init=False)  # what saves memory in other ways waits, too
+    _roomy: dict[Point, float] = field(default_factory=dict, init=False)  # seconds, with all the memory that it takes
     _numbers: int = field(default=0, init=False)
     _passed: list[Item] = field(default_factory=list, init=False)  # what was left out
     _raised: int = field(default=0, init=False)  # bounds of regions, by so many profiles
@@ -116,10 +126,23 @@ class Proof(Reckoning):
         passed, self._passed = self._passed, []
         for item in passed:
             self._push(item.bound, item.what)
-        while self._waiting and self._goes_on():
-            self._look_at_next()
+        self._go_on()
+        if self._is_close():
+            self.most_work, self._is_over = _MORE * self.most_work, False
+            self._go_on()
         self._raise_regions()
         return Proven(self.bound_seconds, Tried.of(self, known), self.placed, self._work)
+
+    def _go_on(self) -> None:
+        """Until it is over, or has had all the work that it may take."""
+        while self._waiting and self._goes_on():
+            self._look_at_next()
+
+    def _is_close(self) -> bool:
+        """Whether more work is likely to end it."""
+        if self.quick or not self.outcomes or all(self.is_beaten(item.bound) for item in self._waiting):
+            return False
+        return self.bound_seconds >= (1 - _CLOSE) * self.best_seconds
 
     @property
     def waiting(self) -> int:
@@ -222,7 +245,7 @@ class Proof(Reckoning):
         """Lay it out, if what is known of it by itself leaves it the best."""
         if self.has_room(self._plain(point)):
             return
-        if self._is_bettered(bound, point):
+        if self._is_bettered(bound, point) or self._is_slow_with_room(bound, point):
             return
         if self.aim < math.inf or (self.outcomes and not self._can_better(bound)):
             self._is_over = True
@@ -252,6 +275,18 @@ class Proof(Reckoning):
             return True
         return False
 
+    def _is_slow_with_room(self, bound: float, point: Point) -> bool:
+        """Whether it waits again with a better bound: what it takes with all the memory that it lacks."""
+        plain = self._plain(point)
+        if plain not in self._saved or point.schedule not in SCHEDULES:  # an order is sought for the memory there is
+            return False
+        if plain not in self._roomy:
+            self._roomy[plain] = (1 - _LUCK) * self.roomy_seconds(plain)
+        if self._roomy[plain] <= bound:
+            return False
+        self._push(self._roomy[plain], point)
+        return True
+
     def _laid_on(self, point: Point) -> Profile:
         """What says most of it by itself."""
         profile = self.profile(point.region)
@@ -267,7 +302,7 @@ class Proof(Reckoning):
         self._waiting = [item for item in self._waiting if item.what not in beside]
         heapq.heapify(self._waiting)
         for point, least in beside.items():
-            if not self._is_bettered(least, point):
+            if not (self._is_bettered(least, point) or self._is_slow_with_room(least, point)):
                 self._push(least, point)
         return self._has_work(bound)
 

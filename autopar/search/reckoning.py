@@ -18,8 +18,9 @@ import numpy as np
 from autopar.errors import AutoparError
 from autopar.search import work as units
 from autopar.search.bounds import scaled
-from autopar.search.costing import Costing, Outcome, on_own, rank, splits_further
+from autopar.search.costing import Costing, on_own, splits_further
 from autopar.search.hulls import Array
+from autopar.search.outcomes import Outcome, rank
 from autopar.search.outlook import Outlook, View
 from autopar.search.pins import Pins
 from autopar.search.profiles import Key, Profile, Profiler
@@ -343,18 +344,30 @@ class Reckoning:
             return known
         self.tell("lay out")
         self._work += units.work_of(point, self._length)
-        key = self.profiler.key_for(self.key_of(point), point.region.mesh)
-        profile = self.profiler.of(key, point.region.mesh, point.region.microbatches)
         try:
-            if profile is None:
-                raise self.profiler.refused[key]
-            outcome = self.costing.laid_out(point, profile)
+            outcome = self.costing.laid_out(point, self._own_profile(point))
         except AutoparError as error:
             self.refusals[point] = error
             raise
         self._work -= 0.0 if outcome.recomputes else units.AT_ONCE * units.work_of(point, self._length)
         self.outcomes.append(outcome)
         return outcome
+
+    def roomy_seconds(self, point: Point) -> float:
+        """What ``point`` would take if ranks had all the memory that it takes; 0 where it can't run."""
+        self._work += units.work_of(point, self._length)
+        try:
+            return self.costing.roomy_seconds(point, self._own_profile(point))
+        except AutoparError:
+            return 0.0
+
+    def _own_profile(self, point: Point) -> Profile:
+        """What ``point`` is laid out on. Raises AutoparError where that can't be placed."""
+        key = self.profiler.key_for(self.key_of(point), point.region.mesh)
+        profile = self.profiler.of(key, point.region.mesh, point.region.microbatches)
+        if profile is None:
+            raise self.profiler.refused[key]
+        return profile
 
     def has_room(self, point: Point) -> bool:
         """Whether it was laid out, and fits as it is: to save memory is no use then."""

@@ -10,8 +10,9 @@ from functools import partial
 
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
-from autopar.search.costing import Costing, Found, Outcome, rank
+from autopar.search.costing import Costing
 from autopar.search.dive import dive
+from autopar.search.outcomes import Found, Outcome, rank
 from autopar.search.pins import Pins
 from autopar.search.possible import Possible
 from autopar.search.profiles import Key, Profiler

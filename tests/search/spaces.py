@@ -17,7 +17,7 @@ from autopar.planner.budget import Exact
 from autopar.planner.build import Built
 from autopar.preparation import Captured, Prepared
 from autopar.search import Pins, searching
-from autopar.search.costing import Found, Outcome
+from autopar.search.outcomes import Found, Outcome
 from autopar.search.search import Search
 from autopar.search.space import Point, Region, regions, savers
 from tests.fast_cluster import FAST

@@ -14,8 +14,8 @@ import pytest
 from autopar.mesh import Mesh
 from autopar.search import climb as climb_
 from autopar.search.climb import Around, climb, polish_away, put_away, worth_away
-from autopar.search.costing import Outcome
 from autopar.search.learned import Kind, Learned, kinds
+from autopar.search.outcomes import Outcome
 from autopar.search.search import Search
 from autopar.search.space import Point, Region, regions
 from tests.fast_cluster import FAST

@@ -13,7 +13,8 @@ from autopar.mesh import Mesh
 from autopar.planner.block_costs import BlockCost
 from autopar.planner.pipeline import Pipeline
 from autopar.search import costing
-from autopar.search.costing import Costing, Outcome
+from autopar.search.costing import Costing
+from autopar.search.outcomes import Outcome
 from autopar.search.space import Point, Region
 from tests.fast_cluster import BUSY, FAST
 from tests.search.spaces import every_point, experts_on, search_of

@@ -16,8 +16,8 @@ from autopar.mesh import Mesh
 from autopar.search import dive
 from autopar.search import learned as learned_
 from autopar.search.climb import Around
-from autopar.search.costing import Outcome
 from autopar.search.learned import SEVERAL, Kind, Learned, kinds
+from autopar.search.outcomes import Outcome
 from autopar.search.space import Point, Region
 from tests.fast_cluster import FAST
 from tests.models import make

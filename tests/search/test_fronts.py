@@ -12,8 +12,8 @@ from autopar.errors import StageError
 from autopar.plan import change_text
 from autopar.planner.budget import Exact
 from autopar.planner.build import Built
-from autopar.search.costing import Found, Outcome
 from autopar.search.fronts import _compare, _place_next, compared, gpus_front, memory_front, runners_up, unplaced, why
+from autopar.search.outcomes import Found, Outcome
 from autopar.search.search import Search
 from autopar.search.space import Point, Region, regions
 from tests.fast_cluster import FAST

@@ -7,9 +7,13 @@ import math
 
 import pytest
 
-from autopar.search.costing import Outcome
+from autopar.errors import AutoparError
+from autopar.mesh import Mesh
+from autopar.search.outcomes import Found, Outcome
 from autopar.search.proof import Proof
-from autopar.search.space import Point
+from autopar.search.space import Point, Region, Savers
+from autopar.search.waiting import Item
+from autopar.search.work import work_of
 from tests.fast_cluster import FAST
 from tests.search.spaces import search_of
 
@@ -31,3 +35,122 @@ def test_what_it_lays_out_counts_where_nothing_was_found_before(monkeypatch: pyt
     assert {outcome.point for outcome in laid_out} == {outcome.point for outcome in found.outcomes}
     assert found.outcomes[0].step_seconds <= known.outcomes[0].step_seconds / (1 - search.tolerance)
     assert found.bound_seconds <= known.outcomes[0].step_seconds
+
+
+def tight() -> tuple[Proof, list[Point]]:
+    """Points of a region in whose memory not all fits that they keep; what it takes to save that waits in the proof."""
+    search, region = search_of("gpt2", 8, 4, FAST, budget_bytes=1_200_000), Region(Mesh(pp=2, dp=2), 1, 4)
+    search._begin()
+    proof = search._proof(search.profiler.aside())
+    assert proof.place(region) is not None
+    points = [point for point in proof.points_of(region) if point.schedule in ("1f1b", "zb-v", "interleaved")]
+    for family in dict.fromkeys(point.family for point in points):
+        proof._open_family(0.0, family)
+    return proof, [point for point in points if point in proof._saved]
+
+
+@pytest.mark.slow
+def test_nothing_is_faster_than_with_all_the_memory_that_it_takes() -> None:
+    proof, points = tight()
+    slower = 0
+    for point in points[::3]:
+        with_room = proof.roomy_seconds(point)
+        for other in (point, *Savers((point,), True).all(FAST, proof.pins)):
+            try:
+                outcome = proof.lay_out(other)
+            except AutoparError:
+                continue
+            assert outcome.step_seconds >= with_room * (1 - 1e-9)
+            slower += outcome.step_seconds > with_room * 1.01
+    assert slower > 10
+
+
+def test_what_is_too_slow_with_all_memory_needs_no_saving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else it may do to save memory; what that takes is found once."""
+    proof, (point, *_) = tight()
+    with_room, asked = proof.roomy_seconds(point), list[Point]()
+    assert with_room > 0
+    away = Savers((point,), True).all(FAST, proof.pins)
+
+    def roomy_seconds(self: Proof, some: Point) -> float:
+        asked.append(some)
+        return with_room
+
+    monkeypatch.setattr(Proof, "roomy_seconds", roomy_seconds)
+    monkeypatch.setattr(Proof, "_is_bettered", lambda *_: False)
+    monkeypatch.setattr(Proof, "lay_out", lambda *_: pytest.fail("it was laid out"))
+    proof.outcomes = [Outcome(point, 0.9 * with_room, 0, recomputes=False)]
+    proof._waiting, proof._passed = [], []
+    for other in (point, *away):
+        proof._try(with_room / 2, other)
+    assert asked == [point]
+    assert [item.what for item in proof._passed] == [point, *away]
+    assert all(0.98 * with_room < item.bound < with_room for item in proof._passed), "a little less, for luck"
+    assert not proof._waiting
+
+
+def test_so_it_is_where_many_are_as_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it is said that there is no work left for them."""
+    proof, (point, *_) = tight()
+    seconds = proof.roomy_seconds(point)
+    monkeypatch.setattr(Proof, "_is_bettered", lambda *_: False)
+    proof.outcomes = [Outcome(point, 2 * seconds, 0, recomputes=False)]
+    proof._waiting = [Item(seconds / 2, 0, point)]
+    proof.most_work = proof._work + work_of(point, proof._length) / 2
+    proof._can_better(seconds / 2)
+    assert [item.what for item in proof._waiting] == [point]
+    assert proof._waiting[0].bound > 0.98 * seconds
+
+
+def test_with_room_only_what_lacks_memory_is_laid_out() -> None:
+    """And only if its order isn't sought for the memory there is."""
+    proof, (point, *_) = tight()
+    sought = point._replace(schedule="synthesized")
+    proof._saved.add(sought)
+    assert not proof._is_slow_with_room(0.0, sought)
+    assert proof._is_slow_with_room(0.0, point)
+    assert not proof._is_slow_with_room(2 * proof.roomy_seconds(point), point)
+    proof._saved.clear()
+    assert not proof._is_slow_with_room(0.0, point), "laying it out says as much"
+
+
+def test_what_cannot_run_says_nothing_with_room() -> None:
+    proof, (point, *_) = tight()
+    assert (
+        proof.roomy_seconds(point._replace(region=Region(Mesh(pp=4, dp=1), 1, 8), schedule="interleaved", chunks=64))
+        == 0
+    )
+
+
+def found_with(monkeypatch: pytest.MonkeyPatch, work: float, close: float) -> Found:
+    """By a proof of so much work, that is called close if its bound is."""
+    monkeypatch.setattr("autopar.search.proof._CLOSE", close)
+    search = search_of("gpt2", 8, 8, FAST)
+    search.most_work = work
+    return search.run()
+
+
+@pytest.mark.slow
+def test_a_proof_that_is_close_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With three times the work in all."""
+    whole, ended = (found_with(monkeypatch, work, 0.0) for work in (math.inf, 1e4))
+    assert ended.bound_seconds < 0.95 * whole.bound_seconds
+    assert found_with(monkeypatch, 1e4, 0.02).bound_seconds == ended.bound_seconds, "it isn't that close"
+    longer = found_with(monkeypatch, 1e4, 0.5)
+    assert longer.bound_seconds > 0.99 * whole.bound_seconds
+    assert longer.bound_seconds <= whole.outcomes[0].step_seconds
+    assert ended.work < longer.work < ended.work + 2e4
+
+
+def test_more_work_goes_into_no_proof_that_is_over_or_far_off() -> None:
+    proof, (point, *_) = tight()
+    proof.outcomes = [Outcome(point, 1.0, 0, recomputes=False)]
+    for bounds, is_close in (((0.97, 2.0), True), ((0.97, 0.9), False), ((0.995,), False), ((), False)):
+        proof._waiting = [Item(bound, number, point) for number, bound in enumerate(bounds)]
+        assert proof._is_close() == is_close
+    proof._waiting = [Item(0.97, 0, point)]
+    assert proof._is_close()
+    proof.quick = True
+    assert not proof._is_close()
+    proof.quick, proof.outcomes = False, []
+    assert not proof._is_close()
