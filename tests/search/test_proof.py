@@ -10,7 +10,7 @@ import pytest
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 from autopar.search.outcomes import Found, Outcome
-from autopar.search.proof import Proof
+from autopar.search.proof import Proof, Tried
 from autopar.search.space import Point, Region, Savers
 from autopar.search.waiting import Item
 from autopar.search.work import work_of
@@ -154,3 +154,19 @@ def test_more_work_goes_into_no_proof_that_is_over_or_far_off() -> None:
     assert not proof._is_close()
     proof.quick, proof.outcomes = False, []
     assert not proof._is_close()
+
+
+def test_more_work_is_also_for_what_took_more_than_was_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    proof, (point, *_) = tight()
+    known = Tried([Outcome(point, 1.0, 0, recomputes=False)], {})
+    proof._waiting, proof._passed, proof._work, proof.most_work = [], [Item(0.98, 0, point)], 0.0, 10.0
+    looked = list[float]()
+
+    def look(self: Proof) -> None:
+        looked.append(self.most_work)
+        self._is_over = True
+        self._waiting = self._waiting[: 2 - len(looked)]
+
+    monkeypatch.setattr(Proof, "_look_at_next", look)
+    proof._finish(known)
+    assert looked == [10.0, 30.0]
