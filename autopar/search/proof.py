@@ -34,8 +34,8 @@ from autopar.search.space import Family, Point, Region, Savers, savers
 from autopar.search.waiting import Item, What, near, work_beside
 
 _AIM: Final = 1.04  # times what the best plan is likely to take
-_CLOSE: Final = 0.03  # of it: by so much may bounds be below that are worth more work
-_MORE: Final = 3  # times as much of that, then
+_CLOSE: Final = 0.025  # of it: by so much may bounds be below that are worth more work
+_MORE: Final = 2  # times as much of that, then
 _LUCK: Final = 5e-3  # of it: by so much may an order that was made for less memory be shorter
 _LIKELY: Final = 128  # regions that say so
 

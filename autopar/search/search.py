@@ -24,7 +24,8 @@ from autopar.search.watching import Watcher
 
 WORK = 2e5
 """Units (:mod:`autopar.search.work`) that parts of a search have shares of, together rarely more than two or three
-times as many; its proof may take as many, and what is left then counts with its bound."""
+times as many; its proof may take as many, twice as many where it is close by then, and what is left counts with
+its bound."""
 
 _WORTH = 5_000  # ops of all regions: of fewer, a proof is over before another process is there
 
