@@ -17,7 +17,7 @@ def test_of_a_cut_that_is_placed_alike_it_is_found_once(monkeypatch: pytest.Monk
     profile = search.root
     machine = search.costing.machine_of(Mesh(), 0)
     given = profile.model, profile.costs_on(machine), machine
-    calls, (first, *others) = BetweenCalls(*given), [unit for unit in range(len(profile.units))]
+    calls, (first, *others) = BetweenCalls(*given), range(len(profile.units))
     cuts = [((first,), tuple(others)), ((first, others[0]), tuple(others[1:]))]
     expected = [between(*given[:1], stages, *given[1:], placement) for stages in cuts for placement in ((0, 1), (0, 0))]
     found = [calls.of(stages, placement) for stages in cuts for placement in ((0, 1), (0, 0))]

@@ -145,10 +145,10 @@ def test_a_proof_that_is_close_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_more_work_goes_into_no_proof_that_is_over_or_far_off() -> None:
     proof, (point, *_) = tight()
     proof.outcomes = [Outcome(point, 1.0, 0, recomputes=False)]
-    for bounds, is_close in (((0.97, 2.0), True), ((0.97, 0.9), False), ((0.995,), False), ((), False)):
+    for bounds, is_close in (((0.98, 2.0), True), ((0.98, 0.9), False), ((0.995,), False), ((), False)):
         proof._waiting = [Item(bound, number, point) for number, bound in enumerate(bounds)]
         assert proof._is_close() == is_close
-    proof._waiting = [Item(0.97, 0, point)]
+    proof._waiting = [Item(0.98, 0, point)]
     assert proof._is_close()
     proof.quick = True
     assert not proof._is_close()
