@@ -48,9 +48,9 @@ class BetweenCalls:
     machine: Machine
     _known: dict[tuple[object, ...], list[Between]] = field(default_factory=dict)
 
-    def of(self, stages: Sequence[tuple[int, ...]], placement: Sequence[int]) -> list[Between]:
+    def of(self, stages: Sequence[Sequence[int]], placement: Sequence[int]) -> list[Between]:
         """:func:`between` of these."""
-        key = tuple(stages), tuple(placement)
+        key = tuple(map(tuple, stages)), tuple(placement)
         if key not in self._known:
             self._known[key] = between(self.model, stages, self.costs, self.machine, placement)
         return self._known[key]

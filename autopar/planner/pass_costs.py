@@ -15,7 +15,7 @@ from autopar.graph import Model
 from autopar.options import Options, activations_on_host, masters_on_host
 from autopar.passes.vocabulary import VOCABULARY
 from autopar.planner.activations import Activations, Alternative
-from autopar.planner.between import Between
+from autopar.planner.between import BetweenCalls
 from autopar.planner.block_costs import BlockCost, Machine
 from autopar.planner.contention import Contention, Passes, Slowed
 from autopar.planner.gradients import Accumulation, GradientCosts
@@ -34,7 +34,8 @@ from autopar.schedules.registry import swaps_both_ways
 @dataclass(frozen=True)
 class Work:
     """What passes are made of: a ``model`` that is local on all axes, the costs of its ``blocks``, and the vocabulary,
-    if the pipeline splits it, with its head in ``head_chunks``. ``split``: backwards are two passes."""
+    if the pipeline splits it, with its head in ``head_chunks``. ``between``: what stages do beside their calls. ``split``:
+    backwards are two passes."""
 
     model: Model
     blocks: Sequence[BlockCost]
@@ -44,6 +45,7 @@ class Work:
     vocabulary: VocabularyCost | None
     head_chunks: int
     activations: Activations
+    between: BetweenCalls
     split: bool
 
     def backwards(self, draft: Schedule) -> list[Backwards]:
@@ -91,15 +93,8 @@ class Priced(NamedTuple):
     summing_bytes: tuple[int, ...]
 
 
-def priced(
-    work: Work,
-    draft: Schedule,
-    stages: Sequence[Sequence[int]],
-    chosen: Mapping[int, Alternative],
-    beside: Sequence[Between],
-) -> Priced:
-    """Of ``stages``, placed as in ``draft``, whose calls recompute what is ``chosen``; ``beside`` is what each does
-    beside its calls."""
+def priced(work: Work, draft: Schedule, stages: Sequence[Sequence[int]], chosen: Mapping[int, Alternative]) -> Priced:
+    """Of ``stages``, placed as in ``draft``, whose calls recompute what is ``chosen``."""
     model, machine, vocabulary, placement = work.model, work.machine, work.vocabulary, draft.placement
     moves = MoveCosts(model, work.options, machine, stages, placement)
     # An asynchronous schedule updates by the gradient of each microbatch.
@@ -109,6 +104,7 @@ def priced(
     accumulations = tuple(map(gradients.accumulation, stages, backwards))
     tables = [i for i, call in enumerate(model.calls) if model.block_of(call).kind == VOCABULARY]
     per_stage = [[work.blocks[model.calls[i].block] for i in stage] for stage in stages]
+    beside = work.between.of(stages, placement)
     casts = _casts(moves, tables, work.machine.sizes["pp"])
     forward = tuple(
         sum(c.forward_seconds for c in s) + b.forward_seconds + cast

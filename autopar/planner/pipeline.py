@@ -405,7 +405,7 @@ def _run(parts: _Parts, made: _Made, away: Away | None = None, *, trusted: bool 
 
 
 def _priced(
-    parts: _Parts, stages: tuple[tuple[int, ...], ...], draft: Schedule, chosen: Mapping[int, Alternative]
+    parts: _Parts, stages: Sequence[Sequence[int]], draft: Schedule, chosen: Mapping[int, Alternative]
 ) -> Priced:
     return priced(
         Work(
@@ -417,13 +417,13 @@ def _priced(
             vocabulary=parts.vocabulary,
             head_chunks=parts.wanted.head_chunks,
             activations=parts.activations,
+            between=parts.shared.between,
             # Whether weight gradients are a pass of their own.
             split=bool(draft.split) or parts.wanted.schedule == SYNTHESIZED,
         ),
         draft,
         stages,
         chosen,
-        parts.shared.between.of(stages, draft.placement),
     )
 
 
