@@ -34,8 +34,8 @@ from autopar.schedules.registry import swaps_both_ways
 @dataclass(frozen=True)
 class Work:
     """What passes are made of: a ``model`` that is local on all axes, the costs of its ``blocks``, and the vocabulary,
-    if the pipeline splits it, with its head in ``head_chunks``. ``between``: what stages do beside their calls. ``split``:
-    backwards are two passes."""
+    if the pipeline splits it, with its head in ``head_chunks``. ``between`` says what stages do beside their calls;
+    ``split``: backwards are two passes."""
 
     model: Model
     blocks: Sequence[BlockCost]
