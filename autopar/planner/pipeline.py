@@ -101,7 +101,7 @@ class Pipeline:
 
 _ROOMS = 5  # tries to make room for what a schedule keeps
 _ROOM = 512  # of the budget, that much at least: a cut rounds what its layers keep
-_BOUNDLESS = 1 << 60
+BOUNDLESS = 1 << 60  # bytes
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ def _offloading(
     BudgetError that asks least.
     """
     inflight = kept_stages(draft)
-    plain = _fit(parts.sparing(-_BOUNDLESS), draft, None, inflight)
+    plain = _fit(parts.sparing(-BOUNDLESS), draft, None, inflight)
     lacks = _lacks(parts, draft, plain, inflight)
     if not isinstance(without, BudgetError):
         lacks = max(lacks, _lacking(without))

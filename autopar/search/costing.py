@@ -18,7 +18,7 @@ from autopar.planner.block_costs import Machine
 from autopar.planner.build import moved_seconds, rank_plan
 from autopar.planner.modes import MODES
 from autopar.planner.offload import require_host
-from autopar.planner.pipeline import Pipeline, lay_out
+from autopar.planner.pipeline import BOUNDLESS, Pipeline, lay_out
 from autopar.planner.rank_memory import MOMENTS, Storage
 from autopar.planner.wanted import Wanted
 from autopar.schedules import Timelines
@@ -37,7 +37,6 @@ BESIDE = 0.3
 """Of what scatters have left to do after a backward, where other stages have passes."""
 
 _WHOLE = 0.02  # of the weights: as many at least that tp doesn't split
-_BOUNDLESS = 1 << 60  # bytes
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ class Costing:
         """Of a step of ``point``, laid out as if ranks had all the memory that it takes. Raises AutoparError where it
         can't run."""
         machine = Machine.of(self.cluster, profile.mesh(point.region.mesh), point.zero_ranks)
-        return self._pipeline(point, profile, machine, -_BOUNDLESS).timeline.step_seconds
+        return self._pipeline(point, profile, machine, -BOUNDLESS).timeline.step_seconds
 
     def _pipeline(self, point: Point, profile: Profile, machine: Machine, spared_bytes: int) -> Pipeline:
         """Laid out on ``profile``, but for so many bytes of each rank."""

@@ -33,6 +33,7 @@ from autopar.planner.between import least_message
 from autopar.planner.block_costs import BlockCost, Computed, Machine, block_cost, reached_results
 from autopar.planner.build import Local, Placed, Request, activations_of, begin, place_inner, split_rows
 from autopar.planner.dispatch_forms import FLAT
+from autopar.planner.pipeline import BOUNDLESS
 from autopar.planner.rulings import Rulings
 from autopar.planner.vocabulary_passes import op_seconds
 from autopar.planner.wanted import Wanted
@@ -354,9 +355,6 @@ def _parameters(model: Model) -> dict[str, Info]:
     }
 
 
-_BOUNDLESS = 1 << 60
-
-
 class _Rows(NamedTuple):
     """A model local to microbatches and dp; ``dp``: the only one that it serves (0: it serves any)."""
 
@@ -453,7 +451,7 @@ class Profiler:
 
     def _made(self, key: Key, mesh: Mesh, microbatches: int) -> Profile:
         options = self.options.model_copy(update={"head_chunks": key.chunks, "zero_ranks": 0})  # these are a point's
-        state = (self.options.budget_bytes or self.cluster.device.memory_bytes) * key.stages or _BOUNDLESS
+        state = (self.options.budget_bytes or self.cluster.device.memory_bytes) * key.stages or BOUNDLESS
         vocabulary = "vocab-1" if key.head else "redistributed"  # what is placed is the same for all split heads
         wanted, load = Wanted("1f1b", vocabulary), dict(self.expert_load)
         request = Request(

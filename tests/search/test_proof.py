@@ -51,6 +51,7 @@ def tight() -> tuple[Proof, list[Point]]:
 
 @pytest.mark.slow
 def test_nothing_is_faster_than_with_all_the_memory_that_it_takes() -> None:
+    """Of these orders; those of v-min may be, which are packed by one greedy rule (README, "Planning")."""
     proof, points = tight()
     slower = 0
     for point in points[::3]:
@@ -109,17 +110,17 @@ def test_with_room_only_what_lacks_memory_is_laid_out() -> None:
     proof._saved.add(sought)
     assert not proof._is_slow_with_room(0.0, sought)
     assert proof._is_slow_with_room(0.0, point)
+    work = proof._work
     assert not proof._is_slow_with_room(2 * proof.roomy_seconds(point), point)
+    assert proof._work == work + work_of(point, proof._length)
     proof._saved.clear()
     assert not proof._is_slow_with_room(0.0, point), "laying it out says as much"
 
 
 def test_what_cannot_run_says_nothing_with_room() -> None:
     proof, (point, *_) = tight()
-    assert (
-        proof.roomy_seconds(point._replace(region=Region(Mesh(pp=4, dp=1), 1, 8), schedule="interleaved", chunks=64))
-        == 0
-    )
+    too_many = point._replace(schedule="interleaved", chunks=64)
+    assert proof.roomy_seconds(too_many) == 0
 
 
 def found_with(monkeypatch: pytest.MonkeyPatch, work: float, close: float) -> Found:
