@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,14 +21,13 @@ from autopar.planner.build import Built, Request, build, finish
 from autopar.planner.wanted import Wanted
 from autopar.search.advice import no_degrees, nothing_runs
 from autopar.search.costing import Costing
-from autopar.search.fronts import compared, gpus_front, memory_front, runners_up
+from autopar.search.fronts import compared, memory_front, runners_up, whole_fronts
 from autopar.search.infeasible import Solved, refusal
 from autopar.search.outcomes import Found, Outcome, parts_of
 from autopar.search.pins import Pins
 from autopar.search.profiles import Models, Profiler
-from autopar.search.proof import Tried
 from autopar.search.search import WORK, Search
-from autopar.search.sharing import processes, running
+from autopar.search.sharing import both, processes
 from autopar.search.space import SPLIT_HEADS, Point, Region, Sizes, moves_each_time, regions, storages
 from autopar.search.watching import Watcher
 
@@ -275,13 +274,12 @@ class _Builder:
         """With the best that the search itself laid out so far; and see what that is compared with."""
         search = self.search
 
-        def compare(_: Callable[[], None]) -> Tried:
-            return compared(search)
-
-        with running(compare, elsewhere=search.is_shared) as others:
+        def build_best() -> None:
             with suppress(AutoparError):
                 self.build(search.ranked()[0])
-            search.tried.append(others.result())
+
+        _, others = both(build_best, partial(compared, search), elsewhere=search.is_shared)
+        search.tried.append(others)
 
     def compared(self, found: Found) -> Found:
         """``found`` with what that is compared with."""
@@ -361,6 +359,7 @@ def _with_fronts(search: Search, built: Built, only: Point) -> Built:
 
 
 def _search_plan(search: Search, found: Found, chosen: Outcome, *, fronts: bool) -> SearchPlan:
+    memory, gpus = whole_fronts(search, found, chosen) if fronts else (memory_front(search, found.outcomes), [])
     return SearchPlan(
         free=search.pins.free,
         points=found.points,
@@ -368,6 +367,6 @@ def _search_plan(search: Search, found: Found, chosen: Outcome, *, fronts: bool)
         laid_out=found.laid_out,
         bound_seconds=found.bound_seconds,
         runners_up=runners_up(search, found, chosen),
-        memory_front=memory_front(search, found, further=fronts),
-        gpus_front=gpus_front(search, chosen) if fronts else [],
+        memory_front=memory,
+        gpus_front=gpus,
     )

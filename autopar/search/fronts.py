@@ -2,7 +2,7 @@
 
 A proof needs few points laid out. So that there is something to compare with, what looks best of other kinds is laid
 out beside it (:func:`compared`); and where a user asks for whole fronts, the points that look best with less memory
-(:func:`memory_front`) and on other numbers of GPUs (:func:`gpus_front`) are laid out, without a proof.
+and on other numbers of GPUs (:func:`whole_fronts`) are laid out, without a proof.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ from autopar.planner.modes import MODES
 from autopar.search.outcomes import Found, Outcome
 from autopar.search.pins import Pins
 from autopar.search.proof import Tried
+from autopar.search.sharing import both
 from autopar.search.space import Point, Region, promise, stages_of
 from autopar.search.work import work_of
 
@@ -209,10 +211,19 @@ def why(chosen: Outcome, other: Outcome) -> str:
     return f"step {change_text(more)}: {', '.join(texts) or nothing}"
 
 
-def memory_front(search: Search, found: Found, *, further: bool = False) -> list[PointPlan]:
-    """Of what was laid out, what nothing beats in both time and memory, by rising time. With ``further``, of what
-    searches under less and less memory find, too."""
-    outcomes = [*found.outcomes, *(_leaner(search, found.outcomes[0]) if further else ())]
+def whole_fronts(search: Search, found: Found, chosen: Outcome) -> tuple[list[PointPlan], list[PointPlan]]:
+    """What less and less memory costs, and what other numbers of GPUs bring, by searches for either: those for the
+    latter in another process if there may be one, which nobody is told of then."""
+    other = replace(search, watch=None) if search.is_shared else search
+
+    def less_memory() -> list[PointPlan]:
+        return memory_front(search, [*found.outcomes, *_leaner(search, found.outcomes[0])])
+
+    return both(less_memory, partial(gpus_front, other, chosen), elsewhere=search.is_shared)
+
+
+def memory_front(search: Search, outcomes: Iterable[Outcome]) -> list[PointPlan]:
+    """Of what was laid out, what nothing beats in both time and memory, by rising time."""
     front: list[Outcome] = []
     for outcome in sorted(outcomes, key=lambda o: o.step_seconds):
         if not front or outcome.peak_bytes < front[-1].peak_bytes:

@@ -10,10 +10,11 @@ though all is recomputed, are left out unsolved. Where that takes too long, numb
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from autopar.errors import AutoparError, BudgetError
 from autopar.mesh import EXPERTS
@@ -23,13 +24,17 @@ from autopar.search.advice import changes, pinned_text
 from autopar.search.fronts import differs
 from autopar.search.outcomes import Found, Outcome
 from autopar.search.pins import Pins
-from autopar.search.space import Point, regions, savers
+from autopar.search.sharing import both
+from autopar.search.space import Point, Region, regions, savers
 
 if TYPE_CHECKING:
     from autopar.search.search import Search
 
 _OFFERED = 4
-_LEAN_REGIONS = 3
+_LEAN_ORDERS: Final = ("rows", "stages"), ("rows", "copies", "experts"), ("copies", "rows", "experts")
+"""Of regions: with the smallest microbatches and the most stages, or the most ranks to store weights; or most of those
+first. None is always the leanest."""
+_LEAN_REGIONS = 3  # of one order, of which the first that can be placed says what is needed
 _MOST_TIMES = 64
 """Times the GPUs that are tried at most."""
 
@@ -60,6 +65,11 @@ class Relaxation:
     change: str
     outcome: Outcome
 
+    @classmethod
+    def of(cls, change: str, best: Outcome) -> Relaxation:
+        """Without its layout, which other processes can't be told: nothing is built of it."""
+        return cls(change, replace(best, layout=None))
+
     @property
     def gpu_seconds(self) -> float:
         """Of a step."""
@@ -78,8 +88,8 @@ def refusal(search: Search, found: Found, solve: Solve, built: BudgetError | Non
         return (laid_out + placed)[0]
     spared, whole = search.costing.spared_bytes, search.costing.whole_budget_bytes
     counted = [error.needed_bytes + spared for error in laid_out if isinstance(error, BudgetError)]
-    needed = min([*counted, *([built.needed_bytes] if built is not None else [])], default=0)
-    needed = needed or _leanest_bytes(search)
+    counted += [_leanest_bytes(search), built.needed_bytes if built is not None else 0]
+    needed = min(filter(None, counted), default=0)
     refusals = laid_out + placed or list(search.refusals.values())
     if not (needed or too_large) and refusals and search.pins.gpus >= search.least_gpus:
         return refusals[0]  # not even the leanest way is refused for its memory
@@ -115,20 +125,31 @@ def _gpus_text(gpus: int) -> str:
 
 
 def _leanest_bytes(search: Search) -> int:
-    """What a rank needs with the smallest microbatches on the most stages, everything split and away that can be; 0
-    where that can't run at all. Bounds alone refused it, which don't say by how much."""
+    """What a rank needs in the leanest ways there are, everything split and away that can be; 0 where these can't run
+    at all. Bounds alone refused it, which don't say by how much."""
     found = regions(search.sizes, search.pins)
-    for region in sorted(found, key=lambda r: (r.rows / r.key.inner, -r.mesh.pp))[:_LEAN_REGIONS]:
-        points = list(search.points_of(region))  # none without a pipeline, if several chunks are pinned
-        if not points or search.place(region) is None:
-            continue
-        point = max(points, key=lambda p: (p.schedule == "1f1b", p.zero, not p.head))
-        ways = list(savers(point.family, search.costing.cluster, search.pins))
-        most = max((offload for offload, _ in ways), key=lambda kinds: (len(kinds), parameters_on_host(kinds)))
-        leanest = (point._replace(offload=most, head_chunks=chunks) for chunks in sorted({c for _, c in ways}))
-        if needed := min(filter(None, (_needed_bytes(search, each) for each in leanest)), default=0):
-            return needed
-    return 0
+    firsts = (sorted(found, key=partial(_sizes, order))[:_LEAN_REGIONS] for order in _LEAN_ORDERS)
+    needed = (next(filter(None, (_needed_on(search, region) for region in first)), 0) for first in firsts)
+    return min(filter(None, needed), default=0)
+
+
+def _sizes(order: Sequence[str], region: Region) -> list[float]:
+    """Those that make ranks of ``region`` hold less, the less they are."""
+    mesh, rows = region.mesh, region.rows / region.key.inner
+    sizes = {"rows": rows, "stages": -mesh.pp, "copies": -mesh.zero_shards(0), "experts": -mesh.experts}
+    return [sizes[name] for name in order]
+
+
+def _needed_on(search: Search, region: Region) -> int:
+    """The least of its ways to save memory, of one schedule; 0 where none is refused for that."""
+    points = list(search.points_of(region))  # none without a pipeline, if several chunks are pinned
+    if not points or search.place(region) is None:
+        return 0
+    point = max(points, key=lambda p: (p.schedule == "1f1b", p.zero, not p.head))
+    ways = list(savers(point.family, search.costing.cluster, search.pins))
+    most = max((offload for offload, _ in ways), key=lambda kinds: (len(kinds), parameters_on_host(kinds)))
+    leanest = (point._replace(offload=most, head_chunks=chunks) for chunks in sorted({c for _, c in ways}))
+    return min(filter(None, (_needed_bytes(search, each) for each in leanest)), default=0)
 
 
 def _needed_bytes(search: Search, point: Point) -> int:
@@ -144,15 +165,19 @@ def _needed_bytes(search: Search, point: Point) -> int:
 
 def relaxations(search: Search, solve: Solve) -> list[Relaxation]:
     """At most four single changes that make it fit, the cheapest first; two at once where none does."""
-    offers = []
-    for change, pins in changes(search):
-        solved = solve(_under(search, pins))
-        if solved.best is not None:
-            offers.append(Relaxation(change, solved.best))
-    offers += _fewest(search, solve, _with_copies(search.pins), "")
+    aside = search.aside()  # neither knows what the other places, in whichever process
+    fewest = partial(_fewest, aside, solve, _with_copies(search.pins), "")
+    freed, more = both(partial(_freed, search, solve), fewest, elsewhere=search.is_shared)
+    offers = [*freed, *more]
     if not offers and search.pins.mesh_is_whole:
         offers += _fewest(search, solve, {}, f" without mesh={dict(search.pins.mesh)}")
     return sorted(offers, key=lambda offer: offer.gpu_seconds)[:_OFFERED]
+
+
+def _freed(search: Search, solve: Solve) -> list[Relaxation]:
+    """On as many GPUs, with one pin less."""
+    solved = ((change, solve(_under(search, pins)).best) for change, pins in changes(search))
+    return [Relaxation.of(change, best) for change, best in solved if best is not None]
 
 
 def _with_copies(pins: Pins) -> Mapping[str, int]:
@@ -178,7 +203,9 @@ def _fewest(search: Search, solve: Solve, mesh: Mapping[str, int], without: str)
         for again in islice(_under_more(search, mesh, range(gpus, 2 * gpus)), 1):
             best, _ = solve(again)
         gpus *= 2
-    return [Relaxation(f"on {_gpus_text(best.point.region.mesh.world)}{without}", best)] if best is not None else []
+    if best is None:
+        return []
+    return [Relaxation.of(f"on {_gpus_text(best.point.region.mesh.world)}{without}", best)]
 
 
 def _under_more(search: Search, mesh: Mapping[str, int], numbers: Iterable[int]) -> Iterator[Search]:

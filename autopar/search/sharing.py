@@ -90,6 +90,16 @@ def running(run: Callable[[Callable[[], T]], R], *, elsewhere: bool) -> Iterator
         found.end()
 
 
+def both(one: Callable[[], T], other: Callable[[], R], *, elsewhere: bool) -> tuple[T, R]:
+    """What either gives, the ``other`` beside the ``one`` if there may be another process, or else after it."""
+
+    def run(_: Callable[[], None]) -> R:
+        return other()
+
+    with running(run, elsewhere=elsewhere) as copy:
+        return one(), copy.result()
+
+
 def _copy(run: Callable[[Callable[[], T]], R]) -> Running[T, R] | None:
     """None where there can't be one."""
     here, there = Pipe()

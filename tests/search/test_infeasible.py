@@ -13,6 +13,7 @@ from autopar.errors import BudgetError, ShardingError, StateError
 from autopar.graph import info
 from autopar.mesh import Mesh
 from autopar.passes.vocabulary import head_of, is_head
+from autopar.plan import bytes_text
 from autopar.planner.build import Built
 from autopar.search import infeasible
 from autopar.search import search as searches
@@ -51,6 +52,7 @@ def test_offers_work_and_the_cheapest_is_first() -> None:
     assert not search.run().outcomes
     offers = relaxations(search)
     assert {"without zero=0", "without offload=()", "with the device's 4 GiB"} <= {offer.change for offer in offers}
+    assert all(offer.outcome.layout is None for offer in offers), "which no process could send"
     costs = [offer.outcome.step_seconds * offer.outcome.point.region.mesh.world for offer in offers]
     assert costs == sorted(costs)
     text = refusal(2, **given)
@@ -101,6 +103,28 @@ def test_what_only_a_proof_finds_is_offered_too(monkeypatch: pytest.MonkeyPatch)
     dived = {offer.change for offer in relaxations(search)}
     monkeypatch.setattr(searches, "dive", lambda search, regions: None)
     assert {offer.change for offer in relaxations(search)} == dived
+
+
+def test_what_is_placed_for_less_pins_is_not_known_for_more_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which may be looked for in another process: what is found mustn't depend on that."""
+    search, key = search_of("mlp", 4, 2, CPU, mesh={"dp": 2}, offload=(), budget_bytes=100_000), Key(2, 1, 1, 1)
+    search.run()
+    assert not search.profiler.was_tried(key, Mesh())
+    known = list[bool]()
+
+    def freed(other: Search, _: object) -> list[Relaxation]:
+        other.profiler.of(key, Mesh(), 1)
+        return []
+
+    def more(other: Search, *_: object) -> list[Relaxation]:
+        known.append(other.profiler.was_tried(key, Mesh()))
+        return []
+
+    monkeypatch.setattr(infeasible, "_freed", freed)
+    monkeypatch.setattr(infeasible, "_fewest", more)
+    relaxations(search)
+    assert search.profiler.was_tried(key, Mesh())
+    assert known == [False, True], "without the mesh that was pinned, after both"
 
 
 @pytest.mark.slow
@@ -158,6 +182,32 @@ def test_the_leanest_way_needs_as_little_as_any_of_its_plan() -> None:
         needed.append(refused.value.needed_bytes)
     assert len(needed) >= 6
     assert least == min(needed)
+
+
+def test_the_leanest_way_of_experts_splits_them() -> None:
+    """And stores weights on all ranks, though there could be more stages, or longer sequences on each."""
+    search, needed = experts_on(FAST, 4, mesh={"tp": 1}, offload=(), head_chunks=1, budget_bytes=20_000), list[int]()
+    search._begin()
+    least = infeasible._leanest_bytes(search)
+    for point in every_point(search):
+        if point.region.rows == 1 and point.family[1:] == PLAINEST:
+            with pytest.raises(BudgetError) as refused:
+                search.lay_out(point)
+            needed.append(refused.value.needed_bytes)
+    assert len(needed) >= 40
+    assert least <= 1.1 * min(needed)
+    assert max(needed) > 2 * least, "else nothing is shown"
+
+
+def test_the_leanest_way_counts_beside_what_was_laid_out() -> None:
+    """Which are few, and need not be lean."""
+    search = search_of("mlp", 4, 2, CPU, mesh={"dp": 2}, offload=(), budget_bytes=100_000)
+    found = search.run()
+    assert not found.outcomes
+    whole = {point: BudgetError("too much", 10**9) for point in found.refusals}
+    assert whole
+    said = str(refusal_of(search, replace(found, refusals=whole), solve))
+    assert f"the leanest way found needs {bytes_text(infeasible._leanest_bytes(search))} on a rank" in said
 
 
 @pytest.mark.slow

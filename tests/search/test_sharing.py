@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable
 from importlib import import_module
@@ -13,6 +14,7 @@ import torch
 
 import autopar
 from autopar import Plan
+from autopar.errors import BudgetError
 from autopar.mesh import Mesh
 from autopar.report.search_progress import SearchProgress
 from autopar.search import search as module
@@ -20,7 +22,7 @@ from autopar.search import sharing
 from autopar.search.dive import dive
 from autopar.search.profiles import Key
 from autopar.search.proof import Tried
-from autopar.search.sharing import processes, running
+from autopar.search.sharing import both, processes, running
 from tests.fast_cluster import FAST
 from tests.models import make
 from tests.search.spaces import search_of
@@ -158,6 +160,16 @@ def test_without_another_process_it_runs_here(monkeypatch: pytest.MonkeyPatch) -
         assert run.result() == (2, os.getpid())
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_one_beside_the_other(elsewhere: bool) -> None:
+    done: list[int] = []
+    one, other = both(lambda: done.append(os.getpid()), lambda: (len(done), os.getpid()), elsewhere=elsewhere)
+    assert one is None
+    assert done == [os.getpid()]
+    assert other[0] == (0 if elsewhere else 1)
+    assert (other[1] != os.getpid()) == elsewhere
+
+
 def test_as_many_as_torch_has_threads() -> None:
     before = torch.get_num_threads()
     try:
@@ -171,9 +183,10 @@ def test_as_many_as_torch_has_threads() -> None:
 
 def planned(monkeypatch: pytest.MonkeyPatch, count: int, model: str, gpus: int, **given: Any) -> tuple[Plan, list[str]]:
     """With so many processes, and what was told of that."""
-    case, told = make(model, 8), list[str]()
+    case, told, here = make(model, 8), list[str](), os.getpid()
 
     def tell(progress: SearchProgress) -> None:
+        assert os.getpid() == here, "else what a copy does is done here again"
         told.append(progress.phase)
 
     with monkeypatch.context() as patch:
@@ -188,6 +201,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, count: int, model: str, gpus: int, 
     [
         ("mlp", {"cluster": "h100", "chunks": 2}),
         ("mlp", {"cluster": FAST, "microbatch": 1}),
+        ("mlp", {"cluster": FAST, "fronts": True}),
         pytest.param("gpt2", {"cluster": FAST, "budget_bytes": 1 << 20, "effort": 0.1}, marks=pytest.mark.slow),
         pytest.param("llama", {"cluster": FAST, "fronts": True}, marks=pytest.mark.slow),
     ],
@@ -199,6 +213,47 @@ def test_plans_are_the_same_with_one_process_and_two(
     (one, told), (two, told_here) = (planned(monkeypatch, count, model, 4, **given) for count in (1, 2))
     assert one.to_json() == two.to_json()
     assert len(told_here) < len(told), "a copy tells nobody"
+    assert any(phase.startswith("search on") for phase in told) == ("fronts" in given)
+    assert not any(phase.startswith("search on") for phase in told_here)
+
+
+TOO_LARGE: dict[str, Any] = {
+    "cluster": "cpu",
+    "mesh": {"dp": 2},
+    "zero": 3,
+    "offload": (),
+    "budget_bytes": 100_000,
+}
+
+
+def test_what_needs_not_wait_has_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proof, what is compared with the best, other numbers of GPUs; or those on which it would fit."""
+    copies, forked = list[int](), sharing._forked
+
+    def fork() -> int:
+        copies.append(1)
+        return forked()
+
+    monkeypatch.setattr(sharing, "_forked", fork)
+    planned(monkeypatch, 2, "mlp", 4, cluster=FAST)
+    assert len(copies) == 2
+    planned(monkeypatch, 2, "mlp", 4, cluster=FAST, fronts=True)
+    assert len(copies) == 5
+    with pytest.raises(BudgetError):
+        planned(monkeypatch, 2, "mlp", 2, **TOO_LARGE)
+    assert len(copies) == 7
+
+
+def test_errors_are_the_same_with_one_process_and_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That say what would fit, with less pinned and on more GPUs."""
+    said = []
+    for count in (1, 2):
+        with pytest.raises(BudgetError) as refused:
+            planned(monkeypatch, count, "mlp", 2, **TOO_LARGE)
+        said.append(str(refused.value))
+    assert said[0] == said[1]
+    assert "without mesh={'dp': 2} (" in said[0]
+    assert re.search(r"or on \d+ GPUs \(", said[0])
 
 
 def test_a_proof_does_the_same_whatever_the_search_beside_it_did() -> None:
