@@ -82,8 +82,8 @@ def offloaded(schedule: Schedule, costs: Costs, free_bytes: Room, budget_bytes: 
     raise BudgetError(
         f"with activations on the host, pipeline rank {rank} still keeps "
         f"{leanest[rank] / 2**20:.4g} MiB of them on the device, where "
-        f"{free_bytes[rank] / 2**20:.4g} MiB are left; give it {max(1, lacks[rank]) / 2**20:.4g} MiB more, more "
-        "microbatches of fewer rows, or recompute='full'",
+        f"{max(0, free_bytes[rank]) / 2**20:.4g} MiB are left; give it {max(1, lacks[rank]) / 2**20:.4g} MiB more, "
+        "more microbatches of fewer rows, or recompute='full'",
         budget_bytes + max(1, lacks[rank]),
     )
 

@@ -371,7 +371,7 @@ def _made(parts: _Parts, draft: Schedule, found: Fit, schedule_for: _ScheduleFor
         stays = tuple(map(sub, costs.activation_bytes, costs.offload_bytes))
         costs = replace(costs, activation_bytes=stays, offload_bytes=())
     posts = weight_moves(parts.model, parts.options, parts.machine.lines.values())
-    schedule = parts.shared.timelines.lowered(schedule_for(costs, list(free)), priced.costs, posts)
+    schedule = parts.shared.timelines.lowered(schedule_for(costs, [max(0, room) for room in free]), priced.costs, posts)
     if posts.scatters and schedule.split:  # by the order of its passes, gradients wait for each other to be sent
         priced = _priced(parts, stages, schedule, found.chosen)
         schedule = parts.shared.timelines.lowered(_passes(schedule), priced.costs, posts)
@@ -501,11 +501,11 @@ def _free_bytes(
     parts: _Parts, stages: Sequence[Sequence[int]], draft: Schedule, transients: Sequence[int]
 ) -> tuple[int, ...]:
     """Per pipeline rank, what it has left for activations: beside parameters, gradients and optimizer, and what passes
-    hold beside."""
+    hold beside; less than nothing where these have no room."""
     held = [parts.vocabulary_state.device_bytes + bytes_ for bytes_ in transients]
     for home, stage in zip(draft.placement, stages, strict=True):
         held[home] += _state(parts, stage).device_bytes
-    return tuple(max(0, parts.budget_bytes - parts.wanted.spared_bytes - bytes_) for bytes_ in held)
+    return tuple(parts.budget_bytes - parts.wanted.spared_bytes - bytes_ for bytes_ in held)
 
 
 def _host_room(parts: _Parts, stages: Sequence[Sequence[int]], draft: Schedule) -> list[int]:

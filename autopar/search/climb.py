@@ -102,9 +102,14 @@ def _step_to(search: Search, region: Region, like: Point, limit: float, learned:
     """Lay out the likely best of ``region``, of points with as much on the host as ``like``: if that is anything, with
     its schedule."""
     if search.place(region) is not None:
-        plain = [list(search.stored(family)) for family in search.families_of(region)]
-        families = _alike(search, region, like) if like.offload else plain
+        families = _alike(search, region, like) if like.offload else _stored(search, region, like)
         _try_likely(search, region, families, limit, learned, tries=1)
+
+
+def _stored(search: Search, region: Region, like: Point) -> list[list[Point]]:
+    """Points of ``region`` by family, with the head in as many chunks as ``like`` has."""
+    families = (search.stored(family) for family in search.families_of(region))
+    return [[point._replace(head_chunks=like.head_chunks) for point in points] for points in families]
 
 
 def _likely_best(search: Search, region: Region, best: Point, learned: Learned) -> float:
@@ -184,10 +189,9 @@ def polish(search: Search, learned: Learned) -> None:
     best's also what looks a little worse."""
     limit = max(search.most_work, search.work + search.most_work / 3)
     for region in list(_by_region(search))[:_REGIONS_POLISHED]:
-        _try_likely(search, region, [list(search.stored(f)) for f in search.families_of(region)], limit, learned)
-    limit, region = search.work + _HOPES * search.most_work, next(iter(_by_region(search)))
-    families = [list(search.stored(family)) for family in search.families_of(region)]
-    _try_likely(search, region, families, limit, learned, hope=_HOPE)
+        _try_likely(search, region, _stored(search, region, search.ranked()[0].point), limit, learned)
+    limit, best = search.work + _HOPES * search.most_work, search.ranked()[0].point
+    _try_likely(search, best.region, _stored(search, best.region, best), limit, learned, hope=_HOPE)
 
 
 def polish_away(search: Search, learned: Learned) -> None:

@@ -32,7 +32,8 @@ from autopar.search.climb import (
     worth_away,
 )
 from autopar.search.learned import SEVERAL, Kind, Learned
-from autopar.search.space import TOGETHER, Family, Point, Region, offloads, promise, works_of
+from autopar.search.space import TOGETHER, Family, Point, Region, chunks_of_head, offloads, promise, works_of
+from autopar.search.squeeze import squeeze
 from autopar.search.work import work_of
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ def dive(search: Search, regions: list[Region]) -> None:
     there last, where the best is short of memory. At the end, what else looks better."""
     every, learned = _Every.of(search, regions), Learned()
     dives = _look_first(search, every, learned)
+    if not search.outcomes:
+        squeeze(search)
     if search.outcomes:
         _look_further(search, every, learned, dives)
     _lay_out_likely(search, learned)
@@ -102,7 +105,7 @@ class _Every:
 
 
 def _look_first(search: Search, every: _Every, learned: Learned) -> list[_Dive]:
-    """Until anything fits; gives the dives that this took."""
+    """Until anything fits, last what saves memory in any other way; gives the dives that this took."""
     masters = [(_MASTERS, every.near, _PATIENCE), ((*_MASTERS, *ACTIVATIONS), every.away, _PATIENCE)]
     firsts = [
         ((), every.plain, _PATIENCE if every.kinds else math.inf),
@@ -113,11 +116,20 @@ def _look_first(search: Search, every: _Every, learned: Learned) -> list[_Dive]:
     ]
     dives: list[_Dive] = []
     for state, some, patience in firsts:
-        if search.outcomes:
-            break
-        dives.append(_Dive(search, state, learned, _SEARCHES, patience))
-        dives[-1].run(some)
+        if not search.outcomes:
+            dives.append(_Dive(search, state, learned, _SEARCHES, patience))
+            dives[-1].run(some)
+    for state, chunks in _leaner(search):
+        if not search.outcomes and (state, chunks) not in {(each.offload, each.chunks) for each in dives}:
+            dives.append(_Dive(search, state, learned, _SEARCHES, chunks=chunks))
+            dives[-1].run(every.away if activations_on_host(state) else every.near)
     return dives
+
+
+def _leaner(search: Search) -> Iterator[tuple[tuple[str, ...], int]]:
+    """What may be on the host, and in how many chunks the head may be computed: which takes less time."""
+    kinds = offloads(search.costing.cluster, search.pins)[1:]
+    return itertools.product(((), *kinds), chunks_of_head(search.pins))
 
 
 def _look_further(search: Search, every: _Every, learned: Learned, dives: list[_Dive]) -> None:
@@ -140,7 +152,7 @@ def _look_further(search: Search, every: _Every, learned: Learned, dives: list[_
         if best.is_tight and state not in looked:
             share = _OTHERWISE if best.point.offload else _ELSEWHERE
             some = every.away if activations_on_host(state) else every.near
-            _Dive(search, state, learned, share, worth=_WORTH).run(some)
+            _Dive(search, state, learned, share, worth=_WORTH, chunks=best.point.head_chunks).run(some)
     if offload := worth_away(search, search.ranked()[0].point):
         polish_away(search, learned)
         climb(search, around, learned, offload)
@@ -184,6 +196,7 @@ class _Dive:
     share: float  # of the work of a whole search, where what waits isn't much better
     patience: float = math.inf  # the same, where nothing was laid out
     worth: float = 1.0  # times the best: what is likely to take longer isn't looked at
+    chunks: int = 1  # of the head, if there may be several
     waiting: list[tuple[float, int, Region | Point]] = field(default_factory=list)
     doubted: list[tuple[float, int, Region]] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=itertools.count)
@@ -285,11 +298,11 @@ class _Dive:
     def _place(self, region: Region, likely: float, kind: Kind) -> None:
         """Let its points wait, which tell how far what was ``likely`` is off."""
         search, mesh = self.search, region.mesh
-        if not any(_points(search, family, self.offload) for family in search.families_of(region)):
+        if not any(_points(search, family, self.offload, self.chunks) for family in search.families_of(region)):
             return
         if not self._is_new(region) or search.place(region) is None:
             return
-        found = list(_estimated(search, region, self.offload))
+        found = list(_estimated(search, region, self.offload, self.chunks))
         for estimate, point in found:
             search.note(point, estimate)
             self._wait(estimate, point)
@@ -377,20 +390,25 @@ def _first_estimate(search: Search, region: Region) -> float:
     return search.by_scaling(region, likely=True) + search.share(region) * search.root.forward_seconds * (pp - 1) / pp
 
 
-def _estimated(search: Search, region: Region, offload: tuple[str, ...]) -> Iterator[tuple[float, Point]]:
+def _estimated(
+    search: Search, region: Region, offload: tuple[str, ...], chunks: int = 1
+) -> Iterator[tuple[float, Point]]:
     """Points of a ``region`` that is placed, with this on the host, that may fit, with what they are likely to take."""
     profile = search.profile(region)
     assert profile is not None
     for family in search.families_of(region):
-        points = _points(search, family, offload)
+        points = _points(search, family, offload, chunks)
         for point, seconds in zip(points, search.estimates(points, profile), strict=True):
             if not math.isinf(seconds):
                 yield seconds * promise(point), point
 
 
-def _points(search: Search, family: Family, offload: tuple[str, ...]) -> list[Point]:
-    """Its points that aren't too much work, with this on the host alone; none where that can't be."""
+def _points(search: Search, family: Family, offload: tuple[str, ...], chunks: int = 1) -> list[Point]:
+    """Its points that aren't too much work, with this on the host alone, and the head in so many chunks if there may be
+    several; none where that can't be."""
     points = [point for point in search.stored(family) if work_of(point) <= POINT_WORK]
+    if chunks > 1:
+        points = [point._replace(head_chunks=chunks) for point in points]
     if not offload:
         return points
     return [point._replace(offload=offload) for point in points if offload in ways_away(search, family)]

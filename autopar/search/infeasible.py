@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from autopar.errors import AutoparError, BudgetError
 from autopar.mesh import EXPERTS
@@ -24,11 +24,9 @@ from autopar.search.advice import changes, pinned_text
 from autopar.search.fronts import differs
 from autopar.search.outcomes import Found, Outcome
 from autopar.search.pins import Pins
+from autopar.search.search import WORK, Search
 from autopar.search.sharing import both
 from autopar.search.space import Point, Region, regions, savers
-
-if TYPE_CHECKING:
-    from autopar.search.search import Search
 
 _OFFERED = 4
 _LEAN_ORDERS: Final = ("rows", "stages"), ("rows", "copies", "experts"), ("copies", "rows", "experts")
@@ -97,12 +95,19 @@ def refusal(search: Search, found: Found, solve: Solve, built: BudgetError | Non
     pinned = pinned_text(search.pins)
     has = bytes_text(whole)
     least = f"the leanest way found needs {bytes_text(needed)} on a rank, which" if needed else "a rank"
+    is_proven = search.pins.gpus < search.least_gpus or math.isinf(found.bound_seconds)
+    looked = f"{found.points:,} ways were looked at" if is_proven else _looked_text(search, found)
     text = (
-        f"nothing fits on {_gpus_text(search.pins.gpus)}{pinned}: {least} has {has} "
-        f"({found.points:,} ways were looked at{_state_text(search)})"
+        f"nothing {'fits' if is_proven else 'was found to fit'} on {_gpus_text(search.pins.gpus)}{pinned}: {least} has "
+        f"{has} ({looked}{_state_text(search)})"
     )
     ways = "; or ".join(map(str, offers))
     return BudgetError(f"{text}. It fits {ways}" if ways else f"{text}. No single change makes it fit", needed)
+
+
+def _looked_text(search: Search, found: Found) -> str:
+    """Where not all that is left was tried, or built."""
+    return f"of {found.points:,} ways, {found.laid_out:,} were tried; effort={2 * search.most_work / WORK:g} tries more"
 
 
 def _state_text(search: Search) -> str:

@@ -36,6 +36,7 @@ from autopar.search.waiting import Item, What, near, work_beside
 _AIM: Final = 1.04  # times what the best plan is likely to take
 _CLOSE: Final = 0.025  # of it: by so much may bounds be below that are worth more work
 _MORE: Final = 2  # times as much of that, then
+_HOPELESS: Final = 5  # times all work: by then, something that fits isn't looked for any more
 _LUCK: Final = 5e-3  # of it: by so much may an order that was made for less memory be shorter
 _LIKELY: Final = 128  # regions that say so
 
@@ -66,7 +67,7 @@ class Proven(NamedTuple):
 
 @dataclass
 class Proof(Reckoning):
-    """It may take ``most_work``, if anything that fits is known."""
+    """It may take ``most_work``, some times that where nothing that fits is known."""
 
     most_work: float = math.inf
     quick: bool = False  # anything that fits will do
@@ -185,7 +186,7 @@ class Proof(Reckoning):
 
     def _goes_on(self) -> bool:
         if self._is_over or self._work >= self.most_work:
-            return not (self.outcomes or self.quick)
+            return not (self.outcomes or self.quick) and self._work < _HOPELESS * self.most_work
         return not (self.quick and self.outcomes)
 
     def _push(self, bound: float, what: What) -> None:

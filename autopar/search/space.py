@@ -480,8 +480,12 @@ def savers(family: Family, cluster: Cluster, pins: Pins) -> Iterator[tuple[tuple
     options, kinds = pins.options, offloads(cluster, pins)
     if stages_of(family) == 1:
         kinds = [each for each in kinds if each == options.offload or not activations_on_host(each)]
-    chunks = [options.head_chunks] if pins.fixes("head_chunks") else list(_HEAD_CHUNKS)
-    yield from itertools.product(kinds, chunks)
+    yield from itertools.product(kinds, chunks_of_head(pins))
+
+
+def chunks_of_head(pins: Pins) -> list[int]:
+    """That it may be computed in, the fastest first."""
+    return [pins.options.head_chunks] if pins.fixes("head_chunks") else list(_HEAD_CHUNKS)
 
 
 def offloads(cluster: Cluster, pins: Pins) -> list[tuple[str, ...]]:

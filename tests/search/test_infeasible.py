@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from autopar.search.choose import _solved, choose
 from autopar.search.infeasible import Relaxation
 from autopar.search.infeasible import refusal as refusal_of
 from autopar.search.profiles import Key
-from autopar.search.search import Search
+from autopar.search.search import WORK, Search
 from autopar.spmd import R, S
 from tests.fast_cluster import FAST, SLOW_NETWORK
 from tests.search.spaces import every_point, experts_on, hiding, pins_of, prepared, search_of
@@ -144,6 +145,20 @@ def test_the_fewest_gpus_of_experts() -> None:
     assert 2 < free <= pinned.world
     for fewer in range(3, free):
         assert not experts_on(CPU, fewer, **given).run().outcomes, f"{fewer} GPUs would do"
+
+
+def test_what_was_not_proven_is_not_claimed() -> None:
+    """Nothing fits where nothing is left to try, or where even state doesn't; else nothing was found to."""
+    search = search_of("mlp", 4, 2, CPU, mesh={"dp": 2}, offload=(), budget_bytes=100_000)
+    found = search.run()
+    assert math.isinf(found.bound_seconds)
+    assert str(refusal_of(search, found, solve)).startswith("nothing fits on 2 GPUs with mesh=")
+    search.most_work = 1.5 * WORK
+    said = str(refusal_of(search, replace(found, bound_seconds=1.0), solve))
+    assert said.startswith("nothing was found to fit on 2 GPUs with mesh=")
+    assert f"of {found.points} ways, {found.laid_out} were tried; effort=3 tries more)" in said
+    few = search_of("mlp", 4, 1, CPU, budget_bytes=30_000, offload=())
+    assert str(refusal_of(few, few.run(), solve)).startswith("nothing fits on 1 GPU with")
 
 
 def test_too_few_gpus_for_the_state_are_told_from_others_at_once() -> None:
