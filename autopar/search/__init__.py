@@ -10,7 +10,8 @@ To be read in this order:
   ``interleaving`` and ``keeping``), and many points' at once: ``wholesale``, a row of equal ``layers`` on ``ranks``,
   stored in several ``ways``; of regions and families ``outlook``, of regions that wait ``ahead``;
 - what a point takes: ``costing``, which lays it out;
-- how all are gone through: ``dive`` finds a good plan by estimates (``ends``, ``learned``), ``proof`` takes what waits
+- how all are gone through: ``dive`` finds a good plan by estimates (``ends``, ``learned``), with what is like the best
+  (``climb``) and, where nothing fits, like what lacks the least (``squeeze``); ``proof`` takes what waits
   (``waiting``), the best bound first, for so much ``work``, each with a ``reckoning`` of its own; ``search`` does both,
   at the same time where there are several processes (``sharing``);
 - what comes of it: ``choose`` builds the best, ``fronts`` says what wasn't chosen and why, ``infeasible`` what would

@@ -26,7 +26,8 @@ from autopar.search.outcomes import Found, Outcome
 from autopar.search.pins import Pins
 from autopar.search.search import WORK, Search
 from autopar.search.sharing import both
-from autopar.search.space import Point, Region, regions, savers
+from autopar.search.space import Region, regions, savers
+from autopar.search.squeeze import needed_bytes
 
 _OFFERED = 4
 _LEAN_ORDERS: Final = ("rows", "stages"), ("rows", "copies", "experts"), ("copies", "rows", "experts")
@@ -154,18 +155,8 @@ def _needed_on(search: Search, region: Region) -> int:
     ways = list(savers(point.family, search.costing.cluster, search.pins))
     most = max((offload for offload, _ in ways), key=lambda kinds: (len(kinds), parameters_on_host(kinds)))
     leanest = (point._replace(offload=most, head_chunks=chunks) for chunks in sorted({c for _, c in ways}))
-    return min(filter(None, (_needed_bytes(search, each) for each in leanest)), default=0)
-
-
-def _needed_bytes(search: Search, point: Point) -> int:
-    """On a rank that has no room for them; 0 where they fit, or ``point`` can't run at all."""
-    try:
-        search.lay_out(point)
-    except BudgetError as error:
-        return error.needed_bytes
-    except AutoparError:
-        return 0
-    return 0
+    needed = (needed_bytes(search, each) for each in leanest)
+    return min((int(each) for each in needed if 0 < each < math.inf), default=0)
 
 
 def relaxations(search: Search, solve: Solve) -> list[Relaxation]:

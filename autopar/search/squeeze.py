@@ -34,17 +34,17 @@ def squeeze(search: Search) -> None:
 
 def _leanest(search: Search, point: Point, others: Callable[[Search, Point], Iterator[Point]], limit: float) -> Point:
     """Of ``point``, which is laid out, and ``others`` than it."""
-    least = _needed_bytes(search, point)
+    least = needed_bytes(search, point)
     for other in others(search, point):
         if search.outcomes or search.work >= limit:
             break
-        if work_of(other) <= POINT_WORK and (needed := _needed_bytes(search, other)) < least:
+        if work_of(other) <= POINT_WORK and (needed := needed_bytes(search, other)) < least:
             point, least = other, needed
     return point
 
 
-def _needed_bytes(search: Search, point: Point) -> float:
-    """On a rank; 0 where it fits, inf where it can't run."""
+def needed_bytes(search: Search, point: Point) -> float:
+    """What a rank that has no room for ``point`` needs; 0 where it fits, inf where it can't run at all."""
     try:
         search.lay_out(point)
     except BudgetError as error:

@@ -38,7 +38,7 @@ def refused(search: Search, **mesh: int) -> Point:
 
 
 def needs(search: Search, point: Point) -> float:
-    return squeeze._needed_bytes(search, point)
+    return squeeze.needed_bytes(search, point)
 
 
 @pytest.mark.parametrize(
