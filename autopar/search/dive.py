@@ -121,7 +121,7 @@ def _look_first(search: Search, every: _Every, learned: Learned) -> list[_Dive]:
             dives[-1].run(some)
     for state, chunks in _leaner(search):
         if not search.outcomes and (state, chunks) not in {(each.offload, each.chunks) for each in dives}:
-            dives.append(_Dive(search, state, learned, _SEARCHES, chunks=chunks))
+            dives.append(_Dive(search, state, learned, _SEARCHES, _PATIENCE, chunks=chunks))
             dives[-1].run(every.away if activations_on_host(state) else every.near)
     return dives
 

@@ -40,7 +40,7 @@ _MOST_TIMES = 64
 _WORK = 1e5
 """Units of work (:data:`autopar.search.search.WORK`) of one such search that finds nothing."""
 
-_FEWEST_WORK = 6e5
+_FEWEST_WORK = 1e6
 """The same of all that are tried in order for the fewest GPUs."""
 
 _NUMBERS = 512

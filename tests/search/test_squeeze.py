@@ -69,9 +69,17 @@ def ways(search: Search, monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[st
 
 def test_each_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for what is looked at on more regions."""
-    search = begun(500_000, mesh={"pp": 2})
+    search, patience, run = begun(500_000, mesh={"pp": 2}), list[float](), dive._Dive.run
+
+    def noted(own: dive._Dive, some: list[Region]) -> None:
+        patience.append(own.patience)
+        run(own, some)
+
+    monkeypatch.setattr(dive._Dive, "run", noted)
     runs = ways(search, monkeypatch)
     assert not search.outcomes
+    lean = {each for each, way in zip(patience, runs, strict=True) if way[1] > 1 or way[0][:1] == ("parameters",)}
+    assert lean == {dive._PATIENCE}, "or those that lay out much would leave no work for others"
     assert set(runs) == {(point.offload, point.head_chunks) for point in every_point(search)}
     assert runs.count(((), 1)) == 2
     assert runs.count((("activations",), 1)) == 1
