@@ -61,10 +61,11 @@ _COARSE = 2  # times the rows of a microbatch: those between are next to the bes
 
 
 def dive(search: Search, regions: list[Region]) -> None:
-    """Lay out the most promising points, plain ones first, or those with something on the host where nothing else is
-    found to fit; then those with sequences or experts split within a node, and what differs from the best in a few
-    choices. Those with activations on the host come before these where that makes the best much faster; all that may be
-    there last, where the best is short of memory. At the end, what else looks better."""
+    """Lay out the most promising points, plain ones first, or those that save memory in other ways where nothing else
+    is found to fit, and what differs from what lacks the least where nothing is; then those with sequences or experts
+    split within a node, and what differs from the best in a few choices. Those with activations on the host come before
+    these where that makes the best much faster; all that may be there last, where the best is short of memory. At the
+    end, what else looks better."""
     every, learned = _Every.of(search, regions), Learned()
     dives = _look_first(search, every, learned)
     if not search.outcomes:

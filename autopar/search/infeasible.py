@@ -108,7 +108,8 @@ def refusal(search: Search, found: Found, solve: Solve, built: BudgetError | Non
 
 def _looked_text(search: Search, found: Found) -> str:
     """Where not all that is left was tried, or built."""
-    return f"of {found.points:,} ways, {found.laid_out:,} were tried; effort={2 * search.most_work / WORK:g} tries more"
+    twice = 2 * search.most_work / WORK
+    return f"of {found.points:,} ways, {found.laid_out:,} were tried; effort={twice:g} may try more"
 
 
 def _state_text(search: Search) -> str:
