@@ -24,8 +24,9 @@ class Ahead:
     known: dict[Region, tuple[object, float]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, proof: Proof, regions: Iterable[Region]) -> Ahead:
-        found = cls(proof)
+    def of(cls, proof: Proof, regions: Iterable[Region], known: Ahead | None = None) -> Ahead:
+        """``known``: of another proof that these waited in."""
+        found = cls(proof, known=dict(known.known) if known is not None else {})
         for region in regions:
             found.alike.setdefault(works_of(region), []).append(region)
         return found

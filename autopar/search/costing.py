@@ -491,7 +491,12 @@ def splits_further(way: Way, profile: Profile) -> bool:
 
 def laid_on(point: Point, profile: Profile, profiler: Profiler) -> Profile:
     """What ``point`` of a region with this ``profile`` is laid out on, or what bounds that: another one where weights
-    are split further, if that is placed."""
+    are split further or the head is computed in chunks, if that is placed."""
+    if point.head_chunks > 1 and not point.head:
+        streamed = profile.key.streamed or splits_further(point.way, profile)
+        own = profile.key._replace(chunks=point.head_chunks, streamed=streamed)
+        if (found := profiler.placed(own, point.region.mesh)) is not None:
+            return found
     if not splits_further(point.way, profile):
         return profile
     found = profiler.placed(profile.key._replace(streamed=True), point.region.mesh)

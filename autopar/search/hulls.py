@@ -38,11 +38,13 @@ def _is_above(left: tuple[float, float], middle: tuple[float, float], right: tup
     return (middle[1] - left[1]) * (left[0] - right[0]) >= (right[1] - left[1]) * (left[0] - middle[0])
 
 
-def amounts(saved: Array, extra: Array, passes: float) -> tuple[Array, Array]:
+def amounts(saved: Array, extra: Array, passes: Figure) -> tuple[Array, Array]:
     """Points of a hull, by falling ``saved`` bytes and rising ``extra`` seconds: both its ends, some between, and the
-    more where they are little above the first one, of passes of so many seconds."""
-    more = extra[0] + passes * np.array(_LITTLE)
-    taken = np.sort([*np.linspace(extra[0], extra[-1], _EVEN + 1), *more[more < extra[-1]]])
+    more where they are little above the first one, of passes of so many seconds (of each way: ``[value, way]``)."""
+    more = extra[0] + np.multiply.outer(np.array(_LITTLE), passes)
+    more = np.minimum(more[(more < extra[-1]).reshape(len(more), -1).any(axis=1)], extra[-1])
+    even = np.linspace(extra[0], extra[-1], _EVEN + 1).reshape(-1, *(1 for _ in np.shape(passes)))
+    taken = np.sort(np.concatenate([np.broadcast_to(even, (len(even), *np.shape(passes))), more]), axis=0)
     return np.interp(taken, extra, saved), taken
 
 

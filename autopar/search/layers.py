@@ -117,17 +117,35 @@ def weights_of_layer(profile: Profile, block: int) -> list[LayerWeight]:
 
 def comes_and_goes(profile: Profile, block: int, options: Options, machine: Machine) -> dict[str, float]:
     """Of the weights of a call of ``block``, as figures of :class:`~autopar.search.wholesale.Stored`: bytes that are
-    gathered for each pass, and those of the last messages of its gradients; seconds of casts and copies in each pass
-    that weights are gathered for, if each call has its own."""
+    gathered for each pass, and those of the last messages of its gradients; and where all calls have as many weights of
+    their own, what their messages take, and casts and copies in each pass that weights are gathered for. And bytes that
+    are gathered of the last call's, if those are its own."""
     calls, storage = profile.model.calls, Storage(options, machine.mesh)
-    call, *others = (i for i, each in enumerate(calls) if each.block == block)
+    call = next(i for i, each in enumerate(calls) if each.block == block)
     gathered, flying = passing_bytes(profile.model, call, storage)
     found: dict[str, float] = {"gathered_bytes": gathered, "flying_bytes": flying}
-    has_own = not any(set(calls[call].parameters) & set(calls[other].parameters) for other in others)
-    if storage.streams and has_own:
-        moves = MoveCosts(replace(profile.model, calls=[calls[call]]), options, machine)
+    if storage.streams and calls[-1].block != block and profile.shared.isdisjoint(calls[-1].parameters):
+        found["last_bytes"], _ = passing_bytes(profile.model, len(calls) - 1, storage)
+    if not _have_own(profile, block):
+        return found
+    moves = MoveCosts(replace(profile.model, calls=[calls[call]]), options, machine)
+    if scatters := moves.scattering((0,)).seconds:
+        found |= {"scattered": scatters, "scatter_held": moves.scattering((0,)).held_seconds / scatters}
+    if storage.streams:
+        found["gathered"] = gathers = moves.gather_seconds((0,))
+        found["gather_held"] = moves.gathering((0,)).held_seconds / (gathers or 1.0)
         found["copied"] = moves.cast_seconds((0,)) + moves.unpack_seconds((0,))
     return found
+
+
+def _have_own(profile: Profile, block: int) -> bool:
+    """Whether the calls of ``block`` share no weights, and as many are trained of each."""
+    if any(call.block == block and not profile.shared.isdisjoint(call.parameters) for call in profile.model.calls):
+        return False
+    pairs = zip(profile.units, profile.unit_parameters, strict=True)
+    trained = {id(kinds): kinds for unit, kinds in pairs if unit.block == block}  # few: most are alike
+    first, *others = trained.values()
+    return all(kinds == first for kinds in others)
 
 
 @dataclass
@@ -191,7 +209,7 @@ class Scaler:
         layers, last = _timed(self._kept(profile.key), figures(profile.units, self.block)), profile.units[-1]
         return replace(
             layers,
-            last=0.0 if last.block == self.block else last.seconds,
+            last=(0.0, 0.0) if last.block == self.block else (last.forward, last.backward),
             later=float(profile.costs[self.block].later_bytes),
         )
 

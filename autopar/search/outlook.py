@@ -313,7 +313,7 @@ class Outlook:
         kept, host = keeping.least(*asked), self._copies(points[0])
         beside = keeping.beside(*asked, away=host is not None)
         again = self.costing.again_seconds(points[0], profile)
-        is_whole = points[0].head_chunks == 1 and not splits_head(family)
+        is_whole = points[0].head_chunks == max(1, profile.key.chunks) and not splits_head(family)
 
         def found() -> Array:
             layers = self._sending(self.scaler.placed(profile).with_head(again), region, profile)
@@ -533,7 +533,7 @@ class Outlook:
         away = masters_on_host(offload)
         streams = weights_streamed(zero, offload, mesh.zero_shards(zero_ranks))
         machine = self.costing.machine_of(mesh, zero_ranks)
-        state = hosted = gathered = scattered = held = 0.0
+        state = hosted = gathered = scattered = gather_held = scatter_held = 0.0
         for axes, weights in lines.items():
             shards = self._shards(mesh, way, axes)
             link = machine.lines[axes].shard if shards > 1 and axes in machine.lines else None
@@ -549,15 +549,15 @@ class Outlook:
                     seconds = seconds_of("all_gather", int(weights.copies) - gathers, shards, link)
                     seconds += gathers * seconds_of("all_gather", 1, shards, link)
                     gathered += seconds
-                    held += seconds * machine.device.held_share(link)
+                    gather_held += seconds * machine.device.held_share(link)
                 gathered += weights.copies / shards / host if away and host else 0.0
             if zero >= 2 and axes in summed and link:
                 seconds = seconds_of("reduce_scatter", int(self.costing.sent_bytes(weights)) - scatters, shards, link)
                 seconds += scatters * seconds_of("reduce_scatter", 1, shards, link)
                 scattered += seconds
-                held += seconds * machine.device.held_share(link)
-        share = held / (gathered + scattered) if held else 0.0
-        return Stored(state, gathered, scattered, held=share, hosted=hosted, **self._at_ends(mesh, lines, way))
+                scatter_held += seconds * machine.device.held_share(link)
+        held = {"gather_held": gather_held / (gathered or 1.0), "scatter_held": scatter_held / (scattered or 1.0)}
+        return Stored(state, gathered, scattered, hosted=hosted, **held, **self._at_ends(mesh, lines, way))
 
     def _at_ends(self, mesh: Mesh, lines: Mapping[tuple[str, ...], Weights], way: Way) -> dict[str, float]:
         """What comes before all passes and after them, of a layer: all layers travel together."""

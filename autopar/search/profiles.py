@@ -109,6 +109,12 @@ class Profile:
         return self.placed.model
 
     @cached_property
+    def shared(self) -> set[str]:
+        """Names of the weights that several calls have."""
+        counts = Counter(name for call in self.model.calls for name in set(call.parameters))
+        return {name for name, count in counts.items() if count > 1}
+
+    @cached_property
     def activations(self) -> Activations:
         """What calls keep; made when bounds by memory ask for it."""
         request = self.placed.request

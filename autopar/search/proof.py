@@ -10,14 +10,18 @@ everything: once for many points, whose copies to the host take long to lay out.
 A proof goes its own way, so that it can run beside the search for a good plan: until that is over, it goes on to what a
 plan may take (``aim``), and lays nothing out in the memory there is. If it is close to the best by the time that all
 its work is done, more of that is likely to end it.
+
+A long one ends in two halves, once a plan is known: each has the regions whose placements say the most of each other.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -30,11 +34,12 @@ from autopar.search.costing import laid_on, splits_further
 from autopar.search.outcomes import Outcome
 from autopar.search.profiles import Key, Profile
 from autopar.search.reckoning import Reckoning
+from autopar.search.sharing import both
 from autopar.search.space import Family, Point, Region, Savers, savers
-from autopar.search.waiting import Item, What, near, work_beside
+from autopar.search.waiting import Item, What, axes_of, near, region_of, work_beside
 
 _AIM: Final = 1.04  # times what the best plan is likely to take
-_CLOSE: Final = 0.025  # of it: by so much may bounds be below that are worth more work
+_CLOSE: Final = 0.05  # of it: by so much may bounds be below that are worth more work
 _MORE: Final = 2  # times as much of that, then
 _HOPELESS: Final = 5  # times all work: by then, something that fits isn't looked for any more
 _LUCK: Final = 5e-3  # of it: by so much may an order that was made for less memory be shorter
@@ -64,13 +69,23 @@ class Proven(NamedTuple):
     placed: list[Key]
     work: float
 
+    def beside(self, other: Proven, before: float) -> Proven:
+        """Both, of two halves of a proof that had done so much work ``before``."""
+        (outcomes, refusals), (others, further) = self.tried, other.tried
+        tried = Tried([*outcomes, *others], refusals | further)
+        bound, work = min(self.bound_seconds, other.bound_seconds), self.work + other.work - before
+        return Proven(bound, tried, [*self.placed, *other.placed], work)
+
 
 @dataclass
 class Proof(Reckoning):
-    """It may take ``most_work``, some times that where nothing that fits is known."""
+    """It may take ``most_work``, some times that where nothing that fits is known. ``in_halves``: it is long enough for
+    two, one of which may be ``elsewhere``."""
 
     most_work: float = math.inf
     quick: bool = False  # anything that fits will do
+    in_halves: bool = False
+    elsewhere: bool = False
     hear: Callable[[str, Proof], None] | None = None  # is told of every step
     aim: float = field(default=math.inf, init=False)
     _waiting: list[Item] = field(default_factory=list, init=False)
@@ -94,18 +109,37 @@ class Proof(Reckoning):
             self._push(bound, region)
         if self._regions and not self.quick:
             some = [self._regions[place] for place in np.argsort(bounds, kind="stable")[:_LIKELY]]
-            self._aim_at(_AIM * min(self.all_likely(some)))
+            self.aim = _AIM * min(self.all_likely(some))
+            self._raise()
         return self._finish(known())
 
-    def _aim_at(self, seconds: float) -> None:
-        """Raise bounds up to that, for all the work that there is, or until something has to be laid out. Where nothing
-        is likely to fit, there is no aim."""
-        if math.isinf(seconds):
-            return
-        self.aim = seconds
-        while self._waiting and self._work < self.most_work and not self._is_over:
+    def _half(self) -> Proof:
+        """Leave half of what waits to another, which has as much work left for it."""
+        groups = defaultdict[object, list[Item]](list)
+        for item in sorted((*self._waiting, *self._passed)):
+            groups[axes_of(item.what)].append(item)
+        parts: tuple[list[Item], list[Item]] = [], []
+        due = [0, 0]  # of each part, items that have to be looked at
+        for items in groups.values():
+            place = int(due[1] < due[0])
+            parts[place].extend(items)
+            due[place] += sum(not self.is_beaten(item.bound) for item in items)
+        other = self.aside()
+        other._saved, other._roomy, other._before = set(self._saved), dict(self._roomy), len(self.profiler.known)
+        other.reckon_with(list(dict.fromkeys(region_of(item.what) for item in parts[1])))
+        for proof, items in ((other, parts[1]), (self, parts[0])):
+            regions = (item.what for item in items if isinstance(item.what, Region))
+            proof._ahead = Ahead.of(proof, regions, self._ahead)
+            proof._waiting = [item for item in items if not proof.is_beaten(item.bound)]
+            proof._passed = [item for item in items if proof.is_beaten(item.bound)]
+            heapq.heapify(proof._waiting)
+        return other
+
+    def _raise(self) -> None:
+        """Raise bounds up to the aim, for all the work that there is, or until something has to be laid out. Where
+        nothing is likely to fit, there is no aim."""
+        while self._waiting and self._work < self.most_work and not self._is_over and self.aim < math.inf:
             self._look_at_next()
-        self.aim, self._is_over = math.inf, False
 
     def _look_at_next(self) -> None:
         self._learn()
@@ -123,19 +157,27 @@ class Proof(Reckoning):
 
     def _finish(self, known: Tried) -> Proven:
         """Go on with what is ``known``, instead of the aim."""
+        self.aim, self._is_over = math.inf, False
         self.outcomes, self.refusals = list(known.outcomes), dict(known.refusals)
         passed, self._passed = self._passed, []
         for item in passed:
             self._push(item.bound, item.what)
-        self._go_on()
+        if not (self.in_halves and self.outcomes):
+            return self._go_on(known)
+        before, other = self._work, self._half()
+        one, half = both(partial(self._go_on, known), partial(other._go_on, known), elsewhere=self.elsewhere)
+        return one.beside(half, before)
+
+    def _go_on(self, known: Tried) -> Proven:
+        """Until it is over, or has had all the work that it may take."""
+        self._look_at_all()
         if self._is_close():
             self.most_work, self._is_over = _MORE * self.most_work, False
-            self._go_on()
+            self._look_at_all()
         self._raise_regions()
         return Proven(self.bound_seconds, Tried.of(self, known), self.placed, self._work)
 
-    def _go_on(self) -> None:
-        """Until it is over, or has had all the work that it may take."""
+    def _look_at_all(self) -> None:
         while self._waiting and self._goes_on():
             self._look_at_next()
 
@@ -268,13 +310,19 @@ class Proof(Reckoning):
         """Whether it waits again with a better bound, by what is known of it by itself."""
         known = self._laid_on(point)
         passes = max(bound, self.costing.bound(point, known))
-        kept = passes if self.is_beaten(passes) else self.costing.memory_bound(point, known)
+        kept = passes if self.is_beaten(passes) else self._memory_bound(point, known)
         if kept > passes:
             self._save(passes, [point])
         if max(passes, kept) > bound:
             self._push(max(passes, kept), point)
             return True
         return False
+
+    def _memory_bound(self, point: Point, known: Profile) -> float:
+        """By what it is laid out on, if that was placed meanwhile, as by that of its family."""
+        kept, profile = self.costing.memory_bound(point, known), self.profile(point.region)
+        assert profile is not None
+        return max(kept, *self.bounds([point], profile)) if known.key.chunks > 1 else kept
 
     def _is_slow_with_room(self, bound: float, point: Point) -> bool:
         """Whether it waits again with a better bound: what it takes with all the memory that it lacks."""

@@ -10,8 +10,10 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import Self
 
 import numpy as np
 
@@ -75,6 +77,14 @@ class Reckoning:
         self._references = References.of(self.profiler, self.sizes.batch, keys)
         self._scaling, self._learned = Scaling(keys, self.root), 0
         self._outlook = Outlook.of(self.costing, self.root)
+
+    def aside(self) -> Self:
+        """This one as it is now, to go on with beside it: neither learns anything of the other. What that one reckons
+        with has to be said again."""
+        other = copy(self)
+        other.profiler, other.costing = self.profiler.aside(), self.costing.aside()
+        other.outcomes, other.refusals, other._keys = list(self.outcomes), dict(self.refusals), dict(self._keys)
+        return other
 
     @property
     def placed(self) -> list[Key]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Self
 
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
@@ -98,15 +98,17 @@ class Search(Reckoning):
 
     @property
     def is_shared(self) -> bool:
-        """Whether it is long enough for several processes."""
-        return self.processes > 1 and not self.quick and len(self.regions) * self.ops >= _WORTH
+        """Whether there are several processes that it is long enough for."""
+        return self.processes > 1 and self._is_long
 
-    def aside(self) -> Search:
-        """This one as it is now, to go on with: it learns nothing of that, and nobody is told."""
-        other = copy(self)
-        other.watch, other.profiler = None, self.profiler.aside()
-        other.outcomes, other.refusals = list(self.outcomes), dict(self.refusals)
-        other.promising, other._keys = dict(self.promising), dict(self._keys)
+    @property
+    def _is_long(self) -> bool:
+        return not self.quick and len(self.regions) * self.ops >= _WORTH
+
+    def aside(self) -> Self:
+        """Nobody is told of that one."""
+        other = super().aside()
+        other.watch, other.promising = None, dict(self.promising)
         other.reckon_with(self.regions)
         return other
 
@@ -160,7 +162,14 @@ class Search(Reckoning):
     def _proof(self, profiler: Profiler, hear: Callable[[str, Proof], None] | None = None) -> Proof:
         """With what ``profiler`` knew when this search began."""
         given = self.pins, self.sizes, profiler, self.costing.aside(), self.heads, self.tolerance
-        proof = Proof(*given, most_work=self.most_work, quick=self.quick, hear=hear)
+        proof = Proof(
+            *given,
+            most_work=self.most_work,
+            quick=self.quick,
+            in_halves=self._is_long,
+            elsewhere=self.is_shared,
+            hear=hear,
+        )
         proof.reckon_with(self.regions)
         return proof
 

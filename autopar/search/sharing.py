@@ -1,4 +1,5 @@
-"""Another process for what needs not wait: a copy of this one, which has everything that there is without sending it.
+"""Another process for what needs not wait: a copy of this one, which has everything that there is without sending it;
+it may have a copy of its own.
 
 Results don't depend on whether there is one: what runs elsewhere changes nothing here, is told one thing, and gives one
 back. If the copy dies, or doesn't answer, what it did is done here.
@@ -6,6 +7,7 @@ back. If the copy dies, or doesn't answer, what it did is done here.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -23,6 +25,7 @@ import torch
 T = TypeVar("T")
 R = TypeVar("R")
 
+_PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 _PATIENCE: Final = 10.0  # seconds in which a copy that goes on does anything
 
 
@@ -102,13 +105,14 @@ def both(one: Callable[[], T], other: Callable[[], R], *, elsewhere: bool) -> tu
 
 def _copy(run: Callable[[Callable[[], T]], R]) -> Running[T, R] | None:
     """None where there can't be one."""
-    here, there = Pipe()
+    (here, there), parent = Pipe(), os.getpid()
     try:
         pid = _forked()
     except OSError:  # no memory, or too many processes
         return None
     if not pid:
         here.close()
+        _end_with(parent)
         _answer(run, there)
     there.close()
     return Running(run, pid, here)
@@ -123,9 +127,20 @@ def _forked() -> int:
 
 
 def _cpu_ticks(pid: int) -> int:
-    """That a process ran for so far (proc_pid_stat(5)). Raises OSError where there is none."""
+    """That a process and its own copies ran for so far (proc_pid_stat(5)). Raises OSError where there is none."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return int(fields[11]) + int(fields[12])
+    ticks = int(fields[11]) + int(fields[12])
+    with suppress(OSError):  # one may have ended meanwhile
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            ticks += _cpu_ticks(int(child))
+    return ticks
+
+
+def _end_with(parent: int) -> None:
+    """Let this process be killed when its ``parent`` ends, however that does (prctl(2))."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _answer(run: Callable[[Callable[[], Any]], Any], pipe: Connection) -> None:

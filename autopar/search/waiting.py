@@ -22,6 +22,16 @@ class Item(NamedTuple):
     what: What
 
 
+def region_of(what: What) -> Region:
+    return what if isinstance(what, Region) else what.region
+
+
+def axes_of(what: What) -> object:
+    """Placements with these axes say the most of each other."""
+    mesh = region_of(what).mesh
+    return mesh.ep, mesh.cp, mesh.tp, mesh.borrowed
+
+
 def near(waiting: Iterable[Item], bound: float) -> dict[Point, float]:
     """The points that have to be laid out before much more than ``bound`` is proven, with their bounds."""
     pairs = ((item.what, item.bound) for item in waiting if item.bound < bound * (1 + _STEP))

@@ -30,7 +30,7 @@ class Layers:
     """``count`` equal layers, ``ahead`` other calls before the first, ``behind`` after the last; with others between,
     all count as if they were at both ends. Of a microbatch: seconds of a layer's ``forward``, of the part of its
     backward that the next one waits for (``inputs``), and of its ``weights``' gradients; seconds of all other calls
-    (``beside``: forward, backward), of the last one alone at least (``last``). A layer may keep ``saved`` bytes
+    (``beside``: forward, backward), and of these the last one's at least (``last``). A layer may keep ``saved`` bytes
     (falling) for ``extra`` seconds more (rising, convex), a ``share`` of both, and works in ``working`` bytes; what its
     weights' gradients need takes ``later`` bytes. For a backward that waits for it, the host needs ``issued`` seconds,
     whatever is computed in it. What a stage gives takes ``sent`` seconds to the next rank, and what comes back to it.
@@ -47,7 +47,7 @@ class Layers:
     extra: Array
     working: Figure
     share: Figure = 1.0
-    last: float = 0.0
+    last: tuple[float, float] = (0.0, 0.0)
     later: Figure = 0.0
     issued: Figure = 0.0
     sent: tuple[Figure, Figure] = (0.0, 0.0)
@@ -64,8 +64,8 @@ class Layers:
 
     def with_head(self, more: float) -> Layers:
         """Where the last call, which is the head, takes so many seconds ``more``."""
-        forward, backward = self.beside
-        return replace(self, beside=(forward, backward + more), last=self.last + more)
+        (forward, backward), last = self.beside, self.last
+        return replace(self, beside=(forward, backward + more), last=(last[0], last[1] + more))
 
     def waiting(self, forward: float, backward: float) -> Layers:
         """With passes that the host needs so long for, where it has no lead."""
@@ -75,21 +75,24 @@ class Layers:
 class Stored(NamedTuple):
     """A way to store weights: bytes of a layer that stay from step to step, seconds of gathering its weights for each
     pass (0: they are there), of a SCATTER of its gradients for each microbatch, and of adding these up; the share of a
-    device's multiprocessors that both hold (:mod:`autopar.planner.contention`); bytes of a layer's weights that come
-    and go (``gathered_bytes``), of the last messages of its gradients (``flying_bytes``), and of its state on the host
-    (``hosted``); what each pass takes for casts and copies of weights that are gathered for it (``copied``). What is
-    likely alone: seconds of gathering them ``before`` all passes, of summing gradients ``after`` them, of that for
-    ``each`` microbatch, and of their update."""
+    device's multiprocessors that the former two hold (``gather_held``, ``scatter_held``,
+    :mod:`autopar.planner.contention`); bytes of a layer's weights that come and go (``gathered_bytes``), of the last
+    messages of its gradients (``flying_bytes``), and of its state on the host (``hosted``); what each pass takes for
+    casts and copies of weights that are gathered for it (``copied``); bytes of those of the last call, if that is no
+    layer (``last_bytes``). What is likely alone: seconds of gathering them ``before`` all passes, of summing gradients
+    ``after`` them, of that for ``each`` microbatch, and of their update."""
 
     state: float
     gathered: float
     scattered: float
     added: float = 0.0
-    held: float = 0.0
+    gather_held: float = 0.0
     gathered_bytes: float = 0.0
     flying_bytes: float = 0.0
     hosted: float = 0.0
     copied: float = 0.0
+    last_bytes: float = 0.0
+    scatter_held: float = 0.0
     before: float = 0.0
     after: float = 0.0
     each: float = 0.0
@@ -252,7 +255,7 @@ def least_seconds(
     until = backward if ranks.ends else inputs
     latency = layers.count * (forward + until) + (0.0 if ranks.spreads_head else layers.beside[0])
     latency = latency + ranks.hops * (layers.sent[0] + layers.sent[1])
-    shared = _takes(layers, stored, ranks, microbatches, budget, host).least(layers.count, beside + waited)
+    shared = _takes(layers, ways, ranks, microbatches, budget, host).least(layers.count, beside + waited)
     found = np.maximum(shared, latency)
     moves = stored[:, 1:3].any()
     result: Array = np.maximum(found, moved_seconds(layers, stored, ranks, microbatches)) if moves else found
@@ -264,7 +267,7 @@ def passes_of(layers: Layers, stored: Array) -> tuple[Array, Array]:
     forward = layers.forward + stored[:, 8]
     backward = np.maximum(layers.inputs + layers.weights + stored[:, 3] + stored[:, 8], layers.issued)
     held = stored[:, 4]
-    return forward + _slowed(forward, stored[:, 1], held) if held.any() else forward, backward
+    return forward + _slowed(forward, (stored[:, 1], held)) if held.any() else forward, backward
 
 
 def moved_seconds(layers: Layers, stored: Array, ranks: Ranks, microbatches: int) -> Array:
@@ -382,12 +385,18 @@ class _Choices(NamedTuple):
         return found
 
 
-def _takes(layers: Layers, stored: Array, ranks: Ranks, microbatches: int, budget: float, host: Host | None) -> _Takes:
+def _takes(
+    layers: Layers, ways: Sequence[Stored], ranks: Ranks, microbatches: int, budget: float, host: Host | None
+) -> _Takes:
     """Of ranks with up to :data:`_WIDE` times their even share of the layers."""
+    stored = np.array(ways, dtype=np.float64)
     most = min(layers.count, _WIDE * math.ceil(layers.count / ranks.count))
     forward, backward = passes_of(layers, stored)
     count = np.arange(1.0, most + 1)
-    working = np.maximum(np.asarray(layers.working)[..., None], ranks.working + np.zeros(ranks.count))  # [way, rank]
+    working = ranks.working + np.zeros((len(stored), ranks.count))
+    if ranks.last is not None:
+        working[:, ranks.last] += [way.last_bytes for way in ways]
+    working = np.maximum(np.asarray(layers.working)[..., None], working)  # [way, rank]
     passing = stored[:, 5] * ranks.passing[0] + stored[:, 6] * ranks.passing[1]
     state = (stored[:, :1] * count)[:, None, :]
     room = budget - working[..., None] - passing[:, None, None] - state  # [way, rank, n]
@@ -401,7 +410,7 @@ def _takes(layers: Layers, stored: Array, ranks: Ranks, microbatches: int, budge
     if ranks.hops:
         each = np.asarray(layers.sent[0]) + (layers.sent[1] if ranks.ends else 0.0)
         starts = starts + np.multiply.outer(np.broadcast_to(each, len(stored)), np.arange(ranks.count))[..., None]
-    if alone := microbatches * layers.last if ranks.last is not None else 0.0:
+    if alone := microbatches * sum(layers.last) if ranks.last is not None else 0.0:
         starts = starts.copy()
         starts[:, ranks.last] += alone
     return _Takes(starts, alone, ranks, (forward, backward), choices)
@@ -470,29 +479,33 @@ def _layer_passes(layers: Layers, stored: Array, ranks: Ranks, count: Array, ext
     """Of one microbatch, ``[…, way, rank, n]``: seconds of each of n layers' forward, and of both passes with ``extra``
     seconds in the backward. Passes of one stage last as long as its weights are gathered for them. A scatter runs
     beside the pass that completes gradients but for those of each stage's first layer."""
-    gathered, scattered, added, held, copied = (stored[:, i, None, None] for i in (1, 2, 3, 4, 8))
-    gathers, holds = (bool(stored[:, i].any()) for i in (1, 4))
+    gathered, scattered, added, held, copied, scatter_held = (stored[:, i, None, None] for i in (1, 2, 3, 4, 8, 10))
+    gathers, holds = (bool(stored[:, i].any()) for i in (1, (4, 10)))
     completing = _by_way(layers.weights) + added
     forward = _by_way(layers.forward) + copied
     backward = _by_way(layers.inputs) + copied + extra + (0.0 if ranks.puts_off else completing)
     if holds:
-        beside = np.maximum(0.0, 1 - ranks.stages / count) * np.minimum(
+        hidden = np.maximum(0.0, 1 - ranks.stages / count) * np.minimum(
             scattered, completing if ranks.puts_off else backward
         )
-        forward = forward + _slowed(forward, gathered, held)
+        gather, scatter = (gathered, held), (hidden, scatter_held)
+        forward = forward + _slowed(forward, gather)
         if ranks.puts_off:
-            completing = completing + _slowed(completing, beside, held)
-            backward = backward + _slowed(backward, gathered, held)
+            completing = completing + _slowed(completing, scatter)
+            backward = backward + _slowed(backward, gather)
         else:
-            backward = backward + _slowed(backward, gathered + beside, held)
+            backward = backward + _slowed(backward, gather, scatter)
     backward = np.maximum(backward, _by_way(layers.issued) - (completing if ranks.puts_off else 0.0))
     if gathers and not ranks.goes_on:
         forward, backward = np.maximum(forward, gathered), np.maximum(backward, gathered)
     return forward, forward + backward + (completing if ranks.puts_off else 0.0)
 
 
-def _slowed(seconds: Array, moved: Array, held: Array) -> Array:
-    """By how much a pass of so many ``seconds`` takes longer beside collectives."""
+def _slowed(seconds: Array, *beside: tuple[Array, Array]) -> Array:
+    """By how much a pass of so many ``seconds`` takes longer ``beside`` collectives: what these take, and the share of
+    the device that they hold."""
+    moved = sum(taken for taken, _ in beside)
+    held = sum(taken * share for taken, share in beside) / np.maximum(moved, _TINY)
     found: Array = held * np.minimum(moved, seconds / (1 - held))
     return found
 
@@ -512,13 +525,16 @@ def _copied(
     beside copies, too."""
     share = _by_way(layers.share)
     if host.roughly:
-        values, each = few_amounts(layers.saved, layers.extra)
+        values, each = (some[:, None] for some in few_amounts(layers.saved, layers.extra))
     else:
         alone = (layers.forward + layers.inputs + layers.weights) / np.maximum(layers.share, _TINY)
-        values, each = amounts(layers.saved, layers.extra, float(np.min(alone)))
-    saved, extra = (share * some[:, None, None, None] for some in (values[1:], each[:-1]))  # [value, way, rank, n]
-    forward, passes = (microbatches * count * each for each in _layer_passes(layers, stored, ranks, count, extra))
+        values, each = amounts(layers.saved, layers.extra, np.atleast_1d(alone))
+    saved, extra = (share * some[..., None, None] for some in (values[1:], each[:-1]))  # [value, way, rank, n]
+    first, each = _layer_passes(layers, stored, ranks, count, extra)
+    forward, passes = microbatches * count * first, microbatches * count * each
     (room, left), others = rooms, _others(layers, ranks, microbatches)
+    # One layer has run forward before a copy begins, and one runs backward once all is copied back.
+    later = passes + np.minimum(first, each - first)
     best = np.broadcast_to(passes, np.broadcast_shapes(passes.shape, room.shape)).copy()
     most = host.room - stored[:, 7, None, None] * count
     for kept, times, *ahead in zip(host.kept, host.times, *host.ahead, *host.most, strict=True):
@@ -529,10 +545,10 @@ def _copied(
         if copy.max() > most.min():
             copy[copy > most] = np.inf
         copy /= host.rate
-        before, after = (_until(each, forward, passes) / microbatches for each in (ahead[:2], ahead[2:]))
+        before, after = (_until(some, forward, passes) / microbatches for some in (ahead[:2], ahead[2:]))
         # Passes ahead of the copy out and behind it, each of which may take less than a copy.
-        ahead_of_it = ahead[2][:, None] / microbatches * others
-        np.maximum(best, copy + np.maximum(before - others, passes - after - ahead_of_it), out=best)
+        behind = later - after - _others_ahead(layers, ranks, microbatches, ahead[2], ahead[3])
+        np.maximum(best, copy + np.maximum(before - others, behind), out=best)
         copy *= np.maximum(2.0, times)[:, None]
         np.maximum(best, copy - others, out=best)
     return passes, best
@@ -547,7 +563,23 @@ def _until(ahead: Sequence[Array], forward: Array, passes: Array) -> Array:
 
 def _others(layers: Layers, ranks: Ranks, microbatches: int) -> Array:
     """``[way, rank, 1]``: seconds of a step, at most, of calls that are no layers, as :func:`_beside` counts them."""
-    seconds = microbatches * _by_way(layers.beside[0] + layers.beside[1])
+    return _of_ends(microbatches * _by_way(layers.beside[0] + layers.beside[1]), layers, ranks)
+
+
+def _others_ahead(layers: Layers, ranks: Ranks, microbatches: int, forwards: Array, backwards: Array) -> Array:
+    """The same of what comes before the last of a rank's first ``forwards`` begins, with so many ``backwards`` among
+    them: without any, none of other calls, nor the last call's forward of that one's microbatch."""
+    forwards, backwards = forwards[:, None], backwards[:, None]
+    found = forwards / microbatches * _others(layers, ranks, microbatches)
+    if ranks.spreads_head or backwards.all():
+        return found
+    last = np.maximum(0.0, forwards - 1) - forwards
+    first = forwards * _by_way(layers.beside[0]) + last * layers.last[0]
+    return np.where(backwards > 0, found, _of_ends(first, layers, ranks))
+
+
+def _of_ends(seconds: Array, layers: Layers, ranks: Ranks) -> Array:
+    """Of ranks that may have other calls than layers."""
     rank = np.arange(ranks.count)[:, None]
     if ranks.spreads_head:
         return seconds / ranks.count + np.zeros(rank.shape)

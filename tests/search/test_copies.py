@@ -21,7 +21,7 @@ from autopar.search.hulls import amounts, few_amounts
 from autopar.search.layers import comes_and_goes
 from autopar.search.outlook import Outlook
 from autopar.search.space import Point, Region
-from autopar.search.wholesale import Host, least_seconds, straight
+from autopar.search.wholesale import Host, Stored, least_seconds, straight
 from tests.fast_cluster import BUSY, FAST
 from tests.search.spaces import search_of
 from tests.search.test_bounds import held_of
@@ -41,7 +41,11 @@ def test_what_takes_little_more_is_told_apart_most_closely() -> None:
     assert steps.max() <= 60.0 / 12 * ROUNDED
     few, _ = few_amounts(saved, extra)
     assert np.diff(few) == pytest.approx(-1.0)
-    assert [each.tolist() for each in amounts(saved[:1], extra[:1], PASSES)] == [[9.0] * 13, [0.0] * 13]
+    ways = np.array([1.0, PASSES])
+    every = [amounts(saved, extra, passes) for passes in (ways, *ways)]
+    pairs = [(every[0][n][:, way], every[1 + way][n]) for n in (0, 1) for way in (0, 1)]
+    assert all(np.array_equal(np.unique(together), np.unique(alone)) for together, alone in pairs)
+    assert [set(each.tolist()) for each in amounts(saved[:1], extra[:1], PASSES)] == [{9.0}, {0.0}]
 
 
 def test_copies_of_gathered_weights_are_made_in_every_pass() -> None:
@@ -55,10 +59,10 @@ def test_copies_of_gathered_weights_are_made_in_every_pass() -> None:
 
 
 @pytest.mark.parametrize("master", [None, torch.float16])
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_a_layer_copies_as_much_alone_as_in_a_stage(name: str, master: torch.dtype | None) -> None:
+@pytest.mark.parametrize("name_of_model", ["gpt2", "llama"])
+def test_a_layer_moves_and_copies_as_much_alone_as_in_a_stage(name_of_model: str, master: torch.dtype | None) -> None:
     """And nothing where weights stay from pass to pass."""
-    search = search_of(name, 8, 4, FAST)
+    search = search_of(name_of_model, 8, 4, BUSY)
     search.glance()
     region = Region(Mesh(dp=4), 1, 2)
     profile, found = search.place(region), {}
@@ -73,22 +77,34 @@ def test_a_layer_copies_as_much_alone_as_in_a_stage(name: str, master: torch.dty
         found[zero] = comes_and_goes(profile, block, options, machine)
         moves = MoveCosts(profile.model, options, machine, [layers], [0])
         of_stage = moves.cast_seconds(layers) + moves.unpack_seconds(layers)
-    assert "copied" not in found[1]
+    assert not {"copied", "gathered", "scattered"} & set(found[1])
+    sent = [("gathered", "gather", moves.gathering(layers)), ("scattered", "scatter", moves.scattering(layers))]
+    for figure, name, (seconds, held) in sent:
+        assert seconds > 0
+        assert len(layers) * found[3][figure] == pytest.approx(seconds)
+        assert found[3][f"{name}_held"] * seconds == pytest.approx(held)
+    assert ("last_bytes" in found[3]) == (name_of_model == "llama"), "whose head has weights of its own"
+    assert "last_bytes" not in found[1]
     assert found[3]["copied"] > 0
     assert len(layers) * found[3]["copied"] == pytest.approx(of_stage)
     assert (moves.cast_seconds(layers) > 0) == (master is not None)
-    calls[layers[1]] = replace(calls[layers[1]], parameters=calls[layers[0]].parameters)
-    assert "copied" not in comes_and_goes(profile, block, options, machine), "a stage gathers what layers share once"
+    own, calls[layers[1]] = calls[layers[1]], replace(calls[layers[1]], parameters=calls[layers[0]].parameters)
+    shared = comes_and_goes(replace(profile), block, options, machine)
+    assert not {"copied", "gathered"} & set(shared), "a stage gathers what layers share once"
+    calls[layers[1]] = own
+    parameters |= {name: replace(parameters[name], trainable=False) for name in own.parameters}
+    assert "scattered" not in comes_and_goes(replace(profile), block, options, machine), "less of it is trained"
 
 
-def step_of(count: int, head: tuple[float, float], rate: float, room: float) -> float:
-    """Of one rank and microbatch: the least over what layers may keep. What there is no room for goes out until the
-    first layer's backward, the head's passes included, and comes back beside the others'."""
-    best = math.inf
+def step_of(count: int, head: tuple[float, float], rate: float, room: float, *, splits: bool) -> float:
+    """Of one rank and microbatch: the least over what layers may keep. What there is no room for goes out after the
+    first layer's forward, until that of the last stage begins, or a split head's passes are over, and comes back until
+    the first layer's backward begins."""
+    best, ahead, behind = math.inf, count + splits * sum(head), (not splits) * sum(head)
     for saved in np.linspace(SAVED[-1], SAVED[0], 2001):
-        extra = float(np.interp(-saved, [-each for each in SAVED], EXTRA))
+        backward = 2.0 + float(np.interp(-saved, [-each for each in SAVED], EXTRA))
         copy = max(0.0, count * saved - room) / rate
-        best = min(best, max(count * 1.0 + sum(head), copy) + max(count * (2.0 + extra), copy))
+        best = min(best, max(ahead, 1.0 + copy) + max(behind + count * backward, copy + backward))
     return best
 
 
@@ -100,19 +116,19 @@ def step_of(count: int, head: tuple[float, float], rate: float, room: float) -> 
     st.floats(0.0, 16.0),
     st.booleans(),
 )
-def test_the_heads_passes_run_beside_copies_too(
+def test_the_passes_of_a_split_head_run_beside_copies_too(
     count: int, head: tuple[float, float], rate: float, room: float, splits: bool
 ) -> None:
-    layers = replace(layers_of(count), beside=head, ahead=0, behind=1)
+    layers = replace(layers_of(count), beside=head, last=head, ahead=0, behind=1)
     ranks = replace(straight(layers, 1, 1, np.ones(1), ends=False), spreads_head=splits)
     one, none = np.ones((1, 1)), np.zeros((1, 1))
     host = Host(rate, math.inf, one, one, (one, none), (one, none), np.zeros(1))
     (bound,) = least_seconds(layers, [FREE], ranks, 1, room, host)
-    assert bound <= step_of(count, head, rate, room) * ROUNDED
+    assert bound <= (step := step_of(count, head, rate, room, splits=splits)) * ROUNDED
     held = held_of(np.full(count, 3.0), np.zeros(count), np.array(SAVED), np.array(EXTRA))
     spill = Spill(1.0, 1.0, 1.0, 0.0, 0.0, times=1.0, seconds=1 / rate, microbatches=1)
     split = sum(head) + recomputed(replace(held, beside=sum(head)), [Kept(0.0, (spill,))], 1, room, split=True)
-    assert split <= step_of(count, head, rate, room) * ROUNDED
+    assert split <= step * ROUNDED
 
 
 def test_copies_are_waited_for_where_the_head_is_short() -> None:
@@ -127,14 +143,36 @@ def test_copies_are_waited_for_where_the_head_is_short() -> None:
     assert long == pytest.approx(4 * 3.0 + 30.0), "all copies run beside the head's passes"
 
 
+def test_a_pass_is_slowed_by_what_runs_beside_it_alone() -> None:
+    """Forwards by gathers, backwards by scatters too, each by what it holds itself."""
+    layers, held = layers_of(6), 0.5
+    ranks = straight(layers, 1, 4, np.ones(1), ends=False)
+    gathers = Stored(0.0, 0.6, 1.2, gather_held=held)
+    scatters = Stored(0.0, 0.6, 1.2, scatter_held=held)
+    found = least_seconds(layers, [gathers, scatters], ranks, 4, 100.0)
+    beside = 5 / 6 * 1.2
+    assert found == pytest.approx([4 * 6 * (3.0 + 2 * held * 0.6), 4 * 6 * (3.0 + held * beside)])
+
+
+def test_the_last_call_works_beside_its_own_weights() -> None:
+    layers, budget = layers_of(6), 24.0
+    works = replace(straight(layers, 1, 4, np.ones(1), ends=False), last=0, working=np.array([4.0]))
+    ways = [FREE, FREE._replace(last_bytes=6.0)]
+    free, full = least_seconds(layers, ways, works, 4, budget)
+    assert full == pytest.approx(least_seconds(layers, [FREE], works, 4, budget - 6.0)[0])
+    assert full > free
+    split = least_seconds(layers, ways, replace(works, last=None), 4, budget)
+    assert split == pytest.approx([free, free]), "no rank has it"
+
+
 @pytest.mark.parametrize(
     ("ahead", "most", "expected"),
-    [((2, 1), (2, 1), 20 + (48 - 16)), ((3, 3), (4, 4), 20 + 36), ((2, 0), (2, 0), 20 + (48 - 8))],
+    [((2, 1), (2, 1), 1 + 20 + (48 - 16)), ((3, 3), (4, 4), 20 + 36), ((2, 0), (2, 0), 1 + 20 + (48 - 8))],
 )
 def test_backwards_that_come_ahead_of_copies_take_time_too(
     ahead: tuple[int, int], most: tuple[int, int], expected: float
 ) -> None:
-    """Of four microbatches, which take 12 s each, 4 of them forward; a copy takes 20 s."""
+    """Of four microbatches, which take 12 s each, 4 of them forward, 1 in each layer; a copy takes 20 s."""
     layers = replace(layers_of(4), saved=np.array([1.0]), extra=np.array([0.0]))
     ranks, one = straight(layers, 1, 4, np.ones(1), ends=False), np.ones((1, 1))
     first, last = ((forwards * one, backwards * one) for forwards, backwards in (ahead, most))
