@@ -117,7 +117,7 @@ class Proof(Reckoning):
         """Leave half of what waits to another, which has as much work left for it."""
         groups = defaultdict[object, list[Item]](list)
         for item in sorted((*self._waiting, *self._passed)):
-            groups[axes_of(item.what)].append(item)
+            groups[self._group_of(item.what)].append(item)
         parts: tuple[list[Item], list[Item]] = [], []
         due = [0, 0]  # of each part, items that have to be looked at
         for items in groups.values():
@@ -134,6 +134,11 @@ class Proof(Reckoning):
             proof._passed = [item for item in items if proof.is_beaten(item.bound)]
             heapq.heapify(proof._waiting)
         return other
+
+    def _group_of(self, what: What) -> object:
+        """Points that take as long with room for everything; or of what isn't bounded one by one yet, that with the
+        same axes."""
+        return self._plain(what) if isinstance(what, Point) else axes_of(what)
 
     def _raise(self) -> None:
         """Raise bounds up to the aim, for all the work that there is, or until something has to be laid out. Where

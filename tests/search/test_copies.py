@@ -181,6 +181,18 @@ def test_backwards_that_come_ahead_of_copies_take_time_too(
     assert bound == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("backwards", "ahead"), [(0, 3.0), (1, 2 / 4 * 32.0)])
+def test_the_last_forward_of_a_step_comes_after_what_is_kept_before_it(backwards: int, ahead: float) -> None:
+    """What runs ahead of a copy, of the last call's 3 s and 5 s of each microbatch: it runs after the layers."""
+    layers = replace(layers_of(4), saved=np.array([1.0]), extra=np.array([0.0]), behind=1)
+    layers = replace(layers, beside=(3.0, 5.0), last=(3.0, 5.0))
+    ranks, one = straight(layers, 1, 4, np.ones(1), ends=False), np.ones((1, 1))
+    passes = 2 * one, backwards * one
+    host = Host(4 / 35, math.inf, one, one, passes, passes, np.zeros(1))
+    (bound,) = least_seconds(layers, [FREE], ranks, 4, 0.0, host)
+    assert bound == pytest.approx(1 + 35 + (48 - 8 * (1 + backwards)) + 4 * 8 - ahead)
+
+
 @pytest.mark.parametrize(("schedule", "chunks"), [("interleaved", 2), ("v-half", None)])
 def test_pipelines_recompute_beside_what_they_wait_for(
     schedule: str, chunks: int | None, monkeypatch: pytest.MonkeyPatch

@@ -270,6 +270,11 @@ def test_where_weights_move_for_less_another_head_may_leave_more_of_them_whole()
     assert laid_on(whole, plain, search.profiler) is made, "which it is laid out on"
     assert laid_on(point._replace(head_chunks=8), plain, search.profiler) is made
     assert laid_on(whole._replace(head_chunks=8), plain, search.profiler) is plain
+    chunked = point._replace(head_chunks=8)
+    own = search._own_profile(chunked)
+    assert own.key.chunks == 8
+    assert laid_on(chunked, plain, search.profiler) is own, "once it is placed"
+    assert laid_on(point, plain, search.profiler) is made
 
 
 def test_interleaved_regions_are_bounded_by_their_best_number_of_stages() -> None:

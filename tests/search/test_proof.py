@@ -181,3 +181,17 @@ def test_more_work_is_also_for_what_took_more_than_was_left(monkeypatch: pytest.
     monkeypatch.setattr(Proof, "_look_at_next", look)
     proof._finish(known)
     assert looked == [10.0, 20.0]
+
+
+def test_what_it_is_laid_out_on_may_say_more_by_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head in chunks is of a placement of its own, which isn't there when its family is bounded."""
+    proof, (point, *_) = tight()
+    chunked = point._replace(schedule="1f1b", chunks=None, head_chunks=8)
+    monkeypatch.setattr(proof.costing, "bound", lambda *_: 0.0)
+    monkeypatch.setattr(proof.costing, "memory_bound", lambda *_: 0.0)
+    monkeypatch.setattr(Proof, "bounds", lambda *_: [3.0])
+    assert not proof._is_bettered(1.0, chunked)
+    assert proof.profiler.of(proof.key_of(chunked), point.region.mesh, point.region.microbatches) is not None
+    assert proof._is_bettered(1.0, chunked)
+    assert [item.bound for item in proof._waiting if item.what == chunked] == [3.0]
+    assert not proof._is_bettered(1.0, point)

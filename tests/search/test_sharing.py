@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,6 +107,48 @@ def test_one_that_is_busy_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(sharing, "_PATIENCE", 0.1)
     with running(takes_long, elsewhere=True) as run:
         assert run.result() != os.getpid()
+
+
+def test_a_copy_that_waits_for_its_own_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def waits(asks: Asks) -> tuple[int, int]:
+        patience, sharing._PATIENCE = sharing._PATIENCE, 10.0
+        try:
+            return both(os.getpid, lambda: busy(1.0), elsewhere=True)
+        finally:
+            sharing._PATIENCE = patience
+
+    def busy(seconds: float) -> int:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            pass
+        return os.getpid()
+
+    monkeypatch.setattr(sharing, "_PATIENCE", 0.1)
+    with running(waits, elsewhere=True) as run:
+        assert len({*run.result(), os.getpid()}) == 3
+
+
+def test_nothing_is_left_of_a_copys_own_copy(tmp_path: Path) -> None:
+    written = tmp_path / "pid"
+
+    def sleeps() -> None:
+        written.write_text(str(os.getpid()))
+        time.sleep(60)
+
+    def waits(asks: Asks) -> None:
+        both(lambda: None, sleeps, elsewhere=True)
+
+    with running(waits, elsewhere=True):
+        assert soon(lambda: written.exists() and bool(written.read_text()))
+    pid = int(written.read_text())
+    assert soon(lambda: not Path(f"/proc/{pid}").exists() or ") Z " in Path(f"/proc/{pid}/stat").read_text())
+
+
+def soon(is_so: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 5
+    while not is_so() and time.monotonic() < end:
+        time.sleep(0.02)
+    return is_so()
 
 
 def test_a_copy_has_no_other_threads_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,4 +327,9 @@ def test_what_was_placed_for_one_is_placed_for_the_other_but_not_known() -> None
     assert other.of(key, mesh, 1) is placed
     assert profiler.aside().was_tried(key, mesh)
     third = search_of("gpt2", 8, 8, FAST).profiler
+    search = search_of("gpt2", 8, 8, FAST)
+    search.glance()
+    assert search.costing.keeping.read > search.aside().costing.keeping.read == 0, (
+        "what either reads is work of its own"
+    )
     assert third.aside().of(key, Mesh(dp=2, tp=2), 2) is not third.of(key, mesh, 1), "of another job"
