@@ -112,8 +112,7 @@ def _copy(run: Callable[[Callable[[], T]], R]) -> Running[T, R] | None:
         return None
     if not pid:
         here.close()
-        _end_with(parent)
-        _answer(run, there)
+        _answer(run, there, parent)
     there.close()
     return Running(run, pid, here)
 
@@ -143,9 +142,10 @@ def _end_with(parent: int) -> None:
         os._exit(1)
 
 
-def _answer(run: Callable[[Callable[[], Any]], Any], pipe: Connection) -> None:
-    """All that a copy does; whatever goes wrong in it, its end says so."""
+def _answer(run: Callable[[Callable[[], Any]], Any], pipe: Connection, parent: int) -> None:
+    """All that a copy of ``parent`` does; whatever goes wrong in it, its end says so."""
     try:
+        _end_with(parent)
         torch.set_num_threads(1)  # a copy has none of the others, and would wait for them
         pipe.send(run(pipe.recv))
     finally:

@@ -573,8 +573,7 @@ def _others_ahead(layers: Layers, ranks: Ranks, microbatches: int, forwards: Arr
     found = forwards / microbatches * _others(layers, ranks, microbatches)
     if ranks.spreads_head or backwards.all():
         return found
-    last = np.maximum(0.0, forwards - 1) - forwards
-    first = forwards * _by_way(layers.beside[0]) + last * layers.last[0]
+    first = forwards * _by_way(layers.beside[0]) - np.minimum(1.0, forwards) * layers.last[0]
     return np.where(backwards > 0, found, _of_ends(first, layers, ranks))
 
 

@@ -105,3 +105,29 @@ def test_what_fits_is_not_looked_for_in_halves(fits: bool, monkeypatch: pytest.M
     monkeypatch.setattr(Proof, "_go_on", lambda self, tried: Proven(1.0, Tried([], {}), [], 0.0))
     proof._finish(known if fits else Tried([], {}))
     assert bool(halved) == fits
+
+
+@pytest.mark.usefixtures("long_searches")
+def test_a_long_search_proves_in_halves_in_another_process_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    search, halved, half = search_of("mlp", 4, 4, FAST), list[Proof](), Proof._half
+
+    def noted(self: Proof) -> Proof:
+        halved.append(self)
+        return half(self)
+
+    monkeypatch.setattr(Proof, "_half", noted)
+    search.run()
+    assert len(halved) == 1
+    for processes, elsewhere in ((1, False), (2, True)):
+        search.processes = processes
+        assert search._proof(search.profiler).elsewhere == elsewhere
+    monkeypatch.setattr(module, "_WORTH", 1e9)
+    assert not search._proof(search.profiler).in_halves, "it is over sooner"
+
+
+def test_there_may_be_nothing_for_the_other() -> None:
+    proof, known = begun()
+    proof._waiting, proof._passed = proof._waiting[:1], []
+    proof.in_halves = True
+    found = proof._finish(known)
+    assert 0 < found.bound_seconds <= proof.best_seconds
