@@ -87,7 +87,7 @@ def test_work_and_what_was_placed_count_once(monkeypatch: pytest.MonkeyPatch) ->
         return halves[-1]
 
     monkeypatch.setattr(Proof, "_go_on", noted)
-    before = proof._work
+    proof._work = before = 50.0
     found = proof._finish(known)
     one, other = halves
     assert found.bound_seconds == min(one.bound_seconds, other.bound_seconds)
