@@ -160,8 +160,8 @@ def parameter_state(
 ) -> State:
     """Of one parameter or buffer whose local part is ``meta``, split as ``types`` say.
 
-    A gradient that is never held whole (ZeRO 2 and 3) counts as the rank's part of it; what is gathered of ZeRO 3 is
-    in no state.
+    A gradient that is never held whole (ZeRO 2 and 3) counts as the rank's part of it; what is on the device only
+    while it is used is in no state. Rows of vocabulary tables, in several ``parts``, are there from step to step.
     """
     elements = -(-meta.numel // parts)
     if known.is_buffer or not known.trainable:
@@ -174,7 +174,8 @@ def parameter_state(
     state = Counter(parameters=own * master.itemsize, optimizer=MOMENTS * own * moment)
     gradients = Counter(gradients=(own if options.zero >= 2 else elements) * master.itemsize)
     twice = not is_own_master(shards, meta.dtype, master, options)
-    copies = Counter(working=elements * meta.dtype.itemsize) if twice and not storage.streams else Counter()
+    stays = parts > 1 or not storage.streams
+    copies = Counter(working=elements * meta.dtype.itemsize) if twice and stays else Counter()
     if away:
         return State(gradients + copies, state + Counter(gradients=own * master.itemsize))
     return State(state + gradients + copies, Counter())

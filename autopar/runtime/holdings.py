@@ -11,21 +11,22 @@ from autopar.runtime.executor import Executor
 
 def holdings(executor: Executor) -> dict[str, list[Tensor]]:
     """Kind -> tensors: parameters (masters, and what isn't trained), gradients there are now, optimizer state, and
-    working copies (``gathered``, where they are made for a pass).
+    working copies (those of stages are ``gathered``, where they are made for a pass).
 
     A tensor may lie in the memory of another of a kind before it: a working copy that is its master, say.
     """
+    streamed = [executor.stages[stage] for stage in executor.streams]
     modules = [*executor.stages.values(), *([executor.vocabulary[0]] if executor.vocabulary else [])]
     masters: list[Tensor] = list(executor.named_parameters().values())
     copies: list[Tensor] = [parameter for module in modules for parameter in module.parameters()]
     fixed = [tensor for tensor in copies if not tensor.requires_grad]
     fixed += [buffer for module in modules for buffer in module.buffers()]
-    streamed = bool(executor.streams)
     return {
         "parameters": [*masters, *fixed],
         "gradients": [master.grad for master in masters if master.grad is not None],
         "optimizer": list(_states(executor)),
-        "gathered" if streamed else "working": copies,
+        "gathered": [copy for module in streamed for copy in module.parameters()],
+        "working": copies,
     }
 
 

@@ -57,6 +57,15 @@ def test_what_lies_on_the_host() -> None:
     assert found.host == Counter(parameters=120, gradients=120, optimizer=240)
 
 
+@pytest.mark.parametrize("options", [{"zero": 3}, {"offload": ("parameters",)}], ids=str)
+def test_rows_of_vocabulary_tables_are_there_from_step_to_step(options: dict[str, Any]) -> None:
+    """Other weights are on the device only while passes use them."""
+    storage, known = Storage(Options.of(**options), Mesh(pp=2, dp=4)), ParameterInfo("weight", WEIGHT)
+    table, other = (parameter_state(known, WEIGHT, storage, parts).device for parts in (2, 1))
+    assert table["working"] == 120 / 2
+    assert not other["working"]
+
+
 def test_buffers_and_frozen_parameters_have_no_state() -> None:
     for known in (ParameterInfo("b", WEIGHT, is_buffer=True), ParameterInfo("f", WEIGHT, trainable=False)):
         found = parameter_state(known, WEIGHT, Storage(Options(), Mesh()))

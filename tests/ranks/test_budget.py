@@ -44,6 +44,27 @@ def test_no_rank_exceeds_its_budget(name: str, mesh: dict[str, int], options: di
     assert any(any(stage.recompute) for stage in job.plan.stage_plans)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ({"pp": 2}, {"vocabulary": "vocab-2", "offload": ("parameters",)}),
+        ({"pp": 2, "dp": 2}, {"vocabulary": "vocab-1", "zero": 3}),
+        ({"pp": 2}, {"vocabulary": "redistributed", "offload": ("parameters",)}),
+    ],
+    ids=str,
+)
+def test_copies_that_stay_from_step_to_step_are_counted(mesh: dict[str, int], options: dict[str, Any]) -> None:
+    case = prepared(lambda: llama(8, layers=4), torch.float32)
+    given: dict[str, Any] = {"sample": case.batch, "mesh": mesh, "microbatches": 4, "cluster": FAST}
+    job = compile_pinned(case.model, math.prod(mesh.values()), **given, **options)
+    measured = job.memory(case.batch, measure="simulate").measured
+    for index, counted in enumerate(job.plan.rank_plans):
+        assert not counted.action, "this is what solvers added up"
+        held = measured[job.plan.mesh.rank(pp=index)].phases[0].start
+        assert held.get("working", 0) == counted.kinds.get("working", 0)
+        assert bool(held.get("working")) == (options["vocabulary"] != "redistributed"), "rows of tables stay"
+
+
 def test_ranks_are_measured_until_one_holds_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """That plan is laid out again; of the one that is given, all are."""
     asked: list[list[int]] = []
