@@ -92,7 +92,7 @@ class Outlook:
     _kinds: dict[Key, Counter[Kind]] = field(default_factory=dict)
     _shares: dict[Key, dict[tuple[str, ...], Weights]] = field(default_factory=dict)
     _found: dict[tuple[object, ...], Array] = field(default_factory=dict)
-    _uneven: dict[tuple[Key, int, bool], float] = field(default_factory=dict)
+    _uneven: dict[tuple[Key, int, int, bool], float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, costing: Costing, root: Profile) -> Outlook | None:
@@ -269,14 +269,15 @@ class Outlook:
         later = likely.later * profile.costs[self.scaler.block].later_bytes
         room = self.costing.budget_bytes - later * math.ceil(layers.count / region.mesh.pp)
         found = least_seconds(layers, stored, ranks, count, room, host)
-        return found if region.mesh.pp == 1 else found * self._unevenness(family, profile, stages_of(points[0]))
+        return found if region.mesh.pp == 1 else found * self._unevenness(family, profile)
 
-    def _unevenness(self, family: Family, profile: Profile, stages: int) -> float:
-        key = profile.key, stages, splits_head(family)
+    def _unevenness(self, family: Family, profile: Profile) -> float:
+        ranks, stages = family.region.mesh.pp, stages_of(family)
+        key = profile.key, ranks, stages, splits_head(family)
         if key not in self._uneven:
             seconds = [unit.seconds for unit in profile.waiting_units]
             inner = seconds[1:-1] if splits_head(family) and len(seconds) > 2 else seconds
-            self._uneven[key] = unevenness(inner, math.fsum(seconds) - math.fsum(inner), stages)
+            self._uneven[key] = unevenness(inner, math.fsum(seconds) - math.fsum(inner), ranks, stages // ranks)
         return self._uneven[key]
 
     def bounds(self, points: Sequence[Point], profile: Profile, *, memory: bool = True) -> Array:

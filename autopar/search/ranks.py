@@ -17,6 +17,7 @@ from autopar.search.space import Family, Point, Region, splits_head
 from autopar.search.wholesale import Layers, Ranks, folded, straight
 
 _UNEVEN: Final = 0.2  # of what the longest stage takes more than the mean, ranks wait for it
+_UNEVEN_ROUND: Final = 0.5  # the same, where several of a rank come one after the other: in one of these
 _CLOSE: Final = 1e-3
 
 
@@ -100,13 +101,14 @@ def waited(ranks: int, microbatches: int, stages: int) -> float:
     return max(ranks - 1, stages * (ranks - microbatches) + microbatches - 1) / stages
 
 
-def unevenness(seconds: Sequence[float], spread: float, stages: int) -> float:
+def unevenness(seconds: Sequence[float], spread: float, ranks: int, chunks: int) -> float:
     """How many times as long a step is likely to take as with stages that are all as long: cut between units that take
-    so many ``seconds``, beside which all ranks have the same ``spread`` to do."""
-    total = math.fsum(seconds)
+    so many ``seconds``, beside which all ``ranks`` have the same ``spread`` to do; each has several ``chunks``."""
+    total, stages = math.fsum(seconds), ranks * chunks
     if len(seconds) < stages or not total:
         return 1.0
-    return 1 + _UNEVEN * (stages * _shortest(seconds, stages) - total) / (total + spread)
+    waited_for = min(_UNEVEN, _UNEVEN_ROUND / chunks)
+    return 1 + waited_for * (stages * _shortest(seconds, stages) - total) / (total + spread)
 
 
 def _shortest(seconds: Sequence[float], stages: int) -> float:

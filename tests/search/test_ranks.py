@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -78,12 +79,33 @@ def test_estimates_count_the_messages_that_are_waited_for(search: Search, monkey
 
 def test_stages_are_as_uneven_as_their_best_cut() -> None:
     """Between calls of these seconds, beside which each rank has as much of a head."""
-    assert unevenness([1.0] * 12, 0.0, 4) == pytest.approx(1.0, abs=1e-3)
-    assert unevenness([0.0, *[1.0] * 12], 0.0, 4) == pytest.approx(1.0, abs=1e-3), "an embedding takes no time"
-    assert unevenness([*[1.0] * 12, 4.0], 0.0, 4) == pytest.approx(1.0, abs=1e-3), "a head is a stage of its own"
-    assert unevenness([1.0] * 13, 0.0, 4) == pytest.approx(1 + 0.2 * (4 * 4 / 13 - 1), abs=1e-3)
-    assert unevenness([1.0] * 13, 13.0, 4) == pytest.approx(1 + 0.2 * (4 * 4 - 13) / 26, abs=1e-3)
-    assert unevenness([1.0, 1.0], 0.0, 4) == 1.0, "there is no cut"
+    assert unevenness([1.0] * 12, 0.0, 4, 1) == pytest.approx(1.0, abs=1e-3)
+    assert unevenness([0.0, *[1.0] * 12], 0.0, 4, 1) == pytest.approx(1.0, abs=1e-3), "an embedding takes no time"
+    assert unevenness([*[1.0] * 12, 4.0], 0.0, 4, 1) == pytest.approx(1.0, abs=1e-3), "a head is a stage of its own"
+    assert unevenness([1.0] * 13, 0.0, 4, 1) == pytest.approx(1 + 0.2 * (4 * 4 / 13 - 1), abs=1e-3)
+    assert unevenness([1.0] * 13, 13.0, 4, 1) == pytest.approx(1 + 0.2 * (4 * 4 - 13) / 26, abs=1e-3)
+    assert unevenness([1.0, 1.0], 0.0, 4, 1) == 1.0, "there is no cut"
+
+
+def test_estimates_say_how_many_stages_ranks_have(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, profile = list[tuple[int, int]](), search.place(REGION)
+    monkeypatch.setattr("autopar.search.outlook.unevenness", lambda _, __, *sizes: asked.append(sizes) or 1.0)
+    wanted = {None: 1, 2: 2}
+    for family in search.families_of(REGION):
+        if family.schedule in ("1f1b", "interleaved") and family.chunks in wanted:
+            outlook = Outlook.of(search.costing, search.root)
+            assert outlook is not None
+            outlook.estimates(list(search.stored(family))[:1], profile)
+            assert asked[-1] == (2, wanted[family.chunks])
+    assert len(set(asked)) == 2
+
+
+def test_ranks_wait_for_the_longest_of_their_stages_once_in_a_round() -> None:
+    """Each has several; of two, for as much of it as of one."""
+    long = [*[1.0] * 15, 3.0]
+    for chunks, share in ((2, 0.2), (4, 0.5 / 4), (8, 0.5 / 8)):
+        longest = max(3.0, 18 / (2 * chunks), math.ceil(15 / (2 * chunks - 1)))
+        assert unevenness(long, 0.0, 2, chunks) == pytest.approx(1 + share * (2 * chunks * longest / 18 - 1), abs=1e-2)
 
 
 def test_estimates_know_how_long_passes_are(search: Search, monkeypatch: pytest.MonkeyPatch) -> None:
