@@ -35,8 +35,8 @@ AT_ONCE: Final = 3 / 4
 
 _LAYING, _ACTION = 2000, 2  # of a point, and of each of its passes
 _HEADS = 3  # times that, where ranks have passes of a head's parts, too
-_AWAY = 25_000  # of the ways to put activations of a pipeline on the host that are tried
-_AWAY_ALONE = 6_000  # of those of a rank alone, of such a model
+_AWAY = 12_000  # of the ways to put activations of a pipeline on the host that are tried
+_AWAY_ALONE = 6_000  # of those of a rank alone
 _CALLS, _BLOCKS = 32, 150  # calls of a model, and ops of its blocks: with fewer, laying out takes less
 
 
@@ -50,6 +50,6 @@ def work_of(point: Point, length: float = 1.0) -> float:
     """Of laying it out, of a model that is so many times as long as those that units of work were counted for."""
     away = 0.0
     if activations_on_host(point.offload):
-        away = _AWAY if point.region.mesh.pp > 1 else length * _AWAY_ALONE
+        away = length * (_AWAY if point.region.mesh.pp > 1 else _AWAY_ALONE)
     passes = stages_of(point) * point.region.microbatches * (_HEADS if splits_head(point.family) else 1)
     return away + length * _LAYING + _ACTION * passes

@@ -85,6 +85,16 @@ def test_a_split_head_has_passes_of_its_own() -> None:
         assert work_of(point._replace(vocabulary="vocab-1")) == work_of(point) + 2 * work._ACTION * passes
 
 
+def test_long_models_take_longer_to_put_on_the_host() -> None:
+    here = point_of(1)
+    there, passes = here._replace(offload=("activations",)), work_of(here, 0.0)
+    for point in (here, there):
+        assert work_of(point, 3.0) - passes == 3 * (work_of(point, 1.0) - passes)
+    alone = Point(Region(Mesh(dp=4), 1, 2), "interleaved", 2, "redistributed", 1, 0, (), 1)
+    pipeline, rank = (work_of(p._replace(offload=("activations",))) - work_of(p) for p in (here, alone))
+    assert pipeline > rank > 0, "there are fewer ways for a rank alone"
+
+
 def test_families_of_a_region_wait_by_their_passes_until_they_are_next() -> None:
     proof, region = begun(), point_of(0).region
     profile = proof.profile(region)
