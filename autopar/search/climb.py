@@ -7,7 +7,6 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -100,10 +99,13 @@ def climb(search: Search, around: Around, learned: Learned, offload: tuple[str, 
 
 def _step_to(search: Search, region: Region, like: Point, limit: float, learned: Learned) -> None:
     """Lay out the likely best of ``region``, of points with as much on the host as ``like``: if that is anything, with
-    its schedule."""
-    if search.place(region) is not None:
-        families = _alike(search, region, like) if like.offload else _stored(search, region, like)
-        _try_likely(search, region, families, limit, learned, tries=1)
+    its schedule. Where that is refused, the same with the vocabulary elsewhere."""
+    if search.place(region) is None:
+        return
+    families = _near(search, region, like) if like.offload else _stored(search, region, like)
+    while families:
+        refused = {point.vocabulary for point in _try_likely(search, region, families, limit, learned, tries=1)}
+        families = [points for points in families if refused and points[0].vocabulary not in refused]
 
 
 def _stored(search: Search, region: Region, like: Point) -> list[list[Point]]:
@@ -127,7 +129,7 @@ def _likely_best(search: Search, region: Region, best: Point, learned: Learned) 
         found = [noted]
     else:
         alone = 1 in (region.mesh.pp, best.region.mesh.pp)
-        families = [points for points in _alike(search, region, best) if alone or points[0].chunks == best.chunks]
+        families = [points for points in _near(search, region, best) if alone or points[0].chunks == best.chunks]
         estimates = (zip(search.estimates(points, profile), points, strict=True) for points in families)
         found = [(seconds * promise(point), point) for seconds, point in itertools.chain.from_iterable(estimates)]
     return min((learned.likely(point, seconds) for seconds, point in found), default=math.inf)
@@ -141,13 +143,19 @@ def _by_mesh(near: Iterable[tuple[float, int, Region]]) -> list[tuple[float, int
     return list(found.values())
 
 
-def _alike(search: Search, region: Region, best: Point) -> list[list[Point]]:
+def _near(search: Search, region: Region, best: Point) -> list[list[Point]]:
+    """Points of ``region`` like the ``best``: whose rows are others alone, with the vocabulary anywhere."""
+    return _alike(search, region, best, any_head=region.mesh == best.region.mesh)
+
+
+def _alike(search: Search, region: Region, best: Point, *, any_head: bool = False) -> list[list[Point]]:
     """Points of ``region`` with the schedule of the ``best``, of any number of chunks, and with as much on the host;
-    without a pipeline, which has few schedules, with any."""
+    with its vocabulary, or with ``any_head``. Without a pipeline, which has few schedules, with any."""
     families = [
         family
         for family in search.families_of(region)
-        if (family.schedule == best.schedule and family.vocabulary == best.vocabulary) or region.mesh.pp == 1
+        if region.mesh.pp == 1
+        or (family.schedule == best.schedule and (any_head or family.vocabulary == best.vocabulary))
         if best.offload in ways_away(search, family)
     ]
 
@@ -251,9 +259,9 @@ def _try_likely(
     learned: Learned,
     tries: int = _POLISHED,
     hope: float = 1.0,
-) -> None:
+) -> list[Point]:
     """Lay out what is likely to take less than ``hope`` times as long as the best, of points of some families of
-    ``region``."""
+    ``region``; gives those that were refused."""
     profile = search.profile(region)
     assert profile is not None
     waiting = [
@@ -265,14 +273,17 @@ def _try_likely(
     for estimate, _, point in waiting:
         if not math.isinf(estimate):
             search.note(point, estimate)
-    tried = {outcome.point for outcome in search.outcomes} | set(search.refusals)
+    tried, refused = {outcome.point for outcome in search.outcomes} | set(search.refusals), list[Point]()
     for estimate, _, point in sorted(waiting):
         if not tries or search.work >= limit:
-            return
+            break
         is_new = point not in tried and not learned.is_tried(point, estimate)
         if not is_new or search.has_room(point._replace(offload=())):
             continue
         if learned.likely(point, estimate) < hope * search.best_seconds:
             tries -= 1
-            with suppress(AutoparError):
+            try:
                 learned.lay_out(search, point, estimate)
+            except AutoparError:
+                refused.append(point)
+    return refused

@@ -32,7 +32,17 @@ from autopar.search.climb import (
     worth_away,
 )
 from autopar.search.learned import SEVERAL, Kind, Learned
-from autopar.search.space import TOGETHER, Family, Point, Region, chunks_of_head, offloads, promise, works_of
+from autopar.search.space import (
+    TOGETHER,
+    Family,
+    Point,
+    Region,
+    chunks_of_head,
+    offloads,
+    promise,
+    splits_head,
+    works_of,
+)
 from autopar.search.squeeze import squeeze
 from autopar.search.work import work_of
 
@@ -43,7 +53,7 @@ _MASTERS = ("optimizer",)  # on the host: parameters are copied to the device on
 
 _CROWDED = 0.25  # of the memory of all devices: parameters and what updates them, if they may go to the host
 _TRIES = 4  # points of one region
-_ALIKE = 2  # of them with one schedule and ZeRO stage
+_ALIKE = 2  # of them with one schedule and ZeRO stage, whose head is split or isn't
 _ROWS = 2  # of a microbatch, that the same degrees are placed with at first
 _FAILURES = 2  # points with the same pp, tp and schedule that may turn out not to fit
 _SEARCHES, _AGAIN, _ELSEWHERE = 0.6, 0.1, 0.3  # of the work of a whole search: at first, then, with what is on the host
@@ -141,9 +151,11 @@ def _look_further(search: Search, every: _Every, learned: Learned, dives: list[_
     looked = {dives[-1].offload}
     put_away(search, learned)  # what else looks good is often beaten by then
     if search.best_seconds < (1 - search.tolerance) * _here_seconds(search) < math.inf:
-        _Dive(search, ACTIVATIONS, learned, _ELSEWHERE).run(every.away)
+        dives.append(_Dive(search, ACTIVATIONS, learned, _ELSEWHERE))
+        dives[-1].run(every.away)
         looked = {*looked, ACTIVATIONS}
-    _Dive(search, (), learned, _AGAIN).run(every.split)
+    dives.append(_Dive(search, (), learned, _AGAIN))
+    dives[-1].run(every.split)
     around = Around.of(every.regions)
     climb(search, around, learned, ())
     polish(search, learned)
@@ -153,11 +165,19 @@ def _look_further(search: Search, every: _Every, learned: Learned, dives: list[_
         if best.is_tight and state not in looked:
             share = _OTHERWISE if best.point.offload else _ELSEWHERE
             some = every.away if activations_on_host(state) else every.near
-            _Dive(search, state, learned, share, worth=_WORTH, chunks=best.point.head_chunks).run(some)
+            dives.append(_Dive(search, state, learned, share, worth=_WORTH, chunks=best.point.head_chunks))
+            dives[-1].run(some)
+    _go_on(search, dives)
     if offload := worth_away(search, search.ranked()[0].point):
         polish_away(search, learned)
         climb(search, around, learned, offload)
         polish_away(search, learned)
+
+
+def _go_on(search: Search, dives: list[_Dive]) -> None:
+    """With what waits in any of the ``dives``, what looks best first, where little work was done so far."""
+    while search.work < search.most_work and (waiting := [dive for dive in dives if dive.is_promising]):
+        min(waiting, key=lambda dive: dive.waiting[0][0]).go_on(_AGAIN)
 
 
 def _lay_out_likely(search: Search, learned: Learned) -> None:
@@ -222,7 +242,7 @@ class _Dive:
         """With what waits, for so much of the work of a whole search, where that isn't much better."""
         search, begun = self.search, self.search.work
         for _ in range(_LOOKS):
-            if not self.waiting or self.waiting[0][0] >= self._aim:
+            if not self.is_promising:
                 if search.work - begun > search.most_work * min(_DOUBTED, share) or not self._doubt():
                     return
                 continue
@@ -241,6 +261,11 @@ class _Dive:
                 self._wait(likely, item)
             else:
                 self._try(item)
+
+    @property
+    def is_promising(self) -> bool:
+        """Whether what waits may be better than the best."""
+        return bool(self.waiting) and self.waiting[0][0] < self._aim
 
     @property
     def _aim(self) -> float:
@@ -351,7 +376,8 @@ class _Dive:
         if point in self.laid_out or self.learned.is_tried(point, self.estimates[point]):
             return
         region, search = point.region, self.search
-        alike, degrees = (region, point.schedule, point.zero), (region.mesh.pp, region.mesh.tp, point.schedule)
+        alike = region, point.schedule, splits_head(point.family), point.zero
+        degrees = region.mesh.pp, region.mesh.tp, point.schedule
         if self.tried[region] == _TRIES or self.tried[alike] == _ALIKE or self.failed[degrees] == _FAILURES:
             return
         profile = search.profile(region)

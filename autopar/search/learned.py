@@ -92,7 +92,7 @@ def kinds(point: Point) -> list[tuple[object, ...]]:
     """What is like ``point``, the most alike first: what is on the host under any schedule."""
     heads = splits_head(point.family)
     found: list[tuple[object, ...]] = [(point.schedule, heads, point.zero, point.zero_ranks, point.offload)]
-    return [*found, (point.offload,)] if point.offload else found
+    return [*found, (heads, point.offload)] if point.offload else found
 
 
 def _twins(point: Point, estimate: float) -> tuple[object, ...]:

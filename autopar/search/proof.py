@@ -41,7 +41,7 @@ from autopar.search.waiting import Item, What, axes_of, near, region_of, work_be
 _AIM: Final = 1.04  # times what the best plan is likely to take
 _CLOSE: Final = 0.05  # of it: by so much may bounds be below that are worth more work
 _MORE: Final = 2  # times as much of that, then
-_HOPELESS: Final = 5  # times all work: by then, something that fits isn't looked for any more
+_HOPELESS: Final = 2  # times all work: by then, something that fits isn't looked for any more
 _LUCK: Final = 5e-3  # of it: by so much may an order that was made for less memory be shorter
 _LIKELY: Final = 128  # regions that say so
 

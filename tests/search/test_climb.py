@@ -11,6 +11,7 @@ from functools import cache
 
 import pytest
 
+from autopar.errors import BudgetError
 from autopar.mesh import Mesh
 from autopar.search import climb as climb_
 from autopar.search.climb import Around, climb, polish_away, put_away, worth_away
@@ -271,6 +272,51 @@ def test_what_is_like_the_best_has_any_number_of_chunks() -> None:
         assert {getattr(point, name) for point in found} == {getattr(best, name)}
     assert {point.region for point in found} == {there}
     assert {point.zero for point in found} == {0, 1, 2, 3}
+
+
+def test_other_rows_of_the_best_may_have_the_vocabulary_elsewhere() -> None:
+    """Where only rows are others; where degrees are, too, that is another plan."""
+    search = search_of("gpt2", BATCH, 4, FAST)
+    best = Point(Region(Mesh(pp=2, dp=2), 1, 4), "1f1b", None, "redistributed", 1, 0, ("activations",), 1)
+    rows, degrees = Region(Mesh(pp=2, dp=2), 2, 2), Region(Mesh(pp=2, tp=2), 1, 8)
+    heads = [{point.vocabulary for some in climb_._near(search, r, best) for point in some} for r in (rows, degrees)]
+    assert heads[0] > heads[1] == {"redistributed"}
+
+
+def test_other_rows_are_likely_and_laid_out_as_the_best_of_these(monkeypatch: pytest.MonkeyPatch) -> None:
+    search, region = short_of_memory()
+    like, tried = Point(region, "1f1b", None, "redistributed", 1, 0, ("activations",), 1), set[str]()
+    rows = region._replace(rows=2, microbatches=2)
+    search.place(rows)
+
+    def estimates(points: list[Point], _: object) -> list[float]:
+        return [1.0 if point.vocabulary == "vocab-1" else 2.0 for point in points]
+
+    def try_likely(_: Search, __: Region, families: list[list[Point]], *___: object, **____: object) -> list[Point]:
+        tried.update(points[0].vocabulary for points in families)
+        return []
+
+    monkeypatch.setattr(search, "estimates", estimates)
+    monkeypatch.setattr(climb_, "_try_likely", try_likely)
+    assert climb_._likely_best(search, rows, like, Learned()) < 1.5
+    climb_._step_to(search, rows, like, math.inf, Learned())
+    assert {"redistributed", "vocab-1"} <= tried
+
+
+def test_what_is_refused_is_laid_out_with_the_vocabulary_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    search, region, points = piped()
+    some = [point for point in points if point.schedule == "1f1b" and point.zero == 0]
+    like, tried = some[0], list[str]()
+
+    def lay_out(_: Learned, __: Search, point: Point, ___: float) -> None:
+        tried.append(point.vocabulary)
+        if len(tried) < 3:
+            raise BudgetError("too large", 1)
+
+    monkeypatch.setattr(Learned, "lay_out", lay_out)
+    monkeypatch.setattr(type(search), "families_of", lambda *_: iter([point.family for point in some]))
+    climb_._step_to(search, region, like, math.inf, Learned())
+    assert len(tried) == len(set(tried)) == 3, "until one isn't"
 
 
 def test_weights_may_be_stored_within_nodes_or_over_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from autopar.search import learned as learned_
 from autopar.search.climb import Around
 from autopar.search.learned import SEVERAL, Kind, Learned, kinds
 from autopar.search.outcomes import Outcome
-from autopar.search.space import Point, Region
+from autopar.search.space import Point, Region, splits_head
 from tests.fast_cluster import FAST
 from tests.models import make
 from tests.search.spaces import BATCH, PLAIN, least, piped, search_of, space
@@ -134,6 +135,7 @@ def test_what_is_on_the_host_is_learned_for_other_schedules_too() -> None:
     assert learned.likely(other._replace(offload=()), 2.0) == learned.likely(
         other._replace(offload=("optimizer",)), 2.0
     )
+    assert learned.likely(other._replace(vocabulary="vocab-1"), 2.0) == 2.0, "its head takes less memory"
     own = learned.known[kinds(other)[0]]
     own.append(1.75)
     assert learned.likely(other, 2.0) == pytest.approx(corrected(2.0, 1.5, 1))
@@ -147,9 +149,9 @@ def test_what_is_on_the_host_is_taken_to_do_as_well_as_what_is_not() -> None:
     away = Point(Region(Mesh(pp=2, dp=2), 1, 4), "1f1b", None, "redistributed", 1, 0, ("activations",), 1)
     learned.known[kinds(away._replace(offload=()))[0]].append(1.5)
     assert learned.likely(away, 2.0) == pytest.approx(corrected(2.0, 1.5, 1))
-    learned.known[("activations",),].append(1.75)
+    learned.known[kinds(away)[-1]].append(1.75)
     assert learned.likely(away, 2.0) == pytest.approx(corrected(2.0, 1.5, 1)), "that was under another schedule"
-    learned.known[("activations",),].append(1.0)
+    learned.known[kinds(away)[-1]].append(1.0)
     assert learned.likely(away, 2.0) == 2.0
 
 
@@ -194,17 +196,19 @@ def test_regions_with_activations_on_the_host_are_looked_at_where_memory_is_shor
     """Not where a user says what is on the host."""
     host = replace(FAST, device=replace(FAST.device, host_memory_bytes=10**12, host_bytes_per_second=1e9))
     search = search_of("gpt2", BATCH, 4, host, budget_bytes=budget, **{"head_chunks": 1, **given})
-    away, run = set[Region](), dive._Dive.run
+    away, run, waiting = set[Region](), dive._Dive.run, list[dive._Dive]()
 
     def noted(own: dive._Dive, some: list[Region]) -> None:
         away.update(some if own.offload == ("activations",) else [])
         run(own, some)
 
     monkeypatch.setattr(dive._Dive, "run", noted)
+    monkeypatch.setattr(dive, "_go_on", lambda _, dives: waiting.extend(dives))
     found = search.glance()
     assert found[0].is_tight == (budget == 10**6)
     assert bool(away) == looked
     assert {region.mesh.pp > 1 for region in away} == ({False, True} if looked else set())
+    assert (("activations",) in {each.offload for each in waiting}) == looked, "they may go on"
 
 
 def test_the_first_with_activations_on_the_host_are_laid_out_whatever_others_took() -> None:
@@ -213,7 +217,8 @@ def test_the_first_with_activations_on_the_host_are_laid_out_whatever_others_too
     search, learned = search_of("gpt2", BATCH, 4, host, budget_bytes=10**6, head_chunks=1), Learned()
     found = search._begin()
     dive._Dive(search, (), learned, 1.0).run(found)
-    learned.known[("activations",),].extend([100.0] * 3)
+    of_any_schedule = kinds(Point(found[0], "1f1b", None, "redistributed", 0, 0, ("activations",), 1))[-1]
+    learned.known[of_any_schedule].extend([100.0] * 3)
     away = dive._Dive(search, ("activations",), learned, 1.0)
     away.run([region for region in found if region.mesh.pp > 1])
     assert len(away.laid_out) == SEVERAL
@@ -354,6 +359,44 @@ def test_what_looks_better_in_the_end_is_laid_out(monkeypatch: pytest.MonkeyPatc
     dive._lay_out_likely(search, Learned())
     assert search.best_seconds < begun
     assert 1 < search.laid_out < len(points)
+
+
+def test_few_are_tried_with_the_head_in_a_stage_and_as_few_where_it_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one schedule: what is found of ones says little of the others."""
+    search, _, points = piped()
+    monkeypatch.setattr(Learned, "lay_out", lambda *_: None)
+    dive_ = dive._Dive(search, (), Learned(), 1.0)
+    for number, point in enumerate(p for p in points if (p.schedule, p.zero) == ("interleaved", 0)):
+        dive_.estimates[point] = 1.0 + number
+        dive_._try(point)
+    tried = Counter(splits_head(point.family) for point in dive_.laid_out)
+    assert tried == {False: dive._ALIKE, True: dive._ALIKE}
+
+
+def test_dives_go_on_while_what_waits_looks_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one with what looks best first, until that took as much work as a whole search may."""
+    search, _, points = piped()
+    best = search.lay_out(points[0]).step_seconds
+    dives = [dive._Dive(search, (), Learned(), 0.1) for _ in range(3)]
+    for each, times in zip(dives, ([0.8, 0.95], [0.5, 0.9], [1.5]), strict=True):
+        each.waiting = [(seconds * best, number, points[0]) for number, seconds in enumerate(times)]
+    went = list[int]()
+
+    def go_on(self: dive._Dive, share: float) -> None:
+        went.append(dives.index(self))
+        self.waiting.pop(0)
+        search._work += 0.4 * search.most_work
+
+    monkeypatch.setattr(dive._Dive, "go_on", go_on)
+    search._work = 0.0
+    dive._go_on(search, dives)
+    assert went == [1, 0, 1]
+    search._work = search.most_work
+    dive._go_on(search, dives)
+    assert len(went) == 3
+    search._work = 0.0
+    dive._go_on(search, dives)
+    assert went == [1, 0, 1, 0], "what takes longer than the best isn't looked at"
 
 
 @pytest.mark.parametrize("refused", [False, True])

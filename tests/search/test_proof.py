@@ -146,7 +146,7 @@ def test_a_proof_that_is_close_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_fits_is_looked_for_with_more_work_but_not_for_ever() -> None:
     proof, (point, *_) = tight()
     proof.outcomes, proof.most_work = [], 10.0
-    for work, goes_on in ((9.0, True), (11.0, True), (49.0, True), (51.0, False)):
+    for work, goes_on in ((9.0, True), (11.0, True), (19.0, True), (21.0, False)):
         proof._work = work
         assert proof._goes_on() == goes_on
     proof._work, proof.outcomes = 11.0, [Outcome(point, 1.0, 0, recomputes=False)]

@@ -164,11 +164,12 @@ def test_the_head_of_what_is_like_the_best_is_in_as_many_chunks(monkeypatch: pyt
     search, tried = search_of("gpt2", 4, 1, HOST, budget_bytes=1_934_500, offload=()), list[set[int]]()
     best, *_ = search.glance()
     assert best.point.head_chunks == 8
-    monkeypatch.setattr(
-        climb,
-        "_try_likely",
-        lambda _, __, families, *___, **____: tried.append({p.head_chunks for some in families for p in some}),
-    )
+
+    def try_likely(_: Search, __: Region, families: list[list[Point]], *___: object, **____: object) -> list[Point]:
+        tried.append({point.head_chunks for some in families for point in some})
+        return []
+
+    monkeypatch.setattr(climb, "_try_likely", try_likely)
     climb.polish(search, Learned())
     climb._step_to(search, best.point.region, best.point, math.inf, Learned())
     assert tried == [{8}] * 3
