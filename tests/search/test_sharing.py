@@ -327,9 +327,10 @@ def test_what_was_placed_for_one_is_placed_for_the_other_but_not_known() -> None
     assert other.of(key, mesh, 1) is placed
     assert profiler.aside().was_tried(key, mesh)
     third = search_of("gpt2", 8, 8, FAST).profiler
+    assert third.aside().of(key, Mesh(dp=2, tp=2), 2) is not third.of(key, mesh, 1), "of another job"
+
+
+def test_what_a_search_puts_aside_reads_is_work_of_its_own() -> None:
     search = search_of("gpt2", 8, 8, FAST)
     search.glance()
-    assert search.costing.keeping.read > search.aside().costing.keeping.read == 0, (
-        "what either reads is work of its own"
-    )
-    assert third.aside().of(key, Mesh(dp=2, tp=2), 2) is not third.of(key, mesh, 1), "of another job"
+    assert search.costing.keeping.read > search.aside().costing.keeping.read == 0
